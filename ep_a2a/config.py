@@ -1,0 +1,345 @@
+"""What one dispatch/combine op is: the configuration that every rank of a group builds, and the enumerations in it."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.errors import ConfigError, UnknownNameError
+
+WIRE_FORMAT_VERSION = 1
+"""Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare."""
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_GROUP_SIZE = 128
+"""Elements that share one scale in 1x128 and 128x128 quantisation."""
+
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
+COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNMENT_BYTES = 16
+MAX_TOPK = 32
+MAX_TOKENS_PER_RANK = 1 << 24
+
+
+class EpDispatchCombineKernelType(enum.Enum):
+    """Which kernels move the tokens; MORI's names and values."""
+
+    IntraNode = 0
+    InterNode = 1
+    InterNodeV1 = 2
+    InterNodeV1LL = 3
+    AsyncLL = 4
+    IntraNodeLL = 5
+
+
+class QuantType(str, enum.Enum):
+    """How tokens are quantised on the wire, by MORI's and our names."""
+
+    NONE = "none"
+    FP8_PER_TOKEN = "fp8_per_token"
+    FP8_PER_1X128 = "fp8_per_1x128"
+    FP8_DIRECT_CAST = "fp8_direct_cast"
+    FP8_BLOCKWISE = "fp8_blockwise"
+
+
+DISPATCH_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128)
+COMBINE_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_DIRECT_CAST, QuantType.FP8_BLOCKWISE)
+
+
+class Layout(str, enum.Enum):
+    """How received rows are arranged.
+
+    COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
+    RANK_MAJOR: `[W, max_num_tokens, H]`, source s's rows dense from the front of block s.
+    """
+
+    COMPACT = "compact"
+    RANK_MAJOR = "rank_major"
+
+
+class ScaleFormat(str, enum.Enum):
+    """Format of the scales that a fused fp8 cast writes: float32, or the exponent byte of a power of two (UE8M0)."""
+
+    FLOAT32 = "float32"
+    UE8M0 = "ue8m0"
+
+
+def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
+    """The member of `kind` that `value` is or names; UnknownNameError listing the members otherwise."""
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(repr(member.value) for member in kind)
+        raise UnknownNameError(f"{what} to be one of {names}", repr(value)) from None
+
+
+@dataclass(frozen=True)
+class EpDispatchCombineConfig:
+    """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.
+
+    W = world_size, M = max_num_inp_token_per_rank, K = num_experts_per_token, E = num_experts_per_rank.
+    All fields except `rank` and `num_experts_per_rank` must be equal on all ranks; ranks compare them when an op is built.
+
+    Attributes:
+        data_type: dtype of the tokens given to dispatch (before a fused cast).
+        rank: this rank in the group, 0 <= rank < W.
+        world_size: W, ranks in the group.
+        hidden_dim: H, elements of one token row; a row must be a multiple of 16 bytes.
+        scale_dim: scales per token that travel with already quantised tokens; 0 for none. Derived for a fused cast.
+        scale_type_size: bytes per scale, 1 or 4. Derived for a fused cast.
+        max_token_type_size: bytes of the widest element that dispatch or combine will move; sizes the buffers.
+        max_num_inp_token_per_rank: M, the most tokens any rank brings.
+        num_experts_per_rank: E, experts on this rank.
+        num_experts_per_token: K, 1 to 32.
+        warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual".
+        max_total_recv_tokens: cap on received rows (layout compact only); 0 = none. Rounded up to a multiple of W,
+            as MORI does.
+        use_external_inp_buf: False promises that combine's input is the registered buffer (zero copy).
+        kernel_type: kernels to use.
+        gpu_per_node: ranks that share a node.
+        num_qp_per_pe: queue pairs per peer of an inter-node transport.
+        quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch;
+            fp8_direct_cast and fp8_blockwise act on the combine wire.
+        layout: one of Layout's values.
+        timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
+        num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
+        launch: "auto" takes launch numbers from the policy, "manual" from this config.
+        max_sms: most multiprocessors a launch may occupy; 0 = all.
+        dispatch_quant_type: the cast inside dispatch when quant_type names a combine cast; None = by quant_type.
+        scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
+        combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
+    """
+
+    data_type: torch.dtype
+    rank: int
+    world_size: int
+    hidden_dim: int
+    scale_dim: int
+    scale_type_size: int
+    max_token_type_size: int
+    max_num_inp_token_per_rank: int
+    num_experts_per_rank: int
+    num_experts_per_token: int
+    warp_num_per_block: int = 8
+    block_num: int = 80
+    max_total_recv_tokens: int = 0
+    use_external_inp_buf: bool = True
+    kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
+    gpu_per_node: int = 8
+    rdma_block_num: int = 0
+    num_qp_per_pe: int = 1
+    quant_type: str = "none"
+    layout: str = field(default="compact", kw_only=True)
+    timeout_secs: float | None = field(default=None, kw_only=True)
+    num_experts: int = field(default=0, kw_only=True)
+    launch: str = field(default="auto", kw_only=True)
+    max_sms: int = field(default=0, kw_only=True)
+    dispatch_quant_type: str | None = field(default=None, kw_only=True)
+    scale_format: str = field(default="float32", kw_only=True)
+    combine_dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, minimum in _MINIMUM.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
+        _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
+        _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
+        _require(
+            self.max_num_inp_token_per_rank < MAX_TOKENS_PER_RANK,
+            f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}",
+            str(self.max_num_inp_token_per_rank),
+        )
+        self._check_names()
+        self._check_dtypes()
+        self._check_experts()
+        if self.timeout_secs is not None:
+            _require(self.timeout_secs > 0, "timeout_secs > 0", str(self.timeout_secs))
+        if self.max_total_recv_tokens:
+            _require(
+                self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout)
+            )
+
+    def _check_names(self) -> None:
+        if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
+            raise ConfigError("kernel_type to be an EpDispatchCombineKernelType", repr(self.kernel_type))
+        parse_enum(Layout, self.layout, "layout")
+        parse_enum(ScaleFormat, self.scale_format, "scale_format")
+        quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
+        if self.launch not in ("auto", "manual"):
+            raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
+        if self.dispatch_quant_type is not None:
+            dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
+            _require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
+            _require(
+                quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch,
+                "quant_type to act on combine where dispatch_quant_type is given",
+                repr(quant_type.value),
+            )
+
+    def _check_dtypes(self) -> None:
+        _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
+        _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype one of {COMBINE_DTYPES}", str(self.combine_dtype))
+        widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
+        if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
+            _require(
+                self.max_token_type_size >= widest,
+                f"max_token_type_size >= {widest}, the widest element to be moved",
+                str(self.max_token_type_size),
+            )
+        for dtype in (self.wire_dtype, self.combined_dtype):
+            row_bytes = self.hidden_dim * dtype.itemsize
+            _require(
+                row_bytes % ALIGNMENT_BYTES == 0,
+                f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}",
+                str(row_bytes),
+            )
+        if self.casts_in_dispatch:
+            _require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
+            _require(
+                self.dispatch_quant != QuantType.FP8_PER_1X128 or self.hidden_dim % FP8_GROUP_SIZE == 0,
+                f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_per_1x128",
+                str(self.hidden_dim),
+            )
+        if self.scale_dim:
+            _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
+
+    def _check_experts(self) -> None:
+        own = num_owned_experts(self.total_experts, self.world_size, self.rank)
+        most = num_owned_experts(self.total_experts, self.world_size, 0)
+        _require(
+            self.num_experts_per_rank in (own, most),
+            f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
+            str(self.num_experts_per_rank),
+        )
+
+    @property
+    def topk(self) -> int:
+        """K."""
+        return self.num_experts_per_token
+
+    @property
+    def total_experts(self) -> int:
+        """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
+        return self.num_experts or self.world_size * self.num_experts_per_rank
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that this rank owns."""
+        return num_owned_experts(self.total_experts, self.world_size, self.rank)
+
+    @property
+    def dispatch_quant(self) -> QuantType:
+        """The cast inside dispatch."""
+        if self.dispatch_quant_type is not None:
+            return QuantType(self.dispatch_quant_type)
+        quant_type = QuantType(self.quant_type)
+        return quant_type if quant_type in DISPATCH_QUANT_TYPES else QuantType.NONE
+
+    @property
+    def combine_quant(self) -> QuantType:
+        """The cast on the combine wire."""
+        quant_type = QuantType(self.quant_type)
+        return quant_type if quant_type in COMBINE_QUANT_TYPES else QuantType.NONE
+
+    @property
+    def casts_in_dispatch(self) -> bool:
+        """Whether dispatch turns data_type into fp8."""
+        return self.dispatch_quant != QuantType.NONE
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the rows that dispatch returns."""
+        return FP8_DTYPE if self.casts_in_dispatch else self.data_type
+
+    @property
+    def combined_dtype(self) -> torch.dtype:
+        """Dtype of the rows given to combine and of its result."""
+        if self.combine_dtype is not None:
+            return self.combine_dtype
+        return torch.bfloat16 if self.data_type == FP8_DTYPE else self.data_type
+
+    @property
+    def num_scales(self) -> int:
+        """Scales per row that dispatch returns; 0 = none."""
+        if self.dispatch_quant == QuantType.FP8_PER_TOKEN:
+            return 1
+        if self.dispatch_quant == QuantType.FP8_PER_1X128:
+            return self.hidden_dim // FP8_GROUP_SIZE
+        return self.scale_dim
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes per scale that dispatch returns."""
+        if self.casts_in_dispatch:
+            return 1 if self.scale_format == ScaleFormat.UE8M0 else 4
+        return self.scale_type_size
+
+    @property
+    def max_num_recv_tokens_per_rank(self) -> int:
+        """Rows kept per source on average: M, or MORI's share of the cap, min(ceil(cap / W), M)."""
+        if not self.max_total_recv_tokens:
+            return self.max_num_inp_token_per_rank
+        return min(math.ceil(self.max_total_recv_tokens / self.world_size), self.max_num_inp_token_per_rank)
+
+    @property
+    def max_num_recv_tokens(self) -> int:
+        """R, the most rows that dispatch returns."""
+        return self.world_size * self.max_num_recv_tokens_per_rank
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for other ranks may take."""
+        return env.TIMEOUT_SECS.get() if self.timeout_secs is None else self.timeout_secs
+
+    def shared_fields(self) -> dict[str, str]:
+        """What all ranks must agree on, as text by field name."""
+        own = ("rank", "num_experts_per_rank")
+        shared = {f.name: _text(getattr(self, f.name)) for f in fields(self) if f.name not in own}
+        return shared | {"num_experts": str(self.total_experts), "wire_format_version": str(WIRE_FORMAT_VERSION)}
+
+    def digest(self) -> str:
+        """Short hash of `shared_fields()`, equal on all ranks that may work together."""
+        return hashlib.sha256(json.dumps(self.shared_fields(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+_MINIMUM = {
+    "rank": 0,
+    "world_size": 1,
+    "hidden_dim": 1,
+    "scale_dim": 0,
+    "scale_type_size": 0,
+    "max_token_type_size": 1,
+    "max_num_inp_token_per_rank": 1,
+    "num_experts_per_rank": 0,
+    "num_experts_per_token": 1,
+    "warp_num_per_block": 1,
+    "block_num": 1,
+    "max_total_recv_tokens": 0,
+    "gpu_per_node": 1,
+    "rdma_block_num": 0,
+    "num_qp_per_pe": 1,
+    "num_experts": 0,
+    "max_sms": 0,
+}
+
+
+def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
+    """Experts that `rank` owns under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
+    return num_experts // world_size + (rank < num_experts % world_size)
+
+
+def _text(value: Any) -> str:
+    return str(value.value) if isinstance(value, enum.Enum) else str(value)
+
+
+def _require(condition: bool, expected: str, got: str) -> None:
+    if not condition:
+        raise ConfigError(expected, got)

@@ -1,0 +1,77 @@
+"""Every environment variable this package reads, with its type, default and meaning; nothing else reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ep_a2a.errors import EnvironmentVariableError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: the variable's name.
+        default: the value when it is unset or empty.
+        parse: turns the text into the value; raises ValueError for text it cannot use.
+        expects: what `parse` accepts, for error messages and docs/env.md.
+        doc: what it does.
+    """
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    expects: str
+    doc: str
+
+    def get(self) -> T:
+        """The value now.
+
+        Raises:
+            EnvironmentVariableError: the text cannot be parsed.
+        """
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise EnvironmentVariableError(f"{self.name} to be {self.expects}", repr(text)) from error
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+BACKEND: Variable[str] = Variable(
+    "EP_A2A_BACKEND", "", str, "a backend name", "Backend of EP groups when neither the call nor the config names one."
+)
+CONFIG: Variable[str] = Variable(
+    "EP_A2A_CONFIG", "", str, "a path", "Config file (configs/*.toml) read by init_dist_env when the call names none."
+)
+TIMEOUT_SECS: Variable[float] = Variable(
+    "EP_A2A_TIMEOUT_SECS",
+    30.0,
+    _positive_float,
+    "a positive number of seconds",
+    "How long a kernel waits for other ranks when the op's config does not say (timeout_secs).",
+)
+LOG_LEVEL: Variable[str] = Variable(
+    "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."
+)
+
+VARIABLES: tuple[Variable[str] | Variable[float], ...] = (BACKEND, CONFIG, TIMEOUT_SECS, LOG_LEVEL)
+
+
+def launcher_variable(name: str) -> str | None:
+    """Value of a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
+    return os.environ.get(name)

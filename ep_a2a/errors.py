@@ -1,0 +1,172 @@
+"""Every error this package raises on purpose: one class per cause, each with what was expected, what came, and a remedy."""
+
+from __future__ import annotations
+
+
+class EpA2AError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        expected: what should have been the case.
+        got: what was found instead.
+        remedy: what the reader can do now; a class may carry a default one.
+    """
+
+    remedy = "See docs/architecture.md."
+
+    def __init__(self, expected: str, got: str, remedy: str | None = None) -> None:
+        self.expected = expected
+        self.got = got
+        if remedy is not None:
+            self.remedy = remedy
+        super().__init__(f"expected {expected}; got {got}. {self.remedy}")
+
+    def __reduce__(self) -> tuple[type[EpA2AError], tuple[str, str, str]]:
+        return type(self), (self.expected, self.got, self.remedy)
+
+
+class ConfigError(EpA2AError, ValueError):
+    """A configuration value is impossible by itself, whatever the other ranks say."""
+
+    remedy = "Correct the named field of the configuration."
+
+
+class EnvironmentVariableError(EpA2AError, ValueError):
+    """An EP_A2A_* environment variable holds a value that cannot be used."""
+
+    remedy = "Correct or unset the variable; docs/env.md lists them all."
+
+
+class UnknownNameError(EpA2AError, ValueError):
+    """A backend, kernel or option name is not known."""
+
+    remedy = "Use one of the listed names."
+
+
+class MissingPackageError(EpA2AError, ImportError):
+    """An optional package is needed for what was asked and is not installed."""
+
+    remedy = "Install the package."
+
+
+class UnsupportedError(EpA2AError, RuntimeError):
+    """What was asked is valid but cannot be done on this machine or in this version."""
+
+    remedy = "Choose another backend or kernel."
+
+
+class InputError(EpA2AError, ValueError):
+    """A tensor handed to an op does not fit the op; raised before anything is launched."""
+
+    remedy = "Correct the argument; nothing was launched, so the op is still usable."
+
+
+class DtypeError(InputError, TypeError):
+    """A tensor has the wrong dtype."""
+
+
+class DeviceError(InputError):
+    """A tensor lives on another device than the op."""
+
+
+class ContiguityError(InputError):
+    """A tensor is not contiguous, or does not start at a multiple of 16 bytes."""
+
+    remedy = "Pass tensor.contiguous(); nothing was launched."
+
+
+class ShapeError(InputError):
+    """A tensor has the wrong number of dimensions or a wrong size."""
+
+
+class HiddenSizeError(ShapeError):
+    """The hidden size of a tensor is not the configured one."""
+
+
+class TopKError(ShapeError):
+    """The number of experts per token is not the configured one."""
+
+
+class TooManyTokensError(ShapeError):
+    """A rank brought more tokens than the agreed maximum."""
+
+    remedy = "Raise max_num_inp_token_per_rank (or max_num_tokens) on every rank, or split the batch."
+
+
+class StateError(EpA2AError, RuntimeError):
+    """A call came in an order that the op does not allow."""
+
+
+class AlternationError(StateError):
+    """dispatch and combine of one op did not alternate."""
+
+    remedy = (
+        "Call combine once after each dispatch of the same op; micro-batches need one op each: get_handle(kwargs, index)."
+    )
+
+
+class ForeignIndicesError(EpA2AError, ValueError):
+    """combine was given other expert ids than this rank's dispatch."""
+
+    remedy = "Pass this rank's own topk_ids, the tensor given to dispatch (not the dispatched ids), or None."
+
+
+class ClosedError(StateError):
+    """An op, manager or memory block was used after it had been closed."""
+
+    remedy = "Ask the manager for a new handle: get_handle(kwargs)."
+
+
+class ConfigMismatchError(EpA2AError, RuntimeError):
+    """The ranks of a group disagree about something that must be the same everywhere."""
+
+    remedy = "Give every rank the same value."
+
+
+class CapacityError(EpA2AError, RuntimeError):
+    """A rank received more rows than max_total_recv_tokens allows."""
+
+    remedy = "Raise max_total_recv_tokens (0 means no cap), then op.reset() on every rank."
+
+
+class RankTimeoutError(EpA2AError, TimeoutError):
+    """A wait for other ranks ran out of time.
+
+    Attributes:
+        missing_ranks: ranks of the group that had not arrived, in ascending order.
+    """
+
+    remedy = "Look at the named ranks' logs; if they are only slow, raise timeout_secs (EP_A2A_TIMEOUT_SECS)."
+
+    def __init__(
+        self, expected: str, got: str, remedy: str | None = None, missing_ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(expected, got, remedy)
+        self.missing_ranks = missing_ranks
+
+    def __reduce__(self) -> tuple[type[EpA2AError], tuple[str, str, str, tuple[int, ...]]]:  # type: ignore[override]
+        return type(self), (self.expected, self.got, self.remedy, self.missing_ranks)
+
+
+class HostMemoryError(EpA2AError, OSError):
+    """Shared host memory could not be had."""
+
+    remedy = "Enlarge /dev/shm (for containers: --shm-size or --ipc=host) or lower max_num_inp_token_per_rank."
+
+
+class DeviceMemoryError(EpA2AError, RuntimeError):
+    """Device memory that peers can map could not be had."""
+
+    remedy = "Free device memory or lower max_num_inp_token_per_rank."
+
+
+class PeerAccessError(EpA2AError, RuntimeError):
+    """Two ranks of one node cannot reach each other's memory."""
+
+    remedy = "Check `nvidia-smi topo -m`; ranks without peer access need the allgather_reducescatter backend."
+
+
+class NotInitializedError(StateError):
+    """Something distributed was used before it was set up."""
+
+    remedy = "Call ep_a2a.init_dist_env(...) first."

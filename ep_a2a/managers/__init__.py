@@ -1,0 +1,1 @@
+"""Managers: one all-to-all backend each, chosen by name through the registry."""
