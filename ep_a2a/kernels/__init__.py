@@ -1,0 +1,1 @@
+"""Device code and the op that launches it. Importing this package loads nothing; `kernels.op` is the way in."""

@@ -1,0 +1,78 @@
+"""The fp8 cast inside dispatch, bit-equal to ep_a2a/quantization.py on GPU and in the interpreter.
+
+The interpreter's own fp32 -> fp8 conversion rounds differently, so there the cast is integer arithmetic. On a GPU the
+native conversion gives the same bits for all 2^32 inputs (tests/multigpu/test_cast.py) and is used instead.
+"""
+
+import triton.language as tl
+
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import reduce_max
+
+FP8_MAX = tl.constexpr(448.0)
+MIN_AMAX = tl.constexpr(1e-10)
+INFINITY = tl.constexpr(float("inf"))
+NAN_BITS = tl.constexpr(0x7F)
+
+
+@portable
+def round_shift(value, shift):
+    """value >> shift, rounded to nearest, ties to even; 1 <= shift <= 30."""
+    half = (1 << (shift - 1)) - 1
+    return (value + half + ((value >> shift) & 1)) >> shift
+
+
+@portable
+def e4m3_bits_by_integers(values):
+    """float32 -> e4m3fn bit patterns (uint8): nearest even, saturating at 448, NaN -> 0x7F."""
+    bits = values.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    exponent = magnitude >> 23
+    # normal results: drop 20 mantissa bits and move the exponent's bias from 127 to 7
+    normal = round_shift(magnitude, 20) - ((127 - 7) << 3)
+    # subnormal results (below 2^-6) count steps of 2^-9: the mantissa with its hidden bit, shifted further
+    shift = tl.minimum(tl.maximum(141 - exponent, 20), 30)
+    mantissa = (magnitude & 0x7FFFFF) | 0x800000
+    subnormal = tl.where(exponent < 127 - 10, 0, round_shift(mantissa, shift))
+    result = tl.minimum(tl.where(exponent < 127 - 6, subnormal, normal), 0x7E)
+    result = tl.where(magnitude > 0x7F800000, NAN_BITS, result | sign)
+    return result.to(tl.uint8)
+
+
+def _interpreted_e4m3_bits(values):
+    return e4m3_bits_by_integers(values)
+
+
+@portable(interpreted=_interpreted_e4m3_bits)
+def e4m3_bits(values):
+    """float32 -> e4m3fn bit patterns (uint8), by the GPU's own saturating conversion."""
+    bits = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # the conversion may keep a NaN's sign; the reference does not
+    return tl.where(values != values, NAN_BITS, bits.to(tl.int32)).to(tl.uint8)
+
+
+@portable
+def group_scales(values, UE8M0: tl.constexpr):
+    """Scales of a tile [groups, elements]: largest finite magnitude over 448, rounded up to a power of two for UE8M0.
+
+    Returns (scale bits as int32, reciprocals as float32), both [groups].
+    """
+    magnitudes = tl.abs(values)
+    # false for NaN too
+    magnitudes = tl.where(magnitudes < INFINITY, magnitudes, 0.0)
+    amax = tl.maximum(reduce_max(magnitudes, 1), MIN_AMAX)
+    scales = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    bits = scales.to(tl.int32, bitcast=True)
+    if UE8M0:
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        bits = tl.minimum(tl.maximum(exponent, 1), 254) << 23
+        scales = bits.to(tl.float32, bitcast=True)
+    return bits, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scales)
+
+
+@portable
+def quantize_tile(values, UE8M0: tl.constexpr):
+    """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups])."""
+    scale_bits, reciprocals = group_scales(values, UE8M0)
+    return e4m3_bits(values * reciprocals[:, None]), scale_bits

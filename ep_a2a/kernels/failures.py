@@ -1,0 +1,100 @@
+"""Turns the error record that kernels write into exceptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import (
+    AlternationError,
+    CapacityError,
+    ConfigMismatchError,
+    EpA2AError,
+    ForeignIndicesError,
+    RankTimeoutError,
+)
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RESET = "Then op.reset() on every rank makes the op usable again."
+PHASES = {1: "dispatch", 2: "combine"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of an op as its kernels saw it; the codes are those of kernels/primitives.py.
+
+    Attributes:
+        code: what went wrong.
+        accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
+        phase: 1 dispatch, 2 combine.
+        epoch: step of the op, counted from 1 and wrapping.
+        detail: depends on the code.
+        per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
+    """
+
+    code: int
+    accused: int
+    phase: int
+    epoch: int
+    detail: int
+    per_rank: tuple[int, ...]
+
+    @classmethod
+    def from_record(cls, words: Sequence[int], world_size: int) -> Failure:
+        """Reads the words of an error record."""
+        per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
+        return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
+
+    def exception(self, rank: int, timeout_secs: float) -> EpA2AError:
+        """The error to raise on this rank."""
+        where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & 0xFFFFFFFF} on rank {rank}"
+        if self.code == 1:
+            absent = tuple(r for r, late in enumerate(self.per_rank) if late)
+            missing = (self.accused,)
+            seen = f"rank {self.accused} did not arrive (ranks {list(absent)} absent here when {where} gave up)"
+            return RankTimeoutError(
+                f"every rank within timeout_secs = {timeout_secs:g}", seen, None, missing_ranks=missing
+            )
+        if self.code == 2:
+            return AlternationError(
+                "dispatch and combine to alternate on the device",
+                f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
+                "holds one without the other",
+                f"{AlternationError.remedy} {RESET}",
+            )
+        if self.code == 3:
+            words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
+            return ConfigMismatchError(
+                "the same max_num_tokens, and weights and scales given or not alike, on all ranks",
+                f"{words} at {where}",
+                f"Pass the same max_num_tokens on every rank. {RESET}",
+            )
+        if self.code == 4:
+            return CapacityError(
+                "max_total_recv_tokens rows at most",
+                f"more on rank {self.accused} (seen at {where}, {self.detail} rows there if this is that rank)",
+            )
+        return ForeignIndicesError(
+            "combine's indices to be those given to this rank's dispatch", f"others at token {self.detail}, {where}",
+            f"{ForeignIndicesError.remedy} {RESET}",
+        )  # fmt: skip
+
+
+WEIGHTS_BIT = 1 << 24
+SCALES_BIT = 1 << 25
+
+
+def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool) -> int:
+    """What all ranks must agree on in one step, as one word that travels with the counts."""
+    return max_num_tokens | (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0)
+
+
+def describe_wire_word(word: int) -> str:
+    """A wire word in words."""
+    parts = [f"max_num_tokens {word & (WEIGHTS_BIT - 1)}"]
+    parts.append("weights" if word & WEIGHTS_BIT else "no weights")
+    parts.append("scales" if word & SCALES_BIT else "no scales")
+    return " with ".join(parts[:2]) + ", " + parts[2]

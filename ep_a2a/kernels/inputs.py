@@ -1,0 +1,139 @@
+"""Checks of what a caller hands to an op; all of them run on the host, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE
+from ep_a2a.errors import (
+    ContiguityError,
+    DeviceError,
+    DtypeError,
+    ForeignIndicesError,
+    HiddenSizeError,
+    InputError,
+    ShapeError,
+    TooManyTokensError,
+    TopKError,
+)
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+
+SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Dtype, device and contiguity of an argument.
+
+    Raises:
+        DtypeError, DeviceError, ContiguityError: what their names say.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{name} to be a tensor", type(tensor).__name__)
+    if tensor.dtype not in dtypes:
+        raise DtypeError(f"{name} of dtype {' or '.join(map(str, dtypes))}", str(tensor.dtype))
+    if tensor.device != device:
+        raise DeviceError(f"{name} on {device}", str(tensor.device), f"Pass {name}.to({str(device)!r}).")
+    if not tensor.is_contiguous():
+        raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+
+
+def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
+    """Shape [rows, H] and the alignment that 16-byte accesses need."""
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} of 2 dimensions", f"shape {tuple(tensor.shape)}")
+    if tensor.shape[1] != hidden_dim:
+        raise HiddenSizeError(f"{name} of hidden size {hidden_dim}", str(tensor.shape[1]))
+    if tensor.numel() and tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise ContiguityError(
+            f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes", f"address {tensor.data_ptr():#x}",
+            f"Pass {name}.clone().",
+        )  # fmt: skip
+
+
+def check_dispatch(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    indices: torch.Tensor,
+    max_num_tokens: int,
+) -> None:
+    """Everything the host can see of dispatch's arguments; see EpDispatchCombineOp.dispatch for what they must be."""
+    dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
+    check_tensor("input", tokens, dtypes, device)
+    check_rows("input", tokens, config.hidden_dim)
+    num_tokens = tokens.shape[0]
+    if not 1 <= max_num_tokens <= config.max_num_inp_token_per_rank:
+        raise TooManyTokensError(
+            f"1 <= max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}",
+            str(max_num_tokens),
+        )
+    if num_tokens > max_num_tokens:
+        raise TooManyTokensError(f"at most {max_num_tokens} tokens (max_num_tokens)", str(num_tokens))
+    check_tensor("indices", indices, (torch.int32,), device)
+    _check_topk("indices", indices, num_tokens, config.topk)
+    if weights is not None:
+        check_tensor("weights", weights, (torch.float32,), device)
+        _check_topk("weights", weights, num_tokens, config.topk)
+    _check_scales(config, device, tokens, scales)
+
+
+def _check_scales(
+    config: EpDispatchCombineConfig, device: torch.device, tokens: torch.Tensor, scales: torch.Tensor | None
+) -> None:
+    will_cast = config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
+    if scales is None or scales.numel() == 0:
+        if config.casts_in_dispatch and not will_cast and tokens.shape[0]:
+            raise InputError("scales with tokens that are quantised already", "none", "Pass scales [T, S].")
+        return
+    if will_cast or not config.num_scales:
+        why = "dispatch computes them" if will_cast else "the config has scale_dim 0"
+        raise InputError(f"no scales, because {why}", f"scales of shape {tuple(scales.shape)}", "Pass None.")
+    check_tensor("scales", scales, SCALE_DTYPES[config.scale_bytes], device)
+    if tuple(scales.shape) != (tokens.shape[0], config.num_scales):
+        raise ShapeError(f"scales of shape {(tokens.shape[0], config.num_scales)}", str(tuple(scales.shape)))
+
+
+def _check_topk(name: str, tensor: torch.Tensor, num_tokens: int, topk: int) -> None:
+    if tensor.dim() != 2 or tensor.shape[0] != num_tokens:
+        raise ShapeError(f"{name} of shape {(num_tokens, topk)}", str(tuple(tensor.shape)))
+    if tensor.shape[1] != topk:
+        raise TopKError(f"{name} with {topk} experts per token", str(tensor.shape[1]))
+
+
+def check_combine(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    num_rows: int,
+    num_tokens: int,
+    zero_copy: bool,
+) -> None:
+    """Everything the host can see of combine's arguments; `rows` is two-dimensional already."""
+    check_tensor("input", rows, (config.combined_dtype,), device)
+    check_rows("input", rows, config.hidden_dim)
+    if rows.shape[0] != num_rows and not (zero_copy and rows.shape[0] >= num_rows):
+        raise ShapeError(
+            f"input with one row per row that dispatch returned, {num_rows}", str(rows.shape[0]),
+            "Pass all rows, also those past total_recv; their content does not matter.",
+        )  # fmt: skip
+    if weights is not None:
+        check_tensor("weights", weights, (torch.float32,), device)
+        if tuple(weights.shape) != (num_rows, config.topk):
+            raise ShapeError(
+                f"weights in the order of the received rows, {(num_rows, config.topk)}", str(tuple(weights.shape)),
+                "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
+            )  # fmt: skip
+    if indices is not None:
+        check_tensor("indices", indices, (torch.int32,), device)
+        if tuple(indices.shape) != (num_tokens, config.topk):
+            raise ForeignIndicesError(
+                f"this rank's own ids, of shape {(num_tokens, config.topk)}", str(tuple(indices.shape))
+            )

@@ -1,0 +1,357 @@
+"""EpDispatchCombineOp: MORI's op interface on our kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.config import EpDispatchCombineKernelType, Layout
+from ep_a2a.errors import AlternationError, ClosedError, ConfigError, ConfigMismatchError, EpA2AError, UnsupportedError
+from ep_a2a.kernels.failures import Failure, wire_word
+from ep_a2a.kernels.inputs import check_combine, check_dispatch
+from ep_a2a.kernels.intra_node import CombineArguments, DispatchArguments, IntraNodeKernels
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.op_memory import BoundMemory
+from ep_a2a.policy import Launch, Phase, choose_launch
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.arena import Arena
+
+DispatchResult = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor
+]
+
+
+class EpDispatchCombineOp:
+    """Dispatch and combine of one MoE layer's tokens among the ranks of a group.
+
+    Construction is collective: all ranks build the op with an equal config at the same time. dispatch and combine
+    alternate. W, M, K, E, H as in EpDispatchCombineConfig.
+
+    Args:
+        config: shapes and choices.
+        arena: where memory comes from; None takes the one that shmem_torch_process_group_init made.
+        index: ops of one arena whose steps overlap (micro-batches) need different indices; ops of equal index share
+            memory. None gives this op memory of its own.
+
+    Raises:
+        ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
+        RankTimeoutError: ranks did not come to build the op.
+        UnsupportedError: the kernel type is not available.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None) -> None:
+        if arena is None:
+            from ep_a2a.shmem import default_arena
+
+            arena = default_arena()
+        _check_config(config, arena)
+        self.config, self.arena = config, arena
+        self.index = arena.unshared_index() if index is None else index
+        self._memory = BoundMemory(config, arena, self.index)
+        self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
+        self._num_tokens: int | None = None
+        self._max_num_tokens = config.max_num_inp_token_per_rank
+        self._closed = False
+        self._last_stream: tuple[Any, bool] | None = None
+        self._views = functools.lru_cache(maxsize=64)(self._make_views)
+        self._meet("initialising the op", self._initialize)
+
+    def _initialize(self) -> None:
+        self._memory.initialize(self.config.timeout)
+        self._kernels.compile()
+
+    def _meet(self, label: str, work: Any) -> None:
+        """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
+        self.arena.rendezvous.barrier(f"{label}: start")
+        error: EpA2AError | None = None
+        try:
+            work()
+        except EpA2AError as cause:
+            error = cause
+        self.arena.rendezvous.agree(label, error)
+
+    def dispatch(
+        self,
+        input: torch.Tensor,  # noqa: A002  MORI's name
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        call_local_expert_count: bool = False,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
+    ) -> DispatchResult:
+        """Sends each token once to every distinct rank that owns one of its experts.
+
+        Args:
+            input: [T, H] of data_type, T <= max_num_tokens; or, with a fused cast, fp8 tokens that are cast already.
+            weights: [T, K] float32, or None on all ranks. They travel; nothing multiplies by them.
+            scales: [T, S] of scale_type_size bytes for tokens that are quantised already, else None.
+            indices: [T, K] int32 global expert ids; ids outside [0, num_experts) are dropped slots.
+            block_num, warp_per_block: launch numbers when > 0. rdma_block_num is for inter-node kernels.
+            call_local_expert_count: also fill `local_expert_count`.
+            max_num_tokens: bound on every rank's T this step, equal on all ranks; default M. Sets R and the strides.
+            pad_id: id that rows without a token carry in the returned indices.
+
+        Returns:
+            (tokens, weights or None, scales or None, indices, total_recv). Layout compact: [R, ·], rows dense in
+            (source rank, source token) order, R = W * max_num_tokens or the cap. rank_major: [W, max_num_tokens, ·].
+            total_recv is int32 [1]; `recv_counts` [W] has the rows per source. Indices are global ids, all K of the
+            token. Everything has a fixed address and is valid until this rank calls combine.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            AlternationError: the step before has not been combined.
+        """
+        self.check()
+        if self._num_tokens is not None:
+            raise AlternationError("combine after dispatch", "dispatch again")
+        limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        check_dispatch(self.config, self.arena.device, input, weights, scales, indices, limit)
+        self._memory.memory.slot.enter(self)
+        self._order_streams()
+        has_scales = self.config.casts_in_dispatch or bool(scales is not None and self.config.num_scales)
+        has_weights = weights is not None
+        self._kernels.dispatch(
+            DispatchArguments(
+                input, scales if scales is not None and scales.numel() else None, weights, indices,
+                input.shape[0], limit, wire_word(limit, has_weights, has_scales), pad_id, self.num_rows(limit),
+            ),
+            block_num, warp_per_block,
+        )  # fmt: skip
+        self._num_tokens, self._max_num_tokens = input.shape[0], limit
+        if call_local_expert_count:
+            first = _first_expert(self.config)
+            self._kernels.count_local_experts(self.local_expert_count, first, limit)
+        scale_dtype = scales.dtype if scales is not None and scales.numel() else None
+        return self._views(limit, has_weights, has_scales, scale_dtype)
+
+    def combine(
+        self,
+        input: torch.Tensor,  # noqa: A002  MORI's name
+        weights: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        use_external_inp_buf: int = -1,
+        call_reset: bool = False,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sums, for each of this rank's tokens, the rows of the distinct ranks it went to, unweighted, in float32.
+
+        Args:
+            input: one row per row that dispatch returned, of combine_dtype, in the same order: the sum of this
+                rank's experts for that row, already multiplied by the router's weights. Rows past the received ones
+                are not read. When it is the registered buffer nothing is copied.
+            weights: None, or [R, K] float32 in the order of the received rows; their sums are returned as well.
+            indices: None, or this rank's own ids as given to dispatch; others are an error.
+            block_num, warp_per_block: launch numbers when > 0.
+            use_external_inp_buf, call_reset: accepted for MORI's sake; the address decides about zero copy, and
+                kernels reset themselves.
+            out: [T, H] of combine_dtype to write into instead of the op's own result.
+
+        Returns:
+            (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None). A token
+            without a valid expert becomes zeros. The op's own result is valid until the next combine.
+
+        Raises:
+            InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
+            AlternationError: there is no dispatch to combine.
+        """
+        self.check()
+        if self._num_tokens is None:
+            raise AlternationError("dispatch before combine", "combine")
+        if weights is not None and weights.numel() == 0 and self.num_rows(self._max_num_tokens):
+            weights = None
+        rows = input.flatten(0, -2) if isinstance(input, torch.Tensor) and input.dim() == 3 else input
+        zero_copy = isinstance(rows, torch.Tensor) and rows.data_ptr() == self._combine_buffer.data_ptr()
+        num_rows = self.num_rows(self._max_num_tokens)
+        device = self.arena.device
+        if weights is not None and weights.dim() == 3:
+            weights = weights.flatten(0, -2)
+        check_combine(self.config, device, rows, weights, indices, num_rows, self._num_tokens, zero_copy)
+        result = self._memory.view(Region.RESULT)
+        if out is not None:
+            check_combine(self.config, device, out, None, None, self._num_tokens, self._num_tokens, False)
+            result = out
+        self._order_streams()
+        self._kernels.combine(
+            CombineArguments(
+                None if zero_copy else rows, weights, indices, result, self._num_tokens, self._max_num_tokens
+            ),
+            block_num, warp_per_block,
+        )  # fmt: skip
+        self._num_tokens = None
+        self._memory.memory.slot.leave(self)
+        return result, None if weights is None else self._memory.view(Region.RESULT_WEIGHTS)
+
+    def num_rows(self, max_num_tokens: int) -> int:
+        """R, rows that dispatch returns for a step's max_num_tokens."""
+        return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
+
+    def _make_views(
+        self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
+    ) -> DispatchResult:
+        config, view = self.config, self._memory.view
+        lead: tuple[int, ...] = (self.num_rows(max_num_tokens),)
+        if config.layout == Layout.RANK_MAJOR:
+            lead = (config.world_size, max_num_tokens)
+        if scale_dtype is None:
+            scale_dtype = torch.float32 if config.scale_bytes == 4 else torch.uint8
+        return (
+            view(Region.TOKENS, (*lead, config.hidden_dim)),
+            view(Region.WEIGHTS, (*lead, config.topk)) if has_weights else None,
+            view(Region.SCALES, (*lead, config.num_scales), scale_dtype) if has_scales else None,
+            view(Region.INDICES, (*lead, config.topk)),
+            view(Region.TOTAL_RECV),
+        )
+
+    @functools.cached_property
+    def recv_counts(self) -> torch.Tensor:
+        """Rows received from each source in the last dispatch, int32 [W], fixed address."""
+        return self._memory.view(Region.RECV_COUNTS)
+
+    @functools.cached_property
+    def local_expert_count(self) -> torch.Tensor:
+        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        return self._memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
+
+    @functools.cached_property
+    def _combine_buffer(self) -> torch.Tensor:
+        return self._memory.view(Region.COMBINE_ROWS)
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """The rows that peers read in combine, [R at max_num_tokens = M, H]; experts that write there save a copy."""
+        if dtype != self.config.combined_dtype or hidden_dim not in (-1, self.config.hidden_dim):
+            raise ConfigError(
+                f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
+            )
+        return self._combine_buffer
+
+    def get_dispatch_src_token_pos(self) -> torch.Tensor:
+        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
+        positions = self._memory.view(Region.SOURCE_POSITIONS)
+        counts = self.recv_counts.tolist()
+        if self.config.layout == Layout.COMPACT:
+            return positions[: sum(counts)]
+        starts = [source * self._max_num_tokens for source in range(self.config.world_size)]
+        return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])
+
+    def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
+        """(source rank, token) of a value of get_dispatch_src_token_pos."""
+        return divmod(flat, self.max_num_tokens_to_send())
+
+    def max_num_tokens_to_send_per_rank(self) -> int:
+        """M."""
+        return self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_send(self) -> int:
+        """W * M."""
+        return self.config.world_size * self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_recv_per_rank(self) -> int:
+        """Rows kept per source, on average."""
+        return self.config.max_num_recv_tokens_per_rank
+
+    def max_num_tokens_to_recv(self) -> int:
+        """R at max_num_tokens = M."""
+        return self.config.max_num_recv_tokens
+
+    def get_launch_config(
+        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
+    ) -> tuple[int, int, int]:
+        """(programs, inter-node programs, warps per program) that a full-sized call would use."""
+        launch = self._launch(Phase.DISPATCH if is_dispatch else Phase.COMBINE, block_num, warp_per_block)
+        return launch.num_programs, max(0, rdma_block_num), launch.num_warps
+
+    def _launch(self, phase: Phase, block_num: int = -1, warp_per_block: int = -1) -> Launch:
+        tokens = self.config.max_num_inp_token_per_rank
+        return choose_launch(self.config, phase, tokens, self._kernels.num_sms, block_num, warp_per_block)
+
+    def check(self) -> None:
+        """Raises what the kernels have recorded; does not wait for kernels that still run.
+
+        Raises:
+            ClosedError: the op or its arena has been closed.
+            RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as recorded.
+        """
+        if self._closed or self.arena.closed:
+            raise ClosedError("an open op", "a closed one")
+        if self._memory.failed:
+            failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
+            raise failure.exception(self.config.rank, self.config.timeout)
+
+    def reset(self) -> None:
+        """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
+        if self._closed or self.arena.closed:
+            raise ClosedError("an open op", "a closed one")
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize(self.arena.device)
+        self._num_tokens = None
+        self._memory.memory.slot.leave(self)
+        self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout))
+
+    def close(self) -> None:
+        """Ends the use of the op; local and idempotent. Its memory stays with the arena, for the next op of its kind."""
+        if not self._closed:
+            self._closed = True
+            self._memory.memory.slot.leave(self)
+
+    def __enter__(self) -> EpDispatchCombineOp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _order_streams(self) -> None:
+        """Puts this call behind the op's previous one when that ran on another stream."""
+        if self.arena.device.type != "cuda":
+            return
+        stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+        if self._last_stream is not None:
+            last, last_capturing = self._last_stream
+            # a capture begins with a device synchronisation and cannot wait for streams outside of it
+            if last != stream and capturing == last_capturing:
+                stream.wait_stream(last)
+        self._last_stream = (stream, capturing)
+
+
+def _check_config(config: EpDispatchCombineConfig, arena: Arena) -> None:
+    rendezvous = arena.rendezvous
+    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+        raise UnsupportedError(
+            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
+            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
+        )  # fmt: skip
+    if config.combine_quant.value != "none":
+        raise UnsupportedError(
+            "a quant_type that acts on dispatch", f"{config.quant_type!r}: this version combines unquantised",
+            "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
+        )  # fmt: skip
+    if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
+        raise ConfigError(
+            f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",
+            f"rank {config.rank} of {config.world_size}",
+        )
+    everyone = rendezvous.exchange("op configuration", config.shared_fields())
+    for name in everyone[0]:
+        values = [fields.get(name, "absent") for fields in everyone]
+        if len(set(values)) > 1:
+            by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            got = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            raise ConfigMismatchError(f"the same {name} on all ranks", got)
+
+
+def _first_expert(config: EpDispatchCombineConfig) -> int:
+    small, num_large = divmod(config.total_experts, config.world_size)
+    return config.rank * small + min(config.rank, num_large)
+

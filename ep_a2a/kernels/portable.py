@@ -1,0 +1,62 @@
+"""One kernel source for GPU and CPU: a Triton function that compiles for the GPU and also runs in Triton's interpreter.
+
+Triton chooses between compiling and interpreting at decoration, for the whole process, by TRITON_INTERPRET. That would
+reach every other Triton kernel of the process (an engine's, say), so the choice is made here per launch instead.
+Restrictions that follow: device code uses core builtins and functions decorated with `portable` only (`tl.full`, not
+`tl.zeros`; `tl.reduce`, not `tl.sum`), because Triton's own library functions are compiled ones here.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+
+class _InPlaceExecutor(GridExecutor):
+    """Interprets a grid on the caller's own memory.
+
+    Triton's executor copies the storage of every tensor argument before and after a launch. On shared memory that
+    write-back would overwrite what other processes wrote meanwhile.
+    """
+
+    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args_dev, kwargs
+
+    def _restore_args_dev(self, *args: Any) -> None:
+        return None
+
+
+class PortableFunction(JITFunction):
+    """A Triton function that can be compiled (`function[grid](...)`) or interpreted (`function.interpret(grid, ...)`)."""
+
+    def __init__(self, fn: Callable[..., Any], *, interpreted: Callable[..., Any] | None = None, **options: Any) -> None:
+        super().__init__(fn, **options)
+        self._twin = interpreted
+
+    @functools.cached_property
+    def python(self) -> Callable[..., Any]:
+        """The function as Python code that works on the interpreter's values."""
+        return self._twin or InterpretedFunction(self.fn).rewrite()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """How interpreted device code calls its helpers; the compiler resolves calls itself and never comes here."""
+        return self.python(*args, **kwargs)
+
+    def interpret(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Runs the programs of `grid` one after another in this process, on CPU tensors and raw addresses."""
+        _InPlaceExecutor(self.python, self.arg_names, grid)(*args, **kwargs)
+
+
+def portable(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorator: makes a Triton function of `fn` that runs on GPU and in the interpreter.
+
+    Args:
+        fn: device code.
+        options: Triton's options of `jit`, and `interpreted`, a Python function that stands in for `fn` in the
+            interpreter where device code needs an instruction that the interpreter lacks.
+    """
+    if fn is None:
+        return functools.partial(portable, **options)
+    return PortableFunction(fn, **options)

@@ -1,0 +1,83 @@
+"""Symmetric memory on CPU: one POSIX shared-memory file per rank, mapped by all, its name gone once all have mapped it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.errors import EpA2AError, HostMemoryError
+from ep_a2a.memory.symmetric import SymmetricMemory
+
+if TYPE_CHECKING:
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+SHM_DIRECTORY = Path("/dev/shm")
+NAME_PREFIX = "ep_a2a_"
+STALE_AFTER_SECS = 3600.0
+"""Far beyond any rendezvous: a file this old belongs to a process that died between creating and unlinking it."""
+
+
+def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
+    """Allocates a zeroed region of `num_bytes` in every rank's shared memory. Collective; see allocate_symmetric.
+
+    The memory lives until the last tensor made of it is gone, so a forgotten tensor cannot crash the process.
+    """
+    remove_stale_files()
+    path = SHM_DIRECTORY / f"{NAME_PREFIX}{secrets.token_hex(16)}"
+    error: EpA2AError | None = None
+    maps: list[torch.Tensor] = []
+    try:
+        try:
+            _create(path, num_bytes)
+        except OSError as cause:
+            error = HostMemoryError(f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}", str(cause))
+        rendezvous.agree("creating shared memory", error)
+        names = rendezvous.exchange("shared memory names", path.name)
+        try:
+            maps = [_map(SHM_DIRECTORY / name, num_bytes) for name in names]
+        except OSError as cause:
+            error = HostMemoryError(
+                "every rank's shared memory to be mappable",
+                str(cause),
+                "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host.",
+            )
+        rendezvous.agree("mapping shared memory", error)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+    addresses = tuple(tensor.data_ptr() for tensor in maps)
+    return SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
+
+
+def remove_stale_files() -> None:
+    """Removes files that a process of this user left by dying in the moment between creating and unlinking them."""
+    oldest = time.time() - STALE_AFTER_SECS
+    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and status.st_mtime < oldest:
+                path.unlink()
+
+
+def _create(path: Path, num_bytes: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # reserves the pages now: a full /dev/shm is an error here instead of a SIGBUS in a kernel
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,92 @@
+"""Where ranks meet outside the kernels: small JSON messages through the process group's store, bounded in time."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
+
+DEFAULT_TIMEOUT_SECS = 300.0
+
+
+class Rendezvous:
+    """Exchanges messages among all ranks of a group, in the same order on every rank.
+
+    Args:
+        group: the process group; any backend, since only its store is used.
+        timeout_secs: how long to wait for the slowest rank of one exchange.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.timeout_secs = timeout_secs
+        self._store = dist.PrefixStore("ep_a2a", distributed_c10d._get_process_group_store(group))
+        self._sequence = int(self._store.add(f"generation/{self.rank}", 1)) << 32
+
+    def exchange(self, label: str, message: Any) -> list[Any]:
+        """Every rank's message, in rank order.
+
+        Args:
+            label: what this meeting is about; must be equal on all ranks.
+            message: anything JSON can hold.
+
+        Raises:
+            RankTimeoutError: ranks did not come; the error names them.
+            ConfigMismatchError: ranks came to meet about different things.
+        """
+        self._sequence += 1
+        self._store.set(self._key(self._sequence, self.rank), json.dumps([label, message]))
+        deadline = time.monotonic() + self.timeout_secs
+        answers = [json.loads(self._wait(rank, label, deadline)) for rank in range(self.world_size)]
+        # whoever takes part in exchange n has read all of exchange n - 2
+        self._store.delete_key(self._key(self._sequence - 2, self.rank))
+        labels = [answer[0] for answer in answers]
+        if len(set(labels)) > 1:
+            other = next(rank for rank, text in enumerate(labels) if text != label)
+            raise ConfigMismatchError(
+                f"all ranks to reach the same step; rank {self.rank} is at {label!r}",
+                f"rank {other} at {labels[other]!r}",
+                "Make the same calls in the same order on every rank.",
+            )
+        return [answer[1] for answer in answers]
+
+    def barrier(self, label: str) -> None:
+        """Returns when every rank has come."""
+        self.exchange(label, None)
+
+    def agree(self, label: str, error: EpA2AError | None) -> None:
+        """Raises on every rank when any rank has an error: its own on the failing rank, that rank's text elsewhere."""
+        texts = self.exchange(label, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [rank for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise ConfigMismatchError(
+                f"{label} to succeed on every rank", f"rank {failed[0]} failed with {texts[failed[0]]}", "See above."
+            )
+
+    def _key(self, sequence: int, rank: int) -> str:
+        return f"{sequence}/{rank}"
+
+    def _wait(self, rank: int, label: str, deadline: float) -> bytes:
+        key = self._key(self._sequence, rank)
+        remaining_secs = max(0.001, deadline - time.monotonic())
+        try:
+            self._store.wait([key], timedelta(seconds=remaining_secs))
+        except RuntimeError as error:
+            missing = tuple(r for r in range(self.world_size) if not self._store.check([self._key(self._sequence, r)]))
+            raise RankTimeoutError(
+                f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
+                f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",
+                "Check that these ranks are alive and make the same calls in the same order.",
+                missing_ranks=missing,
+            ) from error
+        return bytes(self._store.get(key))

@@ -1,0 +1,307 @@
+"""Executable specification of dispatch, experts and combine in plain torch: one process, all ranks at once.
+
+No fast path uses it. It shares no code with the kernels, nor with routing.py, so that a mistake made there shows as a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import Layout, parse_enum
+from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TooManyTokensError, TopKError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchReference:
+    """What one destination rank receives. Rows are ascending by (source rank, source token).
+
+    N = total_recv. Layout compact: the tensors have exactly N rows. Layout rank_major: they are
+    `[W, max_num_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
+    positions -1, and tokens, weights and scales zeros, which no op promises.
+
+    Attributes:
+        tokens: `[N, H]`, dtype of the tokens sent, bit for bit.
+        weights: float32 `[N, K]`, all of a token's router weights; None if none were given.
+        scales: `[N, S]` as sent; None if none were given.
+        ids: int32 `[N, K]`, all of a token's global expert ids, invalid ones unchanged.
+        source_positions: int32 `[N]`, source_rank * tokens_per_source + source_token.
+        counts_per_source: int32 `[W]`, rows received from each source rank.
+        total_recv: N.
+        tokens_per_source: stride of source positions, W * M.
+        layout: how the tensors are arranged.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    source_positions: torch.Tensor
+    counts_per_source: torch.Tensor
+    total_recv: int
+    tokens_per_source: int
+    layout: Layout
+
+    def rows_of_source(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The rows that came from rank `source`, of this reference's or an op's tensor in this reference's layout."""
+        counts = self.counts_per_source.tolist()
+        if self.layout == Layout.RANK_MAJOR:
+            return tensor[source, : counts[source]]
+        start = sum(counts[:source])
+        return tensor[start : start + counts[source]]
+
+    def valid_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The N received rows `[N, ...]` in reference order, of a tensor in this reference's layout."""
+        return torch.cat([self.rows_of_source(tensor, source) for source in range(self.counts_per_source.numel())])
+
+    def padding_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows past the received ones, of a tensor in this reference's layout; an op's ids are pad_id there."""
+        if self.layout == Layout.COMPACT:
+            return tensor[self.total_recv :]
+        return torch.cat([block[count:] for block, count in zip(tensor, self.counts_per_source.tolist())])
+
+
+def dispatch_reference(
+    tokens: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | None],
+    scales: Sequence[torch.Tensor | None],
+    ids: Sequence[torch.Tensor],
+    *,
+    num_experts: int,
+    max_num_tokens: int,
+    layout: Layout | str = Layout.COMPACT,
+    stride_tokens: int | None = None,
+    pad_id: int = -1,
+) -> list[DispatchReference]:
+    """What every rank receives: each token once per distinct rank that owns one of its experts.
+
+    Args:
+        tokens: W tensors `[T_r, H]` of one dtype, by source rank; T_r may be 0.
+        weights: W router weights float32 `[T_r, K]`, or W times None.
+        scales: W scales `[T_r, S]` of quantised tokens, or W times None.
+        ids: W expert ids int32 `[T_r, K]`; ids outside `[0, num_experts)` are dropped slots that route nothing.
+        num_experts: experts over all ranks, owned linearly: the first `num_experts % W` ranks own one more.
+        max_num_tokens: the most tokens that any rank may bring; rows per source in layout rank_major.
+        layout: one of Layout's values.
+        stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = max_num_tokens.
+        pad_id: id past the received rows of layout rank_major.
+
+    Returns:
+        One DispatchReference per destination rank.
+
+    Raises:
+        DtypeError, ShapeError, TopKError, TooManyTokensError: the tensors do not fit each other or max_num_tokens.
+        ConfigError: source positions do not fit int32.
+        UnknownNameError: layout is not known.
+    """
+    kind: Layout = parse_enum(Layout, layout, "layout")
+    world_size = len(tokens)
+    stride = world_size * (max_num_tokens if stride_tokens is None else stride_tokens)
+    if world_size * stride > 2**31:
+        raise ConfigError("source positions W * W * M to fit int32", str(world_size * stride))
+    _check_dispatch_inputs(tokens, ids, max_num_tokens)
+    given_weights = _all_or_none("weights", weights, ids)
+    given_scales = _all_or_none("scales", scales, ids)
+    owners = [_owners(rank_ids, num_experts, world_size) for rank_ids in ids]
+    positions = [
+        torch.arange(rank_ids.shape[0], dtype=torch.int32) + source * stride for source, rank_ids in enumerate(ids)
+    ]
+    block_rows = max_num_tokens if kind == Layout.RANK_MAJOR else None
+    result = []
+    for destination in range(world_size):
+        sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in owners]
+        counts = [rows.numel() for rows in sent]
+        result.append(
+            DispatchReference(
+                tokens=_arrange(tokens, sent, block_rows, 0),
+                weights=None if given_weights is None else _arrange(given_weights, sent, block_rows, 0),
+                scales=None if given_scales is None else _arrange(given_scales, sent, block_rows, 0),
+                ids=_arrange(ids, sent, block_rows, pad_id),
+                source_positions=_arrange(positions, sent, block_rows, -1),
+                counts_per_source=torch.tensor(counts, dtype=torch.int32),
+                total_recv=sum(counts),
+                tokens_per_source=stride,
+                layout=kind,
+            )
+        )
+    return result
+
+
+def combine_reference(
+    expert_rows: Sequence[torch.Tensor],
+    dispatched: Sequence[DispatchReference],
+    num_tokens: Sequence[int],
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Sum each token's rows over the ranks it was sent to, ascending, in float32 from 0, and round once to dtype.
+
+    Router weights are not applied: the experts have done that. Experts that return their input give
+    x * (number of distinct ranks), up to the rounding to dtype.
+
+    Args:
+        expert_rows: by rank, the experts' `[N, H]` for the N received rows, in `DispatchReference.valid_rows` order.
+        dispatched: what every rank received.
+        num_tokens: T_r by rank.
+        dtype: dtype of the result.
+
+    Returns:
+        `[T_r, H]` by source rank; zeros where every slot of a token was dropped.
+
+    Raises:
+        ShapeError: a rank's rows are not as many as it received.
+    """
+    hidden_dim = expert_rows[0].shape[1]
+    sums = [torch.zeros(count, hidden_dim, dtype=torch.float32) for count in num_tokens]
+    for rows, received in zip(expert_rows, dispatched, strict=True):
+        if tuple(rows.shape) != (received.total_recv, hidden_dim):
+            raise ShapeError(f"expert rows of shape {(received.total_recv, hidden_dim)}", str(tuple(rows.shape)))
+        positions = received.valid_rows(received.source_positions)
+        start = 0
+        for source, count in enumerate(received.counts_per_source.tolist()):
+            source_tokens = positions[start : start + count] - source * received.tokens_per_source
+            sums[source][source_tokens] += rows[start : start + count].to(torch.float32)
+            start += count
+    return [total.to(dtype) for total in sums]
+
+
+def combine_weights_reference(
+    expert_weights: Sequence[torch.Tensor], dispatched: Sequence[DispatchReference], num_tokens: Sequence[int]
+) -> list[torch.Tensor]:
+    """Sum each token's weight rows as `combine_reference` sums its token rows.
+
+    Args:
+        expert_weights: by rank, float32 `[N, K]` for the N received rows; unchanged dispatched weights give
+            weights * (number of distinct ranks).
+        dispatched: what every rank received.
+        num_tokens: T_r by rank.
+
+    Returns:
+        float32 `[T_r, K]` by source rank.
+
+    Raises:
+        ShapeError: a rank's rows are not as many as it received.
+    """
+    return combine_reference(expert_weights, dispatched, num_tokens, torch.float32)
+
+
+def dense_moe(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Mixture of SwiGLU experts without any communication, in float32: what dispatch, experts and combine must equal.
+
+    out = sum over valid slots k of weights[k] * (silu(x gate^T) * (x up^T)) w2[ids[k]]^T, where gate is the first F
+    rows of w1[ids[k]] and up the others. A repeated id counts once per slot.
+
+    Args:
+        x: `[T, H]`, floating point.
+        weights: router weights `[T, K]`.
+        ids: expert ids `[T, K]`; ids outside `[0, E)` contribute nothing.
+        w1: gate and up projections `[E, 2F, H]`.
+        w2: down projections `[E, H, F]`.
+
+    Returns:
+        float32 `[T, H]`.
+    """
+    return _weighted_experts(x, ids, weights, w1, w2, range(w1.shape[0]))
+
+
+def expert_mlp_rows(
+    rows: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    first_expert: int,
+    num_local: int,
+) -> torch.Tensor:
+    """One rank's experts on its received rows: the weighted sum over this rank's own experts, one row per row.
+
+    Args:
+        rows: `[N, H]`, floating point; rows that name none of this rank's experts give zeros.
+        row_ids: global expert ids `[N, K]`, also other ranks' and invalid ones.
+        row_weights: router weights `[N, K]`.
+        w1: gate and up projections of all experts `[E, 2F, H]`; only this rank's are read.
+        w2: down projections of all experts `[E, H, F]`; only this rank's are read.
+        first_expert: this rank's first expert.
+        num_local: experts of this rank.
+
+    Returns:
+        `[N, H]`, computed in float32 as in `dense_moe` and rounded once to the dtype of rows.
+    """
+    own = range(first_expert, first_expert + num_local)
+    return _weighted_experts(rows, row_ids, row_weights, w1, w2, own).to(rows.dtype)
+
+
+def _weighted_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, experts: range
+) -> torch.Tensor:
+    x = x.to(torch.float32)
+    out = torch.zeros_like(x)
+    for expert in experts:
+        slots = ids == expert
+        chosen = slots.any(dim=1).nonzero().flatten()
+        gate, up = (x[chosen] @ w1[expert].to(torch.float32).T).chunk(2, dim=1)
+        rows = (torch.nn.functional.silu(gate) * up) @ w2[expert].to(torch.float32).T
+        weight = torch.where(slots, weights.to(torch.float32), 0.0)[chosen].sum(dim=1, keepdim=True)
+        out[chosen] += weight * rows
+    return out
+
+
+def _owners(ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
+    # A table instead of a division: the formula under test is not repeated here.
+    share, remainder = divmod(num_experts, world_size)
+    table = [rank for rank in range(world_size) for _ in range(share + (rank < remainder))]
+    outside = len(table)
+    wide = ids.to(torch.int64)
+    inside = (wide >= 0) & (wide < num_experts)
+    return torch.tensor([*table, -1])[torch.where(inside, wide, outside)]
+
+
+def _arrange(
+    parts: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], block_rows: int | None, fill: int
+) -> torch.Tensor:
+    # Index lists are ascending, so concatenation gives (source rank, source token) order.
+    chosen = [part[rows] for part, rows in zip(parts, sent)]
+    if block_rows is None:
+        return torch.cat(chosen)
+    blocks = torch.full((len(parts), block_rows, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    for block, rows in zip(blocks, chosen):
+        block[: rows.shape[0]] = rows
+    return blocks
+
+
+def _all_or_none(
+    name: str, parts: Sequence[torch.Tensor | None], ids: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    present = [part for part in parts if part is not None]
+    if not present and len(parts) == len(ids):
+        return None
+    if len(present) != len(ids) or len(parts) != len(ids):
+        raise ShapeError(f"{name} on all {len(ids)} ranks or on none", f"{len(present)} of {len(parts)}")
+    rows = [part.shape[0] for part in present]
+    if rows != [rank_ids.shape[0] for rank_ids in ids]:
+        raise ShapeError(f"{name} with a row for every token", str(rows))
+    return present
+
+
+def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], max_num_tokens: int) -> None:
+    if not tokens or len(ids) != len(tokens):
+        raise ShapeError("tokens and ids of every rank, at least one", f"{len(tokens)} and {len(ids)}")
+    for rank, (rank_tokens, rank_ids) in enumerate(zip(tokens, ids)):
+        if rank_ids.dtype != torch.int32:
+            raise DtypeError(f"ids of rank {rank} of dtype torch.int32", str(rank_ids.dtype))
+        if rank_tokens.dtype != tokens[0].dtype:
+            raise DtypeError(f"tokens of rank {rank} of dtype {tokens[0].dtype}", str(rank_tokens.dtype))
+        if rank_tokens.ndim != 2 or rank_tokens.shape[1:] != tokens[0].shape[1:]:
+            raise ShapeError(f"tokens of rank {rank} as [T, H] with one H", str(tuple(rank_tokens.shape)))
+        if rank_ids.ndim != 2 or rank_ids.shape[0] != rank_tokens.shape[0]:
+            raise ShapeError(f"ids of rank {rank} as [{rank_tokens.shape[0]}, K]", str(tuple(rank_ids.shape)))
+        if rank_ids.shape[1] != ids[0].shape[1]:
+            raise TopKError(f"K = {ids[0].shape[1]} on rank {rank} too", str(rank_ids.shape[1]))
+        if rank_tokens.shape[0] > max_num_tokens:
+            raise TooManyTokensError(f"at most {max_num_tokens} tokens on rank {rank}", str(rank_tokens.shape[0]))

@@ -1,0 +1,97 @@
+"""MORI's `mori.shmem` on our arena: one symmetric world per process, for ops that are made without a manager."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import distributed_c10d
+
+from ep_a2a.errors import NotInitializedError, StateError, UnknownNameError
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.symmetric import SymmetricMemory, allocate_symmetric
+
+_arena: Arena | None = None
+_allocations: dict[int, SymmetricMemory] = {}
+
+
+def shmem_torch_process_group_init(group_name: str, device: torch.device | str | None = None) -> int:
+    """Sets the world up from a process group registered under `group_name`. Collective.
+
+    Args:
+        group_name: name given to torch._C._distributed_c10d._register_process_group.
+        device: where memory lies; default the current CUDA device, or CPU without one.
+
+    Returns:
+        0, as MORI does.
+
+    Raises:
+        UnknownNameError: no process group of that name is registered.
+        StateError: the world exists already.
+    """
+    global _arena
+    if _arena is not None and not _arena.closed:
+        raise StateError("no symmetric world yet", "one that is in use", "Call shmem_finalize() first.")
+    try:
+        group = distributed_c10d._resolve_process_group(group_name)
+    except RuntimeError as error:
+        raise UnknownNameError(
+            f"a process group registered as {group_name!r}", str(error),
+            "Call torch._C._distributed_c10d._register_process_group(name, group) first.",
+        ) from error  # fmt: skip
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    _arena = Arena(group, torch.device(device))
+    return 0
+
+
+def default_arena() -> Arena:
+    """The world's arena; NotInitializedError before shmem_torch_process_group_init."""
+    if _arena is None or _arena.closed:
+        raise NotInitializedError(
+            "a symmetric world", "none", "Call ep_a2a.shmem.shmem_torch_process_group_init(name), or pass arena=."
+        )
+    return _arena
+
+
+def shmem_finalize() -> int:
+    """Gives all memory of the world back; local, and a second call does nothing. Returns 0."""
+    global _arena
+    for memory in _allocations.values():
+        memory.close()
+    _allocations.clear()
+    if _arena is not None:
+        _arena.close()
+        _arena = None
+    return 0
+
+
+def shmem_mype() -> int:
+    """This rank in the world."""
+    return default_arena().rendezvous.rank
+
+
+def shmem_npes() -> int:
+    """Ranks of the world."""
+    return default_arena().rendezvous.world_size
+
+
+def shmem_barrier_all() -> None:
+    """Returns when all ranks have called it; work queued on devices is not waited for."""
+    default_arena().rendezvous.barrier("shmem_barrier_all")
+
+
+def shmem_malloc(num_bytes: int) -> torch.Tensor:
+    """Symmetric memory, uint8 [num_bytes], zeroed. Collective; lives as long as the world. MORI returns an address."""
+    arena = default_arena()
+    memory = allocate_symmetric(arena.rendezvous, arena.device, num_bytes)
+    _allocations[memory.local.data_ptr()] = memory
+    return memory.local
+
+
+def shmem_free(tensor: torch.Tensor) -> None:
+    """Gives memory of shmem_malloc back; local."""
+    _allocations.pop(tensor.data_ptr()).close()
+
+
+def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
+    """Address at which this process reaches rank dest_pe's part of memory from shmem_malloc."""
+    return _allocations[tensor.data_ptr()].peer_addresses[dest_pe]

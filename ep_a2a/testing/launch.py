@@ -1,0 +1,247 @@
+"""A pool of processes, one per rank, that runs functions collectively and never outlives its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.context import SpawnProcess
+    from types import TracebackType
+
+START_TIMEOUT_SECS = 300.0
+"""How long the processes of a pool may take to import torch and to meet."""
+STOP_TIMEOUT_SECS = 10.0
+STACKS_TIMEOUT_SECS = 2.0
+
+_DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class RankFailure(RuntimeError):
+    """At least one rank of a pool failed, died or did not finish in time; the text holds every rank's own story.
+
+    Attributes:
+        errors: the exceptions of ranks that raised, by rank, where they survive pickling.
+        tracebacks: what is known of each rank that failed, died or hung, as text, by rank.
+        unfinished: ranks that had not finished when the pool gave up, in ascending order.
+    """
+
+    def __init__(
+        self,
+        headline: str,
+        tracebacks: dict[int, str],
+        errors: dict[int, BaseException] | None = None,
+        unfinished: tuple[int, ...] = (),
+    ) -> None:
+        self.errors = errors or {}
+        self.tracebacks = tracebacks
+        self.unfinished = unfinished
+        stories = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(tracebacks.items())]
+        super().__init__("\n".join([headline, *stories]))
+
+
+@dataclass
+class _Worker:
+    options: WorkerOptions
+    process: SpawnProcess
+    pipe: connection.Connection
+
+    def stacks(self) -> str:
+        return self.options.stacks_path.read_text() if self.options.stacks_path.exists() else ""
+
+
+class RankPool:
+    """`world_size` processes that share a process group and run the functions given to `run`.
+
+    The processes start with the first `run` and meet through a file in a private directory, so no port is taken.
+    After a failure they are killed; the next `run` starts fresh ones.
+
+    Args:
+        world_size: ranks, one process each.
+        backend: backend string of the process group; None takes gloo, or `cpu:gloo,cuda:nccl` on GPUs.
+        device: "cpu", or "cuda": rank r owns GPU r.
+        timeout_secs: how long one `run` may take before all processes are killed.
+        grace_secs: how long the other ranks may go on after one has failed (they may wait for it for ever).
+
+    Raises:
+        ConfigError: an argument is impossible.
+        UnsupportedError: there are fewer GPUs than ranks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str | None = None,
+        device: str = "cpu",
+        timeout_secs: float = 120.0,
+        grace_secs: float = 10.0,
+    ) -> None:
+        if world_size < 1:
+            raise ConfigError("world_size >= 1", str(world_size))
+        if device not in _DEFAULT_BACKENDS:
+            raise ConfigError("device to be 'cpu' or 'cuda'", repr(device))
+        if device == "cuda" and torch.cuda.device_count() < world_size:
+            raise UnsupportedError(f"{world_size} GPUs", str(torch.cuda.device_count()), "Use device='cpu'.")
+        self.world_size = world_size
+        self.backend = backend or _DEFAULT_BACKENDS[device]
+        self.device = device
+        self.timeout_secs = timeout_secs
+        self.grace_secs = grace_secs
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._workers: list[_Worker] = []
+        self._closed = False
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `function(rank_context, *args, **kwargs)` on every rank; returns the results in rank order.
+
+        `function` must be importable by name; arguments and results are pickled, tensors in them as CPU copies.
+
+        Raises:
+            RankFailure: a rank raised, died, or had not finished after `timeout_secs`.
+            ClosedError: the pool was closed.
+        """
+        if self._closed:
+            raise ClosedError("an open RankPool", "a closed one", "Make a new RankPool.")
+        task = to_bytes((function, args, kwargs))
+        try:
+            self._start()
+            for worker in self._workers:
+                # A worker that is gone shows up as the end of its pipe, with its exit code, when replies are read.
+                with contextlib.suppress(OSError):
+                    worker.pipe.send_bytes(task)
+            return self._collect(self.timeout_secs)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Ends the processes and removes their directory; idempotent."""
+        self._closed = True
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.pipe.send_bytes(STOP)
+        deadline = time.monotonic() + STOP_TIMEOUT_SECS
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory(prefix="ep_a2a_ranks_")
+        for rank in range(self.world_size):
+            options = WorkerOptions(rank, self.world_size, self.backend, self.device, Path(self._directory.name))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
+            process.start()
+            # Only the worker may hold its end, or its death would not end the pipe.
+            theirs.close()
+            self._workers.append(_Worker(options, process, ours))
+        self._collect(START_TIMEOUT_SECS)
+
+    def _collect(self, timeout_secs: float) -> list[Any]:
+        """One reply of every worker, or RankFailure."""
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + timeout_secs
+        limit = f"within {timeout_secs:g} s"
+        while len(replies) < self.world_size:
+            waiting = {w.pipe: w for w in self._workers if w.options.rank not in replies}
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._raise_failure(replies, limit)
+            for worker in (waiting[pipe] for pipe in ready if isinstance(pipe, connection.Connection)):
+                replies[worker.options.rank] = reply = _read_reply(worker)
+                if reply.traceback_text is not None and deadline > time.monotonic() + self.grace_secs:
+                    deadline = time.monotonic() + self.grace_secs
+                    limit = f"within {self.grace_secs:g} s of the failure of rank {worker.options.rank}"
+        if any(reply.traceback_text is not None for reply in replies.values()):
+            self._raise_failure(replies, limit)
+        return [replies[rank].value for rank in range(self.world_size)]
+
+    def _raise_failure(self, replies: dict[int, Reply], limit: str) -> None:
+        stories = {rank: reply.traceback_text for rank, reply in replies.items() if reply.traceback_text is not None}
+        errors = {rank: pickle.loads(reply.pickled_error) for rank, reply in replies.items() if reply.pickled_error}
+        hung = [worker for worker in self._workers if worker.options.rank not in replies]
+        unfinished = tuple(worker.options.rank for worker in hung)
+        headlines = []
+        if stories:
+            headlines.append(f"rank {_listed(stories)} of {self.world_size} failed")
+        if hung:
+            headlines.append(f"rank {_listed(unfinished)} of {self.world_size} had not finished {limit}")
+            stories |= _dump_stacks(hung)
+        raise RankFailure("; ".join(headlines), stories, errors, unfinished)
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+        self._workers = []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **pool_options: Any) -> list[Any]:
+    """Runs `function(rank_context, *args)` once on `world_size` fresh processes; `pool_options` are RankPool's.
+
+    Returns the results in rank order.
+
+    Raises:
+        RankFailure: a rank raised, died or did not finish in time.
+    """
+    with RankPool(world_size, **pool_options) as pool:
+        return pool.run(function, *args)
+
+
+def _read_reply(worker: _Worker) -> Reply:
+    try:
+        reply: Reply = pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        worker.process.join(STOP_TIMEOUT_SECS)
+        return Reply(traceback_text=f"the process ended with exit code {worker.process.exitcode}\n{worker.stacks()}")
+    return reply
+
+
+def _dump_stacks(workers: list[_Worker]) -> dict[int, str]:
+    """The Python stacks of processes that hang, by rank."""
+    for worker in workers:
+        if worker.process.pid is not None and worker.process.is_alive():
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS_TIMEOUT_SECS
+    while time.monotonic() < deadline and not all(worker.stacks() for worker in workers):
+        time.sleep(0.01)
+    # The first bytes have been written: the rest follows at once.
+    time.sleep(0.05)
+    return {worker.options.rank: worker.stacks() or "no Python stack could be read" for worker in workers}
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))

@@ -1,0 +1,155 @@
+"""The process of one rank of a RankPool: joins the process group, then answers tasks until it is told to stop."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOP = b""
+"""The task that ends a worker."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who a function is when it runs in a RankPool.
+
+    Attributes:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: ranks in the pool.
+        device: `cpu`, or this rank's GPU, which is also the current CUDA device.
+        group: the default process group, all ranks of the pool.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker needs to join: the same on all ranks of a pool, except `rank`."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    directory: Path
+
+    @property
+    def stacks_path(self) -> Path:
+        """Where this rank writes its Python stacks on SIGUSR1 or a fatal signal."""
+        return self.directory / f"rank{self.rank}.stacks"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker answers to a task: `value` if `traceback_text` is None, else a failure.
+
+    `pickled_error` is None where the exception does not survive pickling.
+    """
+
+    value: Any = None
+    traceback_text: str | None = None
+    pickled_error: bytes | None = None
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles tensors by value, on the CPU: a tensor's own reduction keeps the whole storage behind a view."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        buffer = io.BytesIO()
+        torch.save(obj.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
+        return _tensor_from_bytes, (buffer.getvalue(),)
+
+
+def _tensor_from_bytes(data: bytes) -> torch.Tensor:
+    tensor: torch.Tensor = torch.load(io.BytesIO(data))
+    return tensor
+
+
+def to_bytes(value: Any) -> bytes:
+    """`value` pickled; tensors in it become contiguous CPU copies without autograd history."""
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def serve(options: WorkerOptions, pipe: connection.Connection) -> None:
+    """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`."""
+    # Ctrl-C reaches the whole terminal session; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with options.stacks_path.open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            context = _join(options)
+        except Exception as error:  # noqa: BLE001 - reported to the parent, whatever it is
+            pipe.send_bytes(to_bytes(_failure(error)))
+            return
+        pipe.send_bytes(to_bytes(Reply()))
+        while (task := pipe.recv_bytes()) != STOP:
+            pipe.send_bytes(_answer(context, task))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # The file is about to be closed: a late signal must not write to a reused descriptor.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+
+
+def _join(options: WorkerOptions) -> RankContext:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", options.rank)
+        torch.cuda.set_device(device)
+    rendezvous = f"file://{options.directory}/rendezvous"
+    dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("init_process_group left no default group")
+    return RankContext(options.rank, options.world_size, device, group)
+
+
+def _answer(context: RankContext, task: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(task)
+        return to_bytes(Reply(value=function(context, *args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001 - reported to the parent; pytest's outcomes are BaseExceptions
+        return to_bytes(_failure(error))
+
+
+def _failure(error: BaseException) -> Reply:
+    try:
+        pickled = to_bytes(error)
+        # Many exceptions can be pickled but not rebuilt; find out here, where it costs only the attribute.
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - any failure means the same: only the text travels
+        pickled = None
+    return Reply(traceback_text="".join(traceback.format_exception(error)), pickled_error=pickled)
+
+
+def _exit_with_parent() -> None:
+    """A worker blocked in a collective would outlive a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,147 @@
+"""The harness itself: results, failures, hangs, and nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.errors import ClosedError, ConfigError, ShapeError
+from ep_a2a.testing import RankFailure, RankPool, run_ranks
+
+
+def describe(context, offset, *, scale=1):
+    total = torch.tensor([context.rank * scale])
+    dist.all_reduce(total, group=context.group)
+    return context.rank + offset, context.world_size, str(context.device), int(total), torch.get_num_threads()
+
+
+def return_view(context):
+    rows = torch.arange(1 << 20, dtype=torch.float32).view(-1, 4)
+    return {"row": rows[context.rank, 1:3].requires_grad_(), "fp8": rows[:2].to(torch.float8_e4m3fn)}
+
+
+def raise_on(context, failing_rank):
+    if context.rank == failing_rank:
+        raise ShapeError("two dimensions", "three")
+    dist.barrier(group=context.group)
+
+
+def raise_unpicklable(context):
+    class LocalError(Exception):
+        pass
+
+    raise LocalError(f"from rank {context.rank}")
+
+
+def hang_on(context, hanging_rank):
+    if context.rank == hanging_rank:
+        time.sleep(600)
+    return context.rank
+
+
+def die_on(context, dying_rank):
+    if context.rank == dying_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def return_what_cannot_travel(_context):
+    return threading.Lock()
+
+
+def process_id(_context):
+    return os.getpid()
+
+
+def running(process_ids):
+    return [pid for pid in process_ids if Path(f"/proc/{pid}").exists()]
+
+
+def our_directories():
+    return set(Path(tempfile.gettempdir()).glob("ep_a2a_ranks_*"))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout_secs=60, grace_secs=1) as pool:
+        yield pool
+
+
+def test_results_come_in_rank_order(pool):
+    assert pool.run(describe, 10, scale=3) == [(10, 2, "cpu", 3, 1), (11, 2, "cpu", 3, 1)]
+
+
+def test_processes_are_reused(pool):
+    assert pool.run(process_id) == pool.run(process_id)
+
+
+def test_tensors_travel_by_value(pool):
+    for rank, result in enumerate(pool.run(return_view)):
+        assert result["row"].tolist() == [4.0 * rank + 1, 4.0 * rank + 2]
+        assert result["row"].untyped_storage().nbytes() == 8
+        assert result["fp8"].dtype == torch.float8_e4m3fn
+
+
+def test_one_rank_raising_names_it_and_does_not_wait_for_the_others(pool):
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed") as caught:
+        pool.run(raise_on, 1)
+    assert time.monotonic() - start < 30
+    assert isinstance(caught.value.errors[1], ShapeError)
+    assert caught.value.errors[1].expected == "two dimensions"
+    assert caught.value.unfinished == (0,)
+    assert "in raise_on" in caught.value.tracebacks[1]
+    assert "in raise_on" in caught.value.tracebacks[0]
+    assert pool.run(process_id)
+
+
+def test_errors_that_cannot_be_pickled_come_as_text(pool):
+    with pytest.raises(RankFailure, match="LocalError: from rank 0") as caught:
+        pool.run(raise_unpicklable)
+    assert caught.value.errors == {}
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    with pytest.raises(RankFailure, match="cannot pickle"):
+        pool.run(return_what_cannot_travel)
+
+
+def test_a_hanging_rank_is_killed_and_named():
+    before = our_directories()
+    children_before = set(multiprocessing.active_children())
+    with RankPool(2, timeout_secs=1) as pool:
+        first = pool.run(process_id)
+        with pytest.raises(RankFailure, match="rank 1 of 2 had not finished within 1 s") as caught:
+            pool.run(hang_on, 1)
+        assert caught.value.unfinished == (1,)
+        assert "in hang_on" in caught.value.tracebacks[1]
+        assert not running(first)
+        second = pool.run(process_id)
+        assert not set(first) & set(second)
+    assert not running(second)
+    assert set(multiprocessing.active_children()) <= children_before
+    assert our_directories() <= before
+
+
+def test_a_dying_rank_is_named():
+    with pytest.raises(RankFailure, match="exit code -9") as caught:
+        run_ranks(die_on, 2, 0, grace_secs=1)
+    assert sorted(caught.value.tracebacks) == [0]
+
+
+def test_misuse():
+    pool = RankPool(1)
+    pool.close()
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.run(process_id)
+    with pytest.raises(ConfigError):
+        RankPool(0)
+    with pytest.raises(ConfigError):
+        RankPool(1, device="tpu")

@@ -1,0 +1,376 @@
+"""The FP8 oracle against definitions written independently of it: numpy float32/float64 arithmetic and torch's own cast."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_a2a.config import QuantType, ScaleFormat
+from ep_a2a.errors import DtypeError, ShapeError, UnknownNameError
+from ep_a2a.quantization import (
+    dequantize,
+    dequantize_per_128x128,
+    fp32_to_e4m3_bits,
+    quantize,
+    quantize_groups,
+    quantize_per_1x128,
+    quantize_per_128x128,
+    quantize_per_token,
+    round_scale_up_to_ue8m0,
+    scales_to_float32,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = ("float32", "ue8m0")
+
+
+def e4m3_value(code: int) -> float:
+    """Value of a non-negative e4m3fn byte below 0x7F, from the format's definition."""
+    exponent, mantissa = code >> 3, code & 7
+    return math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+
+
+VALUES = np.array([e4m3_value(code) for code in range(127)])
+MIDPOINTS = (VALUES[1:] + VALUES[:-1]) / 2
+
+
+def nearest_even_code(values: np.ndarray) -> np.ndarray:
+    """Bytes by comparison with the exact midpoints in float64; no NaN."""
+    magnitude = np.minimum(np.abs(values.astype(np.float64)), 448.0)
+    code = np.searchsorted(MIDPOINTS, magnitude, side="left")
+    ties = np.isin(magnitude, MIDPOINTS)
+    code = np.where(ties & (code % 2 == 1), code + 1, code)
+    return (code + np.where(np.signbit(values), 128, 0)).astype(np.uint8)
+
+
+def check_codes(x: torch.Tensor) -> None:
+    assert x.dtype == torch.float32
+    got = fp32_to_e4m3_bits(x)
+    assert got.dtype == torch.uint8
+    assert got.shape == x.shape
+    nan = x.isnan()
+    assert (got[nan] == 0x7F).all()
+    np.testing.assert_array_equal(got[~nan].numpy(), nearest_even_code(x[~nan].numpy()))
+    finite = x.abs() <= 448
+    assert torch.equal(got[finite], x[finite].to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def float32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def numpy_scale(amax: float, scale_format: str) -> tuple[np.float32, int]:
+    """The scale as a float32 factor and, for UE8M0, its byte, from an exact power-of-two round-up."""
+    scale = np.float32(max(np.float32(amax), np.float32(1e-10))) / np.float32(448)
+    if scale_format == "float32":
+        return scale, 0
+    fraction, exponent = math.frexp(float(scale))
+    exponent -= fraction == 0.5
+    return np.float32(math.ldexp(1.0, exponent)), exponent + 127
+
+
+def test_every_bf16_pattern() -> None:
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    check_codes(bits.view(torch.bfloat16).to(torch.float32))
+
+
+def test_every_fp16_pattern() -> None:
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    check_codes(bits.view(torch.float16).to(torch.float32))
+
+
+def test_every_e4m3_value_is_a_fixed_point() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    expected = codes.clone()
+    expected[0xFF] = 0x7F
+    assert torch.equal(fp32_to_e4m3_bits(codes.view(torch.float8_e4m3fn).to(torch.float32)), expected)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_midpoints_and_one_ulp_beside_them(sign: float) -> None:
+    middle = MIDPOINTS.astype(np.float32)
+    assert (middle == MIDPOINTS).all()
+    lower = np.arange(126)
+    offset = 128 if sign < 0 else 0
+    even = lower + lower % 2
+    below = np.nextafter(middle, np.float32(0))
+    above = np.nextafter(middle, np.float32(np.inf))
+    for points, expected in ((middle, even), (below, lower), (above, lower + 1)):
+        got = fp32_to_e4m3_bits(float32(sign * points)).numpy()
+        np.testing.assert_array_equal(got, expected + offset)
+        check_codes(float32(sign * points))
+
+
+def test_neighbours_of_every_value() -> None:
+    values = VALUES.astype(np.float32)
+    for sign in (1, -1):
+        check_codes(float32(sign * np.nextafter(values, np.float32(np.inf))))
+        check_codes(float32(sign * np.nextafter(values, np.float32(-np.inf))))
+
+
+def test_random_fp32_patterns() -> None:
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    check_codes(bits.view(torch.float32))
+    near = (bits & 0x807FFFFF) | (torch.randint(115, 138, bits.shape, generator=generator).to(torch.int32) << 23)
+    check_codes(near.view(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (0.0, 0x00),
+        (-0.0, 0x80),
+        (math.inf, 0x7E),
+        (-math.inf, 0xFE),
+        (math.nan, 0x7F),
+        (-math.nan, 0x7F),
+        (448.0, 0x7E),
+        (464.0, 0x7E),
+        (480.0, 0x7E),
+        (1e30, 0x7E),
+        (-1e30, 0xFE),
+        (2.0**-9, 0x01),
+        (2.0**-10, 0x00),
+        (-(2.0**-10), 0x80),
+        (1.5 * 2.0**-10, 0x01),
+        (1e-45, 0x00),
+        (2.0**-6, 0x08),
+        (1.0, 0x38),
+    ],
+)
+def test_special_values(value: float, code: int) -> None:
+    assert int(fp32_to_e4m3_bits(torch.tensor(value))) == code
+
+
+def test_rounding_takes_any_shape_and_stride() -> None:
+    x = torch.randn(6, 10)
+    assert torch.equal(fp32_to_e4m3_bits(x.T), fp32_to_e4m3_bits(x).T)
+    assert torch.equal(fp32_to_e4m3_bits(x[:, ::3]), fp32_to_e4m3_bits(x)[:, ::3])
+    assert fp32_to_e4m3_bits(torch.zeros(0, 5)).shape == (0, 5)
+    assert fp32_to_e4m3_bits(torch.tensor(1.0)).shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
+def test_rounding_refuses_other_dtypes(dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError, match="x of dtype torch.float32"):
+        fp32_to_e4m3_bits(torch.zeros(2, dtype=dtype))
+
+
+def test_ue8m0_rounds_up_to_a_power_of_two() -> None:
+    power = np.ldexp(np.float32(1), np.arange(-126, 127))
+    above = np.nextafter(power, np.float32(np.inf))
+    exponents = np.arange(1, 254)
+    np.testing.assert_array_equal(round_scale_up_to_ue8m0(float32(power)).numpy(), exponents)
+    np.testing.assert_array_equal(round_scale_up_to_ue8m0(float32(above)).numpy(), exponents + 1)
+    largest = torch.tensor([torch.finfo(torch.float32).max, 1e-45])
+    assert round_scale_up_to_ue8m0(largest).tolist() == [254, 1]
+
+
+def test_every_ue8m0_byte_decodes() -> None:
+    factors = scales_to_float32(torch.arange(256, dtype=torch.int32).to(torch.uint8))
+    np.testing.assert_array_equal(factors[:255].numpy(), np.ldexp(np.float32(1), np.arange(-127, 128)))
+    assert factors[255].isnan()
+
+
+def test_scales_of_other_dtypes_are_refused() -> None:
+    with pytest.raises(DtypeError):
+        scales_to_float32(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(DtypeError):
+        round_scale_up_to_ue8m0(torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_groups_follow_the_formula(dtype: torch.dtype, scale_format: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    size = torch.logspace(-4, 4, 40)[:, None] if dtype == torch.float16 else torch.logspace(-12, 30, 40)[:, None]
+    x = (torch.randn(40, 24, generator=generator) * size).to(dtype)
+    q, scales = quantize_groups(x, scale_format)
+    assert scales.dtype == (torch.uint8 if scale_format == "ue8m0" else torch.float32)
+    for row, codes, stored in zip(x.to(torch.float32).numpy(), q.view(torch.uint8).numpy(), scales.tolist()):
+        factor, byte = numpy_scale(np.abs(row).max(), scale_format)
+        assert stored == (byte if scale_format == "ue8m0" else float(factor))
+        inverse = np.float32(1) / factor
+        np.testing.assert_array_equal(codes, nearest_even_code(row * inverse))
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_zero_rows(scale_format: str) -> None:
+    q, scales = quantize_per_token(torch.zeros(3, 256, dtype=torch.bfloat16), scale_format)
+    assert (q.view(torch.uint8) == 0).all()
+    factor, byte = numpy_scale(0.0, scale_format)
+    assert scales.tolist() == [[byte if scale_format == "ue8m0" else float(factor)]] * 3
+    assert (dequantize(q, scales, "fp8_per_token") == 0).all()
+
+
+def test_negative_zero_keeps_its_sign() -> None:
+    q, _ = quantize_per_token(torch.tensor([[0.0, -0.0]]))
+    assert q.view(torch.uint8).tolist() == [[0x00, 0x80]]
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_nan_and_infinity_leave_the_scale_alone(dtype: torch.dtype, scale_format: str) -> None:
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
+    clean = x.clone()
+    clean[:, [5, 6, 7]] = 0
+    special = clean.clone()
+    special[:, 5], special[:, 6], special[:, 7] = math.nan, math.inf, -math.inf
+    q, scales = quantize_per_1x128(special, scale_format)
+    expected, expected_scales = quantize_per_1x128(clean, scale_format)
+    assert torch.equal(scales, expected_scales)
+    codes = expected.view(torch.uint8).clone()
+    codes[:, 5], codes[:, 6], codes[:, 7] = 0x7F, 0x7E, 0xFE
+    assert torch.equal(q.view(torch.uint8), codes)
+
+
+def test_a_row_without_finite_values() -> None:
+    q, scales = quantize_per_token(torch.tensor([[math.nan, math.inf, -math.inf]]))
+    assert q.view(torch.uint8).tolist() == [[0x7F, 0x7E, 0xFE]]
+    assert scales.item() == float(numpy_scale(0.0, "float32")[0])
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_extreme_magnitudes(scale_format: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([[largest, -largest, 0.0], [1e-45, -1e-38, 1e-30], [1e-10, 2e-10, -1e-10]])
+    q, scales = quantize_per_token(x, scale_format)
+    assert scales_to_float32(scales).isfinite().all()
+    assert (scales_to_float32(scales) > 0).all()
+    back = dequantize(q, scales, "fp8_per_token")
+    assert back.isfinite().all() if scale_format == "float32" else not back.isnan().any()
+    assert (back[1] == 0).all()
+
+
+def test_layouts_agree_with_groups() -> None:
+    x = torch.randn(5, 384, generator=torch.Generator().manual_seed(4))
+    q, scales = quantize_per_1x128(x)
+    assert q.shape == (5, 384)
+    assert scales.shape == (5, 3)
+    for group in range(3):
+        part, part_scales = quantize_per_token(x[:, 128 * group : 128 * (group + 1)])
+        assert same_bytes(q[:, 128 * group : 128 * (group + 1)], part)
+        assert torch.equal(scales[:, group : group + 1], part_scales)
+    assert q.is_contiguous()
+    assert same_bytes(quantize_per_1x128(x.T.contiguous().T)[0], q)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (200, 300), (256, 1)])
+def test_weight_blocks(shape: tuple[int, int], scale_format: str) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * torch.arange(1, shape[0] + 1)[:, None]
+    q, scales = quantize_per_128x128(weights, scale_format)
+    assert q.shape == shape
+    assert q.is_contiguous()
+    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for i, j in np.ndindex(*scales.shape):
+        block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+        part, part_scale = quantize_per_token(weights[block].reshape(1, -1), scale_format)
+        assert scales[i, j] == part_scale.item()
+        assert same_bytes(q[block].reshape(1, -1), part)
+    back = dequantize_per_128x128(q, scales)
+    assert (back - weights).abs().max() <= weights.abs().max() / 16
+
+
+@given(
+    num_tokens=st.integers(0, 5),
+    num_groups=st.integers(1, 4),
+    dtype=st.sampled_from(FLOAT_DTYPES),
+    scale_format=st.sampled_from(FORMATS),
+    quant_type=st.sampled_from(["fp8_per_token", "fp8_per_1x128"]),
+    exponent=st.integers(-20, 12),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_round_trip_error_is_bounded(
+    num_tokens: int, num_groups: int, dtype: torch.dtype, scale_format: str, quant_type: str, exponent: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(num_tokens, 128 * num_groups, generator=generator) * 2.0**exponent).to(dtype)
+    q, scales = quantize(x, quant_type, scale_format)
+    assert q.dtype == torch.float8_e4m3fn
+    assert scales.shape == (num_tokens, 1 if quant_type == "fp8_per_token" else num_groups)
+    back = dequantize(q, scales, quant_type)
+    factor = scales_to_float32(scales).repeat_interleave(x.shape[1] // scales.shape[1], 1)
+    exact = x.to(torch.float32)
+    # Half a step: 2^-4 of a normal value, 2^-10 scales of a subnormal one; the rest is float32 rounding.
+    assert ((back - exact).abs() <= exact.abs() * (2**-4 + 1e-5) + factor * 2**-10).all()
+    rounded = dequantize(q, scales, quant_type, torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, back.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("quant_type", list(QuantType))
+def test_quantize_dispatches_by_type(quant_type: QuantType) -> None:
+    x = torch.randn(3, 256)
+    if quant_type in (QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128):
+        direct = quantize_per_token if quant_type == QuantType.FP8_PER_TOKEN else quantize_per_1x128
+        for kind in (quant_type, quant_type.value):
+            q, scales = quantize(x, kind, ScaleFormat.UE8M0)
+            assert same_bytes(q, direct(x, "ue8m0")[0])
+            assert torch.equal(scales, direct(x, "ue8m0")[1])
+        return
+    with pytest.raises(UnknownNameError, match="fp8_per_1x128"):
+        quantize(x, quant_type)
+    with pytest.raises(UnknownNameError, match="fp8_per_1x128"):
+        dequantize(x.to(torch.float8_e4m3fn), torch.ones(3, 1), quant_type)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match="fp8_per_token"):
+        quantize(torch.zeros(1, 128), "fp4")
+    with pytest.raises(UnknownNameError, match="ue8m0"):
+        quantize_per_token(torch.zeros(1, 128), "e5m2")
+
+
+Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: quantize_per_token(torch.zeros(2, 8, dtype=torch.float64)), DtypeError),
+        (lambda: quantize_per_token(Q), DtypeError),
+        (lambda: quantize_per_token(torch.zeros(8)), ShapeError),
+        (lambda: quantize_per_token(torch.zeros(2, 0)), ShapeError),
+        (lambda: quantize_groups(torch.tensor(1.0)), ShapeError),
+        (lambda: quantize_per_1x128(torch.zeros(2, 130)), ShapeError),
+        (lambda: quantize_per_1x128(torch.zeros(2, 2, 128)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(0, 128)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(128, 0)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(4, dtype=torch.float32)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(4, 4, dtype=torch.int8)), DtypeError),
+        (lambda: dequantize(torch.zeros(2, 256), torch.ones(2, 1), "fp8_per_token"), DtypeError),
+        (lambda: dequantize(Q, torch.ones(2, 2), "fp8_per_token"), ShapeError),
+        (lambda: dequantize(Q, torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
+        (lambda: dequantize(Q[:, :100], torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
+        (lambda: dequantize(Q[:, :0], torch.ones(2, 1), "fp8_per_token"), ShapeError),
+        (lambda: dequantize(Q, torch.ones(2, 1, dtype=torch.float64), "fp8_per_token"), DtypeError),
+        (lambda: dequantize_per_128x128(Q, torch.ones(1, 1)), ShapeError),
+        (lambda: dequantize_per_128x128(torch.zeros(2, 256), torch.ones(1, 2)), DtypeError),
+    ],
+)
+def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call()
+
+
+@pytest.mark.parametrize("quantizer", [quantize_per_token, quantize_per_1x128])
+def test_no_tokens(quantizer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    q, scales = quantizer(torch.zeros(0, 256, dtype=torch.bfloat16))
+    assert q.shape == (0, 256)
+    assert scales.shape == (0, 1 if quantizer is quantize_per_token else 2)

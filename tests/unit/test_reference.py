@@ -1,0 +1,389 @@
+"""The executable specification, checked against token-by-token Python and against a dense MoE."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_a2a.config import Layout, num_owned_experts
+from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TooManyTokensError, TopKError, UnknownNameError
+from ep_a2a.reference import (
+    DispatchReference,
+    combine_reference,
+    combine_weights_reference,
+    dense_moe,
+    dispatch_reference,
+    expert_mlp_rows,
+)
+from ep_a2a.routing import ROUTINGS, num_distinct_ranks
+
+HIDDEN = 8
+LAYOUTS = ("compact", "rank_major")
+
+
+class Case:
+    """Inputs of all ranks; every token holds its own identity in its first two elements."""
+
+    def __init__(
+        self,
+        num_tokens: list[int],
+        topk: int,
+        num_experts: int,
+        routing: str = "uniform",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.num_tokens, self.num_experts, self.world_size = num_tokens, num_experts, len(num_tokens)
+        make = ROUTINGS[routing]
+        self.ids = [make(count, topk, num_experts, self.world_size, generator) for count in num_tokens]
+        self.tokens = [torch.randn(count, HIDDEN, generator=generator).to(dtype) for count in num_tokens]
+        for rank, rank_tokens in enumerate(self.tokens):
+            rank_tokens[:, 0] = rank
+            rank_tokens[:, 1] = torch.arange(len(rank_tokens))
+        self.weights = [torch.rand(count, topk, generator=generator) for count in num_tokens]
+        self.scales = [torch.rand(count, 2, generator=generator) for count in num_tokens]
+
+    def dispatch(
+        self, layout: str = "compact", max_num_tokens: int = 16, stride_tokens: int | None = 100, pad_id: int = -1
+    ) -> list[DispatchReference]:
+        return dispatch_reference(
+            self.tokens,
+            self.weights,
+            self.scales,
+            self.ids,
+            num_experts=self.num_experts,
+            max_num_tokens=max_num_tokens,
+            layout=layout,
+            stride_tokens=stride_tokens,
+            pad_id=pad_id,
+        )
+
+    def owned(self, rank: int) -> range:
+        counts = [num_owned_experts(self.num_experts, self.world_size, r) for r in range(rank + 1)]
+        return range(sum(counts[:rank]), sum(counts))
+
+    def received_by(self, rank: int) -> list[tuple[int, int]]:
+        """(source, token) pairs by the definition."""
+        own = self.owned(rank)
+        return [
+            (source, token)
+            for source, rank_ids in enumerate(self.ids)
+            for token, row in enumerate(rank_ids.tolist())
+            if any(expert in own for expert in row)
+        ]
+
+    def distinct_ranks(self, source: int) -> torch.Tensor:
+        return num_distinct_ranks(self.ids[source], self.num_experts, self.world_size)[:, None]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.sampled_from([1, 2, 3, 5, 6, 8]))
+    return Case(
+        num_tokens=draw(st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size)),
+        topk=draw(st.integers(1, 32)),
+        num_experts=draw(st.integers(1, 4 * world_size)),
+        routing=draw(st.sampled_from(sorted(ROUTINGS))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def check_dispatch(case: Case, layout: str) -> None:
+    stride = case.world_size * 100
+    for rank, got in enumerate(case.dispatch(layout, pad_id=-7)):
+        expected = case.received_by(rank)
+        assert got.total_recv == len(expected)
+        assert got.counts_per_source.tolist() == [
+            sum(source == s for source, _ in expected) for s in range(case.world_size)
+        ]
+        assert got.counts_per_source.dtype == got.source_positions.dtype == got.ids.dtype == torch.int32
+        assert got.valid_rows(got.source_positions).tolist() == [s * stride + t for s, t in expected]
+        for tensor, inputs in (
+            (got.tokens, case.tokens),
+            (got.weights, case.weights),
+            (got.scales, case.scales),
+            (got.ids, case.ids),
+        ):
+            assert tensor is not None
+            rows = got.valid_rows(tensor)
+            assert rows.shape == (len(expected), inputs[0].shape[1])
+            assert all(torch.equal(row, inputs[s][t]) for row, (s, t) in zip(rows, expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(case=cases())
+@settings(max_examples=40, deadline=None)
+def test_dispatch_by_definition(layout: str, case: Case) -> None:
+    check_dispatch(case, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+def test_dispatch_uneven_experts(routing: str, layout: str) -> None:
+    check_dispatch(Case([3, 0, 5, 1, 4, 2, 0, 6], 8, 60, routing), layout)
+
+
+def test_dispatch_72_ranks() -> None:
+    check_dispatch(Case([rank % 3 for rank in range(72)], 8, 256), "compact")
+
+
+@pytest.mark.parametrize("topk", [1, 2, 31, 32])
+def test_dispatch_topk(topk: int) -> None:
+    check_dispatch(Case([4, 3, 2], topk, 48), "compact")
+
+
+def test_compact_has_exactly_the_received_rows() -> None:
+    for got in Case([3, 0, 5], 4, 9).dispatch("compact"):
+        assert got.layout is Layout.COMPACT
+        assert got.tokens.shape == (got.total_recv, HIDDEN)
+        assert got.ids.shape == (got.total_recv, 4)
+        assert got.padding_rows(got.ids).numel() == 0
+        longer = torch.cat([got.ids, torch.full((2, 4), -1, dtype=torch.int32)])
+        assert torch.equal(got.valid_rows(longer), got.ids)
+        assert (got.padding_rows(longer) == -1).all()
+        assert got.padding_rows(longer).shape == (2, 4)
+
+
+def test_rank_major_blocks_are_dense_from_the_front_and_padded() -> None:
+    case = Case([3, 0, 5], 2, 9, "some_dropped")
+    compact = case.dispatch("compact")
+    for got, flat in zip(case.dispatch("rank_major", max_num_tokens=5, pad_id=-9), compact):
+        assert got.tokens.shape == (3, 5, HIDDEN)
+        assert got.ids.shape == (3, 5, 2)
+        assert got.source_positions.shape == (3, 5)
+        assert torch.equal(got.valid_rows(got.tokens), flat.tokens)
+        for source, count in enumerate(got.counts_per_source.tolist()):
+            assert torch.equal(got.ids[source, :count], flat.rows_of_source(flat.ids, source))
+            assert (got.ids[source, count:] == -9).all()
+            assert (got.source_positions[source, count:] == -1).all()
+            assert (got.tokens[source, count:] == 0).all()
+        assert got.padding_rows(got.ids).shape == (15 - got.total_recv, 2)
+        assert (got.padding_rows(got.ids) == -9).all()
+
+
+def test_stride_defaults_to_max_num_tokens() -> None:
+    (got,) = Case([4], 1, 2).dispatch(max_num_tokens=6, stride_tokens=None)
+    assert got.tokens_per_source == 6
+    second = Case([2, 2], 2, 2, "one_expert_per_rank").dispatch(max_num_tokens=6, stride_tokens=None)[1]
+    assert second.source_positions.tolist() == [0, 1, 12, 13]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=lambda d: str(d).split(".")[-1]
+)
+def test_dispatch_moves_every_dtype_bit_for_bit(dtype: torch.dtype, layout: str) -> None:
+    case = Case([3, 2], 2, 6)
+    raw = [torch.randint(0, 256, (n, HIDDEN * dtype.itemsize), dtype=torch.uint8) for n in case.num_tokens]
+    case.tokens = [rows.view(dtype) for rows in raw]
+    for rank, got in enumerate(case.dispatch(layout)):
+        assert got.tokens.dtype == dtype
+        rows = got.valid_rows(got.tokens).view(torch.uint8)
+        assert all(torch.equal(row, raw[s][t]) for row, (s, t) in zip(rows, case.received_by(rank)))
+
+
+def test_weights_and_scales_may_be_absent() -> None:
+    case = Case([2, 1], 2, 4)
+    none = [None, None]
+    for got in dispatch_reference(case.tokens, none, none, case.ids, num_experts=4, max_num_tokens=2):
+        assert got.weights is None
+        assert got.scales is None
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_tokens_anywhere(world_size: int, layout: str) -> None:
+    case = Case([0] * world_size, 4, 16)
+    received = case.dispatch(layout, max_num_tokens=2)
+    assert all(got.total_recv == 0 for got in received)
+    rows = [got.valid_rows(got.tokens) for got in received]
+    assert [out.shape for out in combine_reference(rows, received, case.num_tokens, torch.bfloat16)] == [
+        (0, HIDDEN)
+    ] * world_size
+
+
+def test_all_dropped_combines_to_zeros() -> None:
+    case = Case([3, 2], 4, 8, "all_dropped")
+    received = case.dispatch()
+    assert [got.total_recv for got in received] == [0, 0]
+    for out, count in zip(combine_reference([r.tokens for r in received], received, [3, 2], torch.float16), (3, 2)):
+        assert out.dtype == torch.float16
+        assert torch.equal(out, torch.zeros(count, HIDDEN, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(case=cases())
+@settings(max_examples=40, deadline=None)
+def test_identity_experts_give_tokens_times_distinct_ranks(layout: str, case: Case) -> None:
+    received = case.dispatch(layout)
+    # Small integers: sums are exact, so equality is exact too.
+    rows = [(got.valid_rows(got.tokens) * 8).round() for got in received]
+    for source, out in enumerate(combine_reference(rows, received, case.num_tokens, torch.float32)):
+        assert torch.equal(out, (case.tokens[source] * 8).round() * case.distinct_ranks(source))
+    weights = [got.valid_rows(got.weights) for got in received if got.weights is not None]
+    for source, total in enumerate(combine_weights_reference(weights, received, case.num_tokens)):
+        assert total.dtype == torch.float32
+        torch.testing.assert_close(total, case.weights[source] * case.distinct_ranks(source), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_combine_sums_ascending_in_float32_and_rounds_once(dtype: torch.dtype) -> None:
+    case = Case([4, 1, 3, 0, 2], 6, 23, dtype=dtype)
+    received = case.dispatch()
+    generator = torch.Generator().manual_seed(9)
+    rows = [torch.randn(got.total_recv, HIDDEN, generator=generator).to(dtype) for got in received]
+    row_of = [{pair: row for row, pair in enumerate(case.received_by(rank))} for rank in range(5)]
+    for source, out in enumerate(combine_reference(rows, received, case.num_tokens, dtype)):
+        for token in range(case.num_tokens[source]):
+            total = torch.zeros(HIDDEN)
+            for rank in range(5):
+                if (source, token) in row_of[rank]:
+                    total = total + rows[rank][row_of[rank][source, token]].float()
+            assert torch.equal(out[token], total.to(dtype))
+
+
+def test_combine_order_and_single_rounding_matter() -> None:
+    # (1 + 2^-24) + 2^-24 is 1 in this order; 1 + (2^-24 + 2^-24) would not be.
+    received = dispatch_reference(
+        [torch.zeros(1, 1), torch.zeros(0, 1), torch.zeros(0, 1)],
+        [None] * 3,
+        [None] * 3,
+        [torch.tensor([[2, 1, 0]], dtype=torch.int32)] + [torch.zeros(0, 3, dtype=torch.int32)] * 2,
+        num_experts=3,
+        max_num_tokens=1,
+    )
+    rows = [torch.tensor([[value]]) for value in (1.0, 2**-24, 2**-24)]
+    assert combine_reference(rows, received, [1, 0, 0], torch.float32)[0].item() == 1.0
+    rows = [torch.tensor([[value]]) for value in (2**-24, 2**-24, 1.0)]
+    assert combine_reference(rows, received, [1, 0, 0], torch.float32)[0].item() == 1.0 + 2**-23
+    # 256 + 1 + 1 is 258 in float32; rounding to bf16 after each step would give 256.
+    rows = [torch.tensor([[value]], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    assert combine_reference(rows, received, [1, 0, 0], torch.bfloat16)[0].item() == 258.0
+
+
+def make_experts(num_experts: int, ffn: int = 6, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    w1 = torch.randn(num_experts, 2 * ffn, HIDDEN, generator=generator) / HIDDEN**0.5
+    return w1, torch.randn(num_experts, HIDDEN, ffn, generator=generator) / ffn**0.5
+
+
+def dense_by_token(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    ffn = w2.shape[2]
+    for token, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            if 0 <= expert < w1.shape[0]:
+                gate = w1[expert, :ffn].double() @ x[token].double()
+                up = w1[expert, ffn:].double() @ x[token].double()
+                hidden = gate / (1 + torch.exp(-gate)) * up
+                out[token] += weights[token, slot].double() * (w2[expert].double() @ hidden)
+    return out.float()
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+def test_dense_moe_by_definition(routing: str) -> None:
+    case = Case([7], 5, 6, routing)
+    w1, w2 = make_experts(6)
+    x, weights, ids = case.tokens[0], case.weights[0], case.ids[0]
+    out = dense_moe(x, weights, ids, w1, w2)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, dense_by_token(x, weights, ids, w1, w2), rtol=1e-4, atol=1e-4)
+
+
+def test_dense_moe_computes_low_precision_inputs_in_float32() -> None:
+    case = Case([4], 2, 3, dtype=torch.bfloat16)
+    w1, w2 = make_experts(3)
+    args = case.tokens[0], case.weights[0], case.ids[0], w1.bfloat16(), w2.bfloat16()
+    out = dense_moe(*args)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, dense_by_token(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_expert_rows_use_own_experts_only() -> None:
+    case = Case([6], 4, 8, "out_of_range")
+    w1, w2 = make_experts(8)
+    x, weights, ids = case.tokens[0], case.weights[0], case.ids[0]
+    own = torch.where((ids >= 2) & (ids < 5), ids, -1)
+    poisoned = w1.clone()
+    poisoned[[0, 1, 5, 6, 7]] = float("nan")
+    rows = expert_mlp_rows(x.half(), ids, weights, poisoned, w2, 2, 3)
+    assert rows.dtype == torch.float16
+    assert torch.equal(rows, dense_moe(x.half(), weights, own, w1, w2).half())
+    assert torch.equal(expert_mlp_rows(x, ids, weights, w1, w2, 2, 0), torch.zeros_like(x))
+
+
+def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    received = case.dispatch(layout)
+    rows = []
+    for rank, got in enumerate(received):
+        assert got.weights is not None
+        own = case.owned(rank)
+        valid = (got.valid_rows(got.tokens), got.valid_rows(got.ids), got.valid_rows(got.weights))
+        rows.append(expert_mlp_rows(*valid, w1, w2, own.start, len(own)))
+    return combine_reference(rows, received, case.num_tokens, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(case=cases())
+@settings(max_examples=30, deadline=None)
+def test_expert_parallel_equals_dense(layout: str, case: Case) -> None:
+    w1, w2 = make_experts(case.num_experts)
+    for source, out in enumerate(run_moe(case, layout, w1, w2, torch.float32)):
+        dense = dense_moe(case.tokens[source], case.weights[source], case.ids[source], w1, w2)
+        torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 2**-22)])
+@pytest.mark.parametrize(
+    ("world_size", "num_experts"), [(8, 60), (1, 4), (3, 16), (5, 5), (6, 64), (8, 8), (72, 256), (5, 3)]
+)
+def test_expert_parallel_equals_dense_in_every_dtype(
+    world_size: int, num_experts: int, dtype: torch.dtype, unit: float
+) -> None:
+    case = Case([(2 * rank + 3) % 5 for rank in range(world_size)], 8, num_experts, dtype=dtype)
+    w1, w2 = make_experts(num_experts, seed=world_size)
+    for source, out in enumerate(run_moe(case, "compact", w1, w2, dtype)):
+        assert out.dtype == dtype
+        dense = dense_moe(case.tokens[source], case.weights[source], case.ids[source], w1, w2)
+        # Each rank's row and the sum are rounded once: `unit` of the largest partial sum for each, up to 8 ranks.
+        bound = 9 * unit * 4 * max(1.0, float(dense.abs().max() if dense.numel() else 0.0))
+        assert ((out.float() - dense).abs() <= bound).all()
+
+
+def test_dispatch_refuses_what_does_not_fit() -> None:
+    with pytest.raises(TooManyTokensError):
+        Case([3, 2], 2, 4).dispatch(max_num_tokens=2)
+    with pytest.raises(ConfigError, match="int32"):
+        Case([1, 1], 2, 4).dispatch(stride_tokens=2**30)
+    with pytest.raises(UnknownNameError, match="rank_major"):
+        Case([1, 1], 2, 4).dispatch("dense")
+    for name, index, wrong, error in (
+        ("ids", 1, torch.zeros(1, 2, dtype=torch.int64), DtypeError),
+        ("ids", 1, torch.zeros(1, 3, dtype=torch.int32), TopKError),
+        ("ids", 1, torch.zeros(2, 2, dtype=torch.int32), ShapeError),
+        ("tokens", 1, torch.zeros(1, HIDDEN, dtype=torch.bfloat16), DtypeError),
+        ("tokens", 1, torch.zeros(1, HIDDEN + 1), ShapeError),
+        ("weights", 0, None, ShapeError),
+        ("scales", 1, torch.zeros(4, 2), ShapeError),
+    ):
+        case = Case([1, 1], 2, 4)
+        getattr(case, name)[index] = wrong
+        with pytest.raises(error):
+            case.dispatch()
+    case = Case([1, 1], 2, 4)
+    case.ids.pop()
+    with pytest.raises(ShapeError):
+        case.dispatch()
+
+
+def test_combine_refuses_other_row_counts() -> None:
+    case = Case([2, 2], 2, 4, "one_expert_per_rank")
+    received = case.dispatch()
+    rows = [got.tokens for got in received]
+    with pytest.raises(ShapeError, match="expert rows"):
+        combine_reference([rows[0], rows[1][:-1]], received, case.num_tokens, torch.float32)
