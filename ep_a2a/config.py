@@ -6,6 +6,7 @@ import enum
 import hashlib
 import json
 import math
+import operator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -147,9 +148,7 @@ class EpDispatchCombineConfig:
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
+            object.__setattr__(self, name, _integer(name, getattr(self, name), minimum))
         _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
         _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
         _require(
@@ -157,11 +156,14 @@ class EpDispatchCombineConfig:
             f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}",
             str(self.max_num_inp_token_per_rank),
         )
+        last_position = self.world_size**2 * self.max_num_inp_token_per_rank
+        _require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
         self._check_names()
         self._check_dtypes()
         self._check_experts()
         if self.timeout_secs is not None:
-            _require(self.timeout_secs > 0, "timeout_secs > 0", str(self.timeout_secs))
+            bounded = 0 < self.timeout_secs < float("inf")
+            _require(bounded, "timeout_secs to be positive and finite", str(self.timeout_secs))
         if self.max_total_recv_tokens:
             _require(
                 self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout)
@@ -208,10 +210,17 @@ class EpDispatchCombineConfig:
                 f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_per_1x128",
                 str(self.hidden_dim),
             )
+            given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
+            _require(
+                self.scale_dim == 0 or given == made,
+                f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {self.dispatch_quant.value} makes them",
+                str(given),
+            )
         if self.scale_dim:
             _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
 
     def _check_experts(self) -> None:
+        _require(self.total_experts > 0, "at least one expert in all", "none")
         own = num_owned_experts(self.total_experts, self.world_size, self.rank)
         most = num_owned_experts(self.total_experts, self.world_size, 0)
         _require(
@@ -303,7 +312,9 @@ class EpDispatchCombineConfig:
         """What all ranks must agree on, as text by field name."""
         own = ("rank", "num_experts_per_rank")
         shared = {f.name: _text(getattr(self, f.name)) for f in fields(self) if f.name not in own}
-        return shared | {"num_experts": str(self.total_experts), "wire_format_version": str(WIRE_FORMAT_VERSION)}
+        resolved = {"num_experts": self.total_experts, "timeout_secs": self.timeout}
+        resolved |= {"wire_format_version": WIRE_FORMAT_VERSION}
+        return shared | {name: str(value) for name, value in resolved.items()}
 
     def digest(self) -> str:
         """Short hash of `shared_fields()`, equal on all ranks that may work together."""
@@ -334,6 +345,17 @@ _MINIMUM = {
 def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
     """Experts that `rank` owns under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
     return num_experts // world_size + (rank < num_experts % world_size)
+
+
+def _integer(name: str, value: Any, minimum: int) -> int:
+    """A plain int of any integer type (numpy's, say), at least `minimum`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < minimum:
+        raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
+    return number
 
 
 def _text(value: Any) -> str:

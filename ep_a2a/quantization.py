@@ -185,12 +185,12 @@ def quantize_per_1x128(
         q float8_e4m3fn `[T, H]` and scales `[T, H / 128]`, float32 or uint8 (UE8M0).
 
     Raises:
-        ShapeError: also where H is not a multiple of 128.
+        ShapeError: also where H is not a positive multiple of 128.
     """
     _require_matrix("x", x)
     num_tokens, hidden_dim = x.shape
-    if hidden_dim % FP8_GROUP_SIZE:
-        raise ShapeError(f"x [T, H] with H a multiple of {FP8_GROUP_SIZE}", str(tuple(x.shape)))
+    if hidden_dim == 0 or hidden_dim % FP8_GROUP_SIZE:
+        raise ShapeError(f"x [T, H] with H a positive multiple of {FP8_GROUP_SIZE}", str(tuple(x.shape)))
     groups = x.reshape(num_tokens, hidden_dim // FP8_GROUP_SIZE, FP8_GROUP_SIZE)
     q, scales = quantize_groups(groups, scale_format)
     return q.reshape(num_tokens, hidden_dim), scales
@@ -209,11 +209,11 @@ def quantize_per_128x128(
         q float8_e4m3fn `[N, K]` and scales `[ceil(N / 128), ceil(K / 128)]`, float32 or uint8 (UE8M0).
 
     Raises:
-        ShapeError: also where N is 0.
+        ShapeError: also where N or K is 0.
     """
     _require_matrix("weights", weights)
-    if weights.shape[0] == 0:
-        raise ShapeError("weights [N, K] with N >= 1", str(tuple(weights.shape)))
+    if weights.numel() == 0:
+        raise ShapeError("weights [N, K] with N >= 1 and K >= 1", str(tuple(weights.shape)))
     num_rows, num_columns = weights.shape
     row_blocks, column_blocks = math.ceil(num_rows / FP8_GROUP_SIZE), math.ceil(num_columns / FP8_GROUP_SIZE)
     padding = (0, column_blocks * FP8_GROUP_SIZE - num_columns, 0, row_blocks * FP8_GROUP_SIZE - num_rows)

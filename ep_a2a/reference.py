@@ -1,6 +1,7 @@
 """Executable specification of dispatch, experts and combine in plain torch: one process, all ranks at once.
 
-No fast path uses it. It shares no code with the kernels, nor with routing.py, so that a mistake made there shows as a difference.
+No fast path uses it. It shares no code with the kernels, nor with routing.py, so that a mistake made there shows as a
+difference.
 """
 
 from __future__ import annotations

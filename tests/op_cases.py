@@ -52,7 +52,7 @@ class Case:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, rank: int, **changes: Any) -> EpDispatchCombineConfig:
+    def config(self, rank: int, /, **changes: Any) -> EpDispatchCombineConfig:
         values: dict[str, Any] = {
             "data_type": self.dtype,
             "rank": rank,
@@ -168,42 +168,70 @@ def place_rows(reference: DispatchReference, valid: torch.Tensor, target: torch.
         start += count
 
 
-def run_step(case: Case, op: EpDispatchCombineOp, step: int, device: torch.device) -> None:
-    rank = op.config.rank
-    everyone = [make_inputs(case, step, r) for r in range(case.world_size)]
-    reference = reference_of(case, step, everyone)
-    mine = everyone[rank]
-    on_device = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-    got = op.dispatch(*on_device, max_num_tokens=case.stride(step), pad_id=case.pad_id)
-    check_dispatched(case, op, got, reference[rank])
+@dataclass
+class Step:
+    """One step of a case on this rank, between its dispatch and its combine."""
 
-    dtype = op.config.combined_dtype
-    everyones_rows = [expert_rows(case, dtype, reference[r], r, step) for r in range(case.world_size)]
-    shape = (*got[0].shape[:-1], case.hidden_dim)
-    if case.zero_copy:
-        flat = op.get_registered_combine_input_buffer(dtype)[: got[0].numel() // case.hidden_dim]
-        rows = flat.view(shape)
-    else:
-        rows = torch.empty(shape, dtype=dtype, device=device)
-    place_rows(reference[rank], everyones_rows[rank].to(device), rows)
-    weights = got[1] if case.combine_weights else None
-    result, result_weights = op.combine(rows, weights, on_device[3])
-    counts = [inputs.tokens.shape[0] for inputs in everyone]
-    expected = combine_reference(everyones_rows, reference, counts, dtype)[rank]
-    same_bits(result[: counts[rank]], expected, "combine")
-    if weights is not None:
-        weight_rows = [r.valid_rows(r.weights) for r in reference if r.weights is not None]
-        summed = combine_weights_reference(weight_rows, reference, counts)[rank]
-        assert result_weights is not None
-        same_bits(result_weights[: counts[rank]], summed, "combined weights")
+    case: Case
+    op: EpDispatchCombineOp
+    number: int
+    device: torch.device
+    ids: torch.Tensor
+    counts: list[int]
+    reference: list[DispatchReference]
+    got: tuple[Any, ...]
+
+    @classmethod
+    def dispatch(cls, case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> Step:
+        everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
+        mine = everyone[op.config.rank]
+        inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
+        got = op.dispatch(*inputs, max_num_tokens=case.stride(number), pad_id=case.pad_id)
+        counts = [each.tokens.shape[0] for each in everyone]
+        assert inputs[3] is not None
+        return cls(case, op, number, device, inputs[3], counts, reference_of(case, number, everyone), got)
+
+    def check_dispatched(self) -> None:
+        check_dispatched(self.case, self.op, self.got, self.reference[self.op.config.rank])
+
+    def combine(self) -> None:
+        case, op, got, rank = self.case, self.op, self.got, self.op.config.rank
+        dtype = op.config.combined_dtype
+        all_rows = [expert_rows(case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
+        shape = (*got[0].shape[:-1], case.hidden_dim)
+        if case.zero_copy:
+            flat = op.get_registered_combine_input_buffer(dtype)[: got[0].numel() // case.hidden_dim]
+            rows = flat.view(shape)
+        else:
+            rows = torch.empty(shape, dtype=dtype, device=self.device)
+        place_rows(self.reference[rank], all_rows[rank].to(self.device), rows)
+        weights = got[1] if case.combine_weights else None
+        result, result_weights = op.combine(rows, weights, self.ids)
+        expected = combine_reference(all_rows, self.reference, self.counts, dtype)[rank]
+        same_bits(result[: self.counts[rank]], expected, "combine")
+        if weights is not None:
+            weight_rows = [r.valid_rows(r.weights) for r in self.reference if r.weights is not None]
+            summed = combine_weights_reference(weight_rows, self.reference, self.counts)[rank]
+            assert result_weights is not None
+            same_bits(result_weights[: self.counts[rank]], summed, "combined weights")
+
+
+def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> None:
+    step = Step.dispatch(case, op, number, device)
+    step.check_dispatched()
+    step.combine()
+
+
+def make_op(context: RankContext, case: Case, arena: Arena, index: int | None = None, **changes: Any) -> EpDispatchCombineOp:
+    return EpDispatchCombineOp(case.config(context.rank, **changes), arena=arena, index=index)
 
 
 def run_case(context: RankContext, case: Case) -> None:
     """Every step of the case on one op, against the oracle."""
     with Arena(context.group, context.device) as arena:
-        op = EpDispatchCombineOp(case.config(context.rank), arena=arena)
+        op = make_op(context, case, arena)
         if case.first_epoch:
             op._meet("setting the epoch", lambda: op._memory.set_epoch(case.first_epoch))
-        for step in range(case.num_steps):
-            run_step(case, op, step, context.device)
+        for number in range(case.num_steps):
+            run_step(case, op, number, context.device)
         op.check()

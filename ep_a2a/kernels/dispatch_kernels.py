@@ -265,6 +265,7 @@ def dispatch_kernel(
     last = tl.minimum(first + chunk, num_tokens)
     routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
     sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
+    next_row = tl.full((WORLD_LANES,), 0, tl.int32)
     if poison == 0:
         if program == 0:
             all_counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)

@@ -1,0 +1,176 @@
+"""Managers on torch.distributed: dispatch and combine of hidden states, and ops, over one RowExchange."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.config import COMBINE_DTYPES
+from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
+from ep_a2a.managers.base import All2AllManagerBase, Capabilities
+from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
+from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.managers.row_exchange import DeviceGroups, RowExchange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
+    from ep_a2a.topology import Topology
+
+
+class CollectiveAll2AllManager(All2AllManagerBase):
+    """Exchanges all tokens among all ranks by collectives; a subclass names the RowExchange.
+
+    Token counts are exchanged at every dispatch, which synchronises the host: not for CUDA graphs. The manager's
+    dispatch and combine alternate; overlapping micro-batches use ops, `get_handle(kwargs, index)`. Sums are in float32.
+    """
+
+    capabilities = Capabilities(
+        has_handles=True, dispatches_tokens=True, output_is_reduced=True, graph_safe=False, runs_on_cpu=True
+    )
+    exchange_type: ClassVar[type[RowExchange]]
+
+    def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
+        super().__init__(cpu_group, tcp_store_group)
+        self._groups: DeviceGroups | None = None
+        self._counts: list[int] | None = None
+
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> CollectiveDispatchCombineOp:
+        """An op with the interface of EpDispatchCombineOp on this backend; see the base class."""
+        self._require_open()
+        op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create(kwargs, self._make_op, index)
+        return op
+
+    def _make_op(self, **kwargs: Any) -> CollectiveDispatchCombineOp:
+        self._device_in_use = True
+        config = config_from_handle_kwargs(kwargs, topology_internode=False)
+        return CollectiveDispatchCombineOp(config, self._exchange(config.timeout), self.device)
+
+    def _exchange(self, timeout_secs: float) -> RowExchange:
+        if self._groups is None:
+            self._groups = DeviceGroups(self.cpu_group, self.device_group)
+        return self.exchange_type(self._groups, timeout_secs)
+
+    def _dispatch_topk(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        extra_tensors: Sequence[torch.Tensor] | None,
+    ) -> DispatchedTokens:
+        hidden, weights, ids, *extra = self._gather([hidden_states, topk_weights, topk_ids, *(extra_tensors or ())])
+        return (hidden, weights, ids) if extra_tensors is None else (hidden, weights, ids, extra)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+    ) -> DispatchedLogits:
+        """See the base class.
+
+        Raises:
+            ShapeError, DeviceError: the tensors do not fit each other.
+            ConfigMismatchError: another rank's tensors have other dtypes or row shapes.
+            AlternationError: the dispatch before has not been combined.
+            RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
+        """
+        hidden, logits, *extra = self._gather([hidden_states, router_logits, *(extra_tensors or ())])
+        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
+
+    def _gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._require_open()
+        if self._counts is not None:
+            raise AlternationError("combine after dispatch", "dispatch again", f"{AlternationError.remedy} {_RESET}")
+        num_tokens = _check_rows(tensors)
+        exchange = self._exchange(env.TIMEOUT_SECS.get())
+        description = "; ".join(f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors)
+        everyone = exchange.exchange_numbers([num_tokens, zlib.crc32(description.encode())])
+        different = [rank for rank, numbers in enumerate(everyone) if numbers[1] != everyone[self.rank][1]]
+        if different:
+            raise ConfigMismatchError(
+                f"tensors of rows {description} on all ranks, as on rank {self.rank}", f"others on ranks {different}"
+            )
+        counts = [numbers[0] for numbers in everyone]
+        gathered = [exchange.gather_rows(tensor.contiguous(), counts) for tensor in tensors]
+        self._counts = counts
+        return gathered
+
+    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
+        """This rank's rows `[T_r, H]` of the sum over ranks of `hidden_states` `[sum T_r, H]`, added in float32.
+
+        Args:
+            hidden_states: what this rank's experts return for the dispatched rows, in their order; bf16, fp16, fp32.
+            is_sequence_parallel: without effect.
+
+        Raises:
+            AlternationError: there is no dispatch to combine.
+            ShapeError, DtypeError: hidden_states does not fit; combine can be repeated.
+        """
+        return self._sum(hidden_states).to(hidden_states.dtype)
+
+    def combine_into_output(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """`combine` into `output` `[T_r, H]` of any floating dtype, rounded once from float32; returns output."""
+        if self._counts is not None and output.shape != (self._counts[self.rank], *hidden_states.shape[1:]):
+            raise ShapeError(
+                f"output of shape {(self._counts[self.rank], *hidden_states.shape[1:])}", str(tuple(output.shape))
+            )
+        output.copy_(self._sum(hidden_states))
+        return output
+
+    def _sum(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self._require_open()
+        if self._counts is None:
+            raise AlternationError("dispatch before combine", "combine")
+        if hidden_states.dtype not in COMBINE_DTYPES:
+            raise DtypeError(f"hidden_states of one of {COMBINE_DTYPES}", str(hidden_states.dtype))
+        if hidden_states.dim() == 0 or hidden_states.shape[0] != sum(self._counts):
+            raise ShapeError(
+                f"hidden_states of {sum(self._counts)} rows, as dispatched", str(tuple(hidden_states.shape))
+            )
+        counts, self._counts = self._counts, None
+        return self._exchange(env.TIMEOUT_SECS.get()).sum_rows(hidden_states.contiguous(), counts)
+
+    def allocate_combine_input(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_sequence_parallel: bool = False,
+    ) -> torch.Tensor:
+        """An ordinary uninitialised tensor: collectives read from any memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def reset(self) -> None:
+        """Forgets a dispatch that will not be combined; local, to be called on every rank."""
+        self._counts = None
+
+    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
+        return "torch.distributed", f"{self.backend} uses collectives only, on {topology.num_nodes} node(s)"
+
+    def _release(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+
+
+_RESET = "After a step that failed, manager.reset() on every rank."
+
+
+def _check_rows(tensors: Sequence[torch.Tensor]) -> int:
+    """The number of rows that all tensors have."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dim() == 0 or first.dim() == 0 or tensor.shape[0] != first.shape[0]:
+            raise ShapeError("tensors with one row per token", ", ".join(str(tuple(one.shape)) for one in tensors))
+        if tensor.device != first.device:
+            raise DeviceError(f"all tensors on {first.device}", str(tensor.device))
+    return first.shape[0]

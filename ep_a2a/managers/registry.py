@@ -1,0 +1,93 @@
+"""Backends by name. Nothing of a backend is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.managers.names import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.managers.base import All2AllManagerBase
+
+Creator = Callable[..., "All2AllManagerBase"]
+"""Called as creator(cpu_group, tcp_store_group=...)."""
+
+_targets: dict[str, str | Creator] = {}
+_names: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def register_manager(name: str, target: str | Creator, *, aliases: tuple[str, ...] = (), replace: bool = False) -> None:
+    """Makes a backend available by name in this process; do it on every rank.
+
+    Args:
+        name: the backend's name.
+        target: the manager class, any callable with the arguments (cpu_group, tcp_store_group=None), or
+            "module:Class", which is imported when the backend is first used.
+        aliases: further names of the same backend.
+        replace: allows a name that is taken already.
+
+    Raises:
+        ConfigError: a name is taken, or the target is neither callable nor "module:Class".
+    """
+    if not callable(target) and not _is_import_path(target):
+        raise ConfigError('a callable or "module:Class"', repr(target))
+    with _lock:
+        taken = [one for one in (name, *aliases) if one in _names]
+        if taken and not replace:
+            raise ConfigError(
+                "backend names that are not taken", ", ".join(map(repr, taken)), "Use another name, or replace=True."
+            )
+        _targets[name] = target
+        _names.update(dict.fromkeys((name, *aliases), name))
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names that `create_manager` takes, without aliases, in the order of registration."""
+    with _lock:
+        return tuple(_targets)
+
+
+def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> All2AllManagerBase:
+    """The manager of backend `name`. Allocates no device memory; must be called on every rank of the group.
+
+    Args:
+        name: a backend's name or alias.
+        cpu_group: the expert-parallel group; must support CPU tensors (gloo).
+        tcp_store_group: handed to the manager; vLLM's elastic groups pass one.
+
+    Raises:
+        UnknownNameError: no such backend; the error lists those there are.
+        MissingPackageError: the backend wraps a package that is not installed.
+    """
+    with _lock:
+        if name not in _names:
+            known = ", ".join(map(repr, _targets))
+            remedy = did_you_mean(name, _names) or UnknownNameError.remedy
+            raise UnknownNameError(f"a backend out of {known}", repr(name), remedy)
+        target = _targets[_names[name]]
+    creator = _load(target) if isinstance(target, str) else target
+    return creator(cpu_group, tcp_store_group=tcp_store_group)
+
+
+def _is_import_path(target: object) -> bool:
+    return isinstance(target, str) and all(part.strip() for part in target.partition(":"))
+
+
+def _load(path: str) -> Creator:
+    module_name, _, attribute = path.partition(":")
+    creator: Creator = getattr(importlib.import_module(module_name), attribute)
+    return creator
+
+
+register_manager("ep_a2a", "ep_a2a.managers.native:NativeAll2AllManager")
+register_manager("naive", "ep_a2a.managers.naive:NaiveAll2AllManager")
+register_manager(
+    "allgather_reducescatter", "ep_a2a.managers.allgather_reducescatter:AllGatherReduceScatterAll2AllManager"
+)

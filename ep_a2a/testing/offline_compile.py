@@ -1,0 +1,50 @@
+"""Compiles kernels for a GPU that this machine does not have, so that a machine without GPUs finds what they refuse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+if TYPE_CHECKING:
+    from ep_a2a.kernels.portable import PortableFunction
+
+_TYPE_NAMES = {
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+def compile_offline(
+    kernel: PortableFunction, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, capability: int = 90
+) -> dict[str, Any]:
+    """Compiles one variant of a kernel for CUDA compute capability `capability` / 10.
+
+    Args:
+        kernel: what to compile.
+        args: its run-time arguments, tensors (of any device) or integers; only their types matter. Tensors are taken
+            to be aligned to 16 bytes.
+        constants: its compile-time arguments by name.
+        num_warps: warps per program.
+        capability: 80 Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
+
+    Returns:
+        The stages by name: "ttgir", "ptx", ...
+    """
+    names = kernel.arg_names[: len(args)]
+    signature = {
+        name: f"*{_TYPE_NAMES[arg.dtype]}" if isinstance(arg, torch.Tensor) else "i32" for name, arg in zip(names, args)
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return dict(compiled.asm)

@@ -1,0 +1,69 @@
+"""Capture and replay of an op's steps: a CUDA graph on GPUs; on CPU, the same launches again without the op's Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+
+class _Recorder:
+    """Stands in for an op's kernels: runs every launch and remembers it."""
+
+    def __init__(self, kernels: Any, calls: list[Callable[[], Any]]) -> None:
+        self._kernels, self._calls = kernels, calls
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._kernels, name)
+        if name not in ("dispatch", "combine", "count_local_experts"):
+            return method
+
+        def run(*args: Any) -> None:
+            self._calls.append(lambda: method(*args))
+            method(*args)
+
+        return run
+
+
+class CapturedStep:
+    """What `body` launched, ready to be replayed; the inputs that it used are read again at each replay.
+
+    A CUDA capture runs nothing; on CPU the capture is itself a run, so that its outputs can be looked at.
+
+    Args:
+        op: the op that `body` calls.
+        body: calls dispatch, `call(experts)` and combine. What is computed outside of `call` is not replayed on CPU.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp, body: Callable[[Callable[[Callable[[], None]], None]], None]) -> None:
+        self.device = op.arena.device
+        self.ran_at_capture = self.device.type == "cpu"
+        if self.device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                body(lambda work: work())
+            return
+        self._calls: list[Callable[[], Any]] = []
+        kernels = op._kernels
+        op._kernels = _Recorder(kernels, self._calls)  # type: ignore[assignment]
+        try:
+            body(self._call)
+        finally:
+            op._kernels = kernels
+
+    def _call(self, work: Callable[[], None]) -> None:
+        self._calls.append(work)
+        work()
+
+    def replay(self) -> None:
+        """Runs the launches again."""
+        if self.device.type == "cuda":
+            self._graph.replay()
+        else:
+            for call in self._calls:
+                call()

@@ -1,0 +1,156 @@
+"""The shared-memory probe among real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ep_a2a import topology_report
+from ep_a2a.errors import ConfigError
+from ep_a2a.testing import RankFailure, run_ranks
+from ep_a2a.topology import classify, gather_report, in_the_same_node_as
+
+
+def subgroup(context, members):
+    """The group of `members` (global ranks), or None on other ranks. Collective over all ranks."""
+    group = dist.new_group(members, backend="gloo")
+    return group if context.rank in members else None
+
+
+def probe_group(context, members, source_rank):
+    group = subgroup(context, members)
+    if group is None:
+        return None
+    try:
+        return in_the_same_node_as(group, source_rank)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def isolate_shared_memory(rank, isolated, directory):
+    """Gives the ranks in `isolated` a /dev/shm of their own, as a container without --ipc=host has."""
+    if rank in isolated:
+        own = Path(directory) / f"shm{rank}"
+        own.mkdir()
+        topology_report.SHM_DIRECTORY = own
+
+
+def report_with_isolated(context, isolated, directory, boot_ids=None):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    topology_report.logger.addHandler(handler)
+    shm, boot_id_path = topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH
+    isolate_shared_memory(context.rank, isolated, directory)
+    if boot_ids:
+        topology_report.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
+        topology_report.BOOT_ID_PATH.write_text(boot_ids[context.rank])
+    try:
+        return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
+    finally:
+        topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH = shm, boot_id_path
+        topology_report.logger.removeHandler(handler)
+
+
+def modes_of_offered_files(context):
+    offer = topology_report._make_offer()
+    path = topology_report.SHM_DIRECTORY / offer.name
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode, offer.name
+
+
+def die_while_probing(context, dying_rank):
+    def die(_offer):
+        # The survivor must have read the offers before this process is gone.
+        time.sleep(0.5)
+        os._exit(3)
+
+    if context.rank == dying_rank:
+        topology_report._try_to_open = die
+    gather_report(context.group)
+
+
+def report_without_shared_memory(context):
+    shm = topology_report.SHM_DIRECTORY
+    topology_report.SHM_DIRECTORY = Path("/proc/missing")
+    try:
+        return gather_report(context.group)
+    finally:
+        topology_report.SHM_DIRECTORY = shm
+
+
+def our_files():
+    return set(Path("/dev/shm").glob("ep_a2a_probe_*"))
+
+
+@pytest.mark.parametrize("source_rank", [0, 1, 2])
+def test_group_without_global_rank_zero(ranks, source_rank):
+    results = ranks(probe_group, 4, [1, 2, 3], source_rank)
+    assert results == [None, [True] * 3, [True] * 3, [True] * 3]
+
+
+def test_report_is_equal_on_all_ranks_and_complete(ranks, tmp_path):
+    reports = [result[0] for result in ranks(report_with_isolated, 4, [], tmp_path)]
+    assert all(report == reports[0] for report in reports)
+    report = reports[0]
+    assert [facts.rank for facts in report.ranks] == [0, 1, 2, 3]
+    assert len({facts.pid for facts in report.ranks}) == 4
+    assert {facts.boot_id for facts in report.ranks} == {topology_report.BOOT_ID_PATH.read_text().strip()}
+    assert report.errors == ()
+    topology = classify(report)
+    assert not topology.internode
+    assert topology.shared_memory_problem is None
+
+
+def test_ranks_of_one_host_without_common_shared_memory_are_reported(ranks, tmp_path):
+    results = ranks(report_with_isolated, 4, [2, 3], tmp_path)
+    report, same_node, warnings = results[0]
+    assert same_node == [True, True, False, False]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("ranks 2, 3 run on the host of rank 0 but do not share")
+    assert all(not messages for _, _, messages in results[1:])
+    topology = classify(report)
+    assert topology.num_nodes == 1
+    assert "No such file or directory" in topology.shared_memory_problem
+
+
+def test_other_hosts_are_other_nodes(ranks, tmp_path):
+    report, same_node, warnings = ranks(report_with_isolated, 4, [3], tmp_path, boot_ids=["a", "a", "a", "b"])[0]
+    assert same_node == [True, True, True, False]
+    assert not warnings
+    assert classify(report).node_of_rank == (0, 0, 0, 1)
+
+
+def test_files_are_private_and_unguessable(ranks):
+    answers = ranks(modes_of_offered_files, 4)
+    assert {mode for mode, _ in answers} == {0o600}
+    assert len({name for _, name in answers}) == 4
+    assert all(len(name) > 32 for _, name in answers)
+
+
+def test_unusable_shared_memory_is_a_recorded_fact(ranks):
+    report = ranks(report_without_shared_memory, 4)[0]
+    assert len(report.errors) == 4
+    assert "cannot create a file in /proc/missing: No such file or directory" in report.errors[0]
+    assert "rank 0" in classify(report).shared_memory_problem
+
+
+def test_source_rank_is_checked(ranks):
+    with pytest.raises(RankFailure) as caught:
+        ranks(probe_group, 4, [1, 2, 3], 3)
+    assert {type(error) for error in caught.value.errors.values()} == {ConfigError}
+
+
+def test_a_rank_that_dies_while_probing_leaves_nothing():
+    before = our_files()
+    with pytest.raises(RankFailure, match="exit code 3") as caught:
+        run_ranks(die_while_probing, 2, 1)
+    assert "in gather_report" in caught.value.tracebacks[0]
+    assert our_files() <= before

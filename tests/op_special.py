@@ -1,0 +1,340 @@
+"""Bodies of op tests that are more than steps against the oracle: time, graphs, memory, failures. Run on every rank."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a import errors
+from ep_a2a.kernels.layout import Region
+from ep_a2a.memory.arena import Arena
+from ep_a2a.reference import combine_reference
+from ep_a2a.testing.replay import CapturedStep
+from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of, run_step, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.testing import RankContext
+
+SHORT_TIMEOUT_SECS = 3.0
+
+
+def synchronize(context: RankContext) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+
+
+def raised(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) -> errors.EpA2AError:
+    """The error of `kind` that `work` raises; its text must hold the words."""
+    try:
+        work()
+    except kind as error:
+        for word in words:
+            assert word in str(error), f"{word!r} is not in: {error}"
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def late_rank(context: RankContext, case: Case) -> None:
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        for number in range(3):
+            if number == 1 and context.rank == 1:
+                time.sleep(2)
+            step = Step.dispatch(case, op, number, context.device)
+            step.check_dispatched()
+            if number == 2 and context.rank == case.world_size - 1:
+                time.sleep(2)
+            step.combine()
+
+
+def two_interleaved_ops(context: RankContext, case: Case) -> None:
+    with Arena(context.group, context.device) as arena:
+        ops = [make_op(context, case, arena, index=index) for index in range(2)]
+        other = replace(case, seed=case.seed + 1)
+        for number in range(3):
+            first = Step.dispatch(case, ops[0], number, context.device)
+            second = Step.dispatch(other, ops[1], number, context.device)
+            first.check_dispatched()
+            second.check_dispatched()
+            first.combine()
+            second.combine()
+        same_index = make_op(context, replace(case, topk=case.topk + 1), arena, index=0)
+        step = Step.dispatch(case, ops[0], 0, context.device)
+        raised(errors.AlternationError, lambda: Step.dispatch(replace(case, topk=case.topk + 1), same_index, 0,
+                                                              context.device), "index")  # fmt: skip
+        step.combine()
+
+
+def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
+    """Ops of one index share their large blocks; an op of the same config gets the same addresses again."""
+    with Arena(context.group, context.device) as arena:
+        first = make_op(context, case, arena, index=0)
+        smaller = make_op(context, replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2), arena, index=0)
+        tokens, result = Region.TOKENS, Region.RESULT
+        assert first._memory.view(tokens).data_ptr() == smaller._memory.view(tokens).data_ptr()
+        assert first._memory.view(result).data_ptr() == smaller._memory.view(result).data_ptr()
+        for number in range(3):
+            run_step(case, first, number, context.device)
+            run_step(replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2), smaller, number, context.device)
+        table, num_bytes = first._memory.table.clone(), arena.num_bytes
+        del first
+        gc.collect()
+        again = make_op(context, case, arena, index=0)
+        assert torch.equal(again._memory.table, table)
+        assert arena.num_bytes == num_bytes
+        run_step(case, again, 3, context.device)
+    arena.close()
+    raised(errors.ClosedError, lambda: again.check())
+
+
+def graph(context: RankContext, case: Case) -> None:
+    """One captured step, replayed with changing data, mixed with eager steps; every replay against the oracle."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        device, rank = context.device, context.rank
+        factor = 0.5 + rank
+        static = [t.to(device) for t in _tensors(make_inputs(case, 0, rank))]
+        run_step(case, op, 0, device)
+        dtype = op.config.combined_dtype
+        held: list[Any] = [None, None]
+
+        def body(call: Callable[[Callable[[], None]], None]) -> None:
+            held[0] = op.dispatch(static[0], static[1], None, static[2], max_num_tokens=case.stride(0))
+            rows = op.get_registered_combine_input_buffer(dtype)[: held[0][0].numel() // case.hidden_dim]
+            call(lambda: rows.copy_((held[0][0].flatten(0, -2).float() * factor).to(dtype)))
+            held[1] = op.combine(rows, None, static[2])
+
+        captured = CapturedStep(op, body)
+        number = 1
+        for num_replays in (1, 2, 3, 100 if context.device.type == "cuda" else 10):
+            for _ in range(num_replays):
+                # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
+                fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
+                everyone = [make_inputs(fresh, 0, r) for r in range(case.world_size)]
+                for target, source in zip(static, _tensors(everyone[rank])):
+                    target.copy_(source)
+                captured.replay()
+                synchronize(context)
+                reference = reference_of(fresh, 0, everyone)
+                rows = [(r.valid_rows(r.tokens).float() * (0.5 + i)).to(dtype) for i, r in enumerate(reference)]
+                counts = [inputs.tokens.shape[0] for inputs in everyone]
+                expected = combine_reference(rows, reference, counts, dtype)[rank]
+                same_bits(held[1][0][: counts[rank]], expected, f"replay {number}")
+                check_dispatched(fresh, op, held[0], reference[rank])
+                # past its combine a rank's rows belong to the next step of whichever peer is fastest
+                arena.rendezvous.barrier("replay checked")
+                number += 1
+            run_step(case, op, number, device)
+        op.check()
+
+
+def _tensors(inputs: Any) -> list[torch.Tensor]:
+    return [inputs.tokens, inputs.weights, inputs.ids]
+
+
+def missing_rank(context: RankContext, case: Case, phase: str) -> None:
+    """The last rank skips a phase: all others get a RankTimeoutError that names it; reset makes the op usable."""
+    absent = case.world_size - 1
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        run_step(case, op, 0, context.device)
+        if phase == "combine":
+            step = Step.dispatch(case, op, 1, context.device)
+        if context.rank == absent:
+            time.sleep(SHORT_TIMEOUT_SECS + 1)
+        elif phase == "combine":
+            rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+            op.combine(rows, None, step.ids)
+        else:
+            inputs = make_inputs(case, 1, context.rank)
+            op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        synchronize(context)
+        arena.rendezvous.barrier("all have given up")
+        # the absent rank is told by the others: its own next kernel would have to leave at once
+        if context.rank == absent:
+            if phase == "combine":
+                rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+                op.combine(rows, None, None)
+            else:
+                inputs = make_inputs(case, 1, context.rank)
+                op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        synchronize(context)
+        error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", "timeout_secs")
+        assert isinstance(error, errors.RankTimeoutError)
+        assert error.missing_ranks == (absent,)
+        raised(errors.RankTimeoutError, lambda: run_step(case, op, 2, context.device))
+        op.reset()
+        for number in range(3, 6):
+            run_step(case, op, number, context.device)
+
+
+def device_failures(context: RankContext, case: Case) -> None:
+    """What only the device can know: recorded, raised at the next call, and over after reset."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        inputs = make_inputs(case, 0, context.rank)
+        tokens, ids = inputs.tokens.to(context.device), inputs.ids.to(context.device)
+        weights = torch.ones(ids.shape, device=context.device)
+
+        def expect(kind: type[errors.EpA2AError], *words: str) -> None:
+            synchronize(context)
+            arena.rendezvous.barrier("failure seen")
+            raised(kind, op.check, *words)
+            op.reset()
+            run_step(case, op, 1, context.device)
+
+        op.dispatch(tokens, None, None, ids, max_num_tokens=case.max_tokens - (context.rank == 0))
+        expect(errors.ConfigMismatchError, f"max_num_tokens {case.max_tokens - 1}")
+        op.dispatch(tokens, weights if context.rank else None, None, ids)
+        expect(errors.ConfigMismatchError, "no weights")
+        op.dispatch(tokens, None, None, ids)
+        foreign = torch.where(ids == ids[0, 0], ids + 1, ids)
+        op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, foreign)
+        expect(errors.ForeignIndicesError, "indices")
+        step = CapturedStep(op, lambda call: op.dispatch(tokens, None, None, ids))
+        for _ in range(1 if step.ran_at_capture else 2):
+            step.replay()
+        expect(errors.AlternationError, "graph")
+
+
+def cap_overflow(context: RankContext, case: Case) -> None:
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, max_total_recv_tokens=case.world_size)
+        inputs = make_inputs(replace(case, routing="all_to_one"), 0, context.rank)
+        op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        synchronize(context)
+        arena.rendezvous.barrier("overflow seen")
+        if context.rank:
+            # only the rank that overflowed has seen it; the others learn it from their poisoned next step
+            op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
+            synchronize(context)
+        raised(errors.CapacityError, op.check, "rank 0", "max_total_recv_tokens")
+        op.reset()
+        few = replace(case, tokens=((1,),), routing="one_expert_per_rank", topk=1)
+        op_few = make_op(context, few, arena, max_total_recv_tokens=case.world_size * 2)
+        run_step(few, op_few, 0, context.device)
+
+
+def host_checks(context: RankContext, case: Case) -> None:
+    """Every mistake that the host can see, each with its own class, raised before anything is launched."""
+    device, rank = context.device, context.rank
+    with Arena(context.group, device) as arena:
+        op = make_op(context, case, arena)
+        good = make_inputs(case, 0, rank)
+        x, ids = good.tokens.to(device), good.ids.to(device)
+        weights = torch.ones(ids.shape, device=device)
+        hidden, topk, most = case.hidden_dim, case.topk, case.max_tokens
+        num_rows = case.world_size * most
+
+        def dispatch(**changes: Any) -> Callable[[], Any]:
+            keys = {"input": x, "weights": weights, "scales": None, "indices": ids}
+            return lambda: op.dispatch(**{**keys, **changes})
+
+        wide = torch.zeros(len(x), 2 * hidden, dtype=x.dtype, device=device)
+        shifted = torch.zeros(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(x.shape)
+        raised(errors.AlternationError, lambda: op.combine(x, None, ids), "dispatch")
+        raised(errors.DtypeError, dispatch(input=x.float()), "bfloat16")
+        raised(errors.DtypeError, dispatch(indices=ids.long()), "int32")
+        raised(errors.DtypeError, dispatch(weights=weights.half()), "float32")
+        raised(errors.DtypeError, dispatch(input=[1]), "tensor")
+        raised(errors.DeviceError, dispatch(input=x.to("meta")), "meta")
+        raised(errors.ContiguityError, dispatch(input=wide[:, :hidden]), "contiguous")
+        raised(errors.ContiguityError, dispatch(input=shifted), "16")
+        raised(errors.HiddenSizeError, dispatch(input=wide), str(hidden))
+        raised(errors.ShapeError, dispatch(input=x.view(-1)), "2 dimensions")
+        raised(errors.TopKError, dispatch(indices=torch.zeros(len(x), topk + 1, dtype=torch.int32, device=device)))
+        raised(errors.ShapeError, dispatch(indices=ids[:-1]))
+        raised(errors.ShapeError, dispatch(weights=weights[:-1]))
+        raised(errors.InputError, dispatch(scales=torch.ones(len(x), 1, device=device)), "scale")
+        many = torch.zeros(most + 1, hidden, dtype=x.dtype, device=device)
+        raised(errors.TooManyTokensError, dispatch(input=many), str(most))
+        raised(errors.TooManyTokensError, dispatch(max_num_tokens=most + 1))
+        raised(errors.TooManyTokensError, dispatch(max_num_tokens=len(x) - 1))
+        run_step(case, op, 0, device)
+
+        step = Step.dispatch(case, op, 1, device)
+        rows = torch.zeros(num_rows, hidden, dtype=op.config.combined_dtype, device=device)
+        raised(errors.AlternationError, dispatch(), "combine")
+        raised(errors.DtypeError, lambda: op.combine(rows.double(), None, None))
+        raised(errors.ShapeError, lambda: op.combine(rows[:-1], None, None), "total_recv")
+        raised(errors.HiddenSizeError, lambda: op.combine(rows.view(-1, hidden // 2), None, None))
+        raised(errors.ShapeError, lambda: op.combine(rows, weights, None), "dispatch returned")
+        raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, step.got[3]), "topk_ids")
+        step.combine()
+        op.close()
+        op.close()
+        raised(errors.ClosedError, dispatch(), "closed")
+
+
+def construction_mismatches(context: RankContext, case: Case) -> None:
+    """Ranks that build different ops, or do not come, are found at construction, with field and ranks named."""
+    with Arena(context.group, context.device) as arena:
+        changes: dict[str, Any] = {"hidden_dim": case.hidden_dim * 2} if context.rank == 1 else {}
+        raised(errors.ConfigMismatchError, lambda: make_op(context, case, arena, **changes), "hidden_dim", "[1]")
+        raised(errors.ConfigError, lambda: make_op(context, case, arena, rank=(context.rank + 1) % case.world_size,
+                                                   num_experts_per_rank=case.num_experts // case.world_size))  # fmt: skip
+        raised(errors.UnsupportedError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise"))
+        run_step(case, make_op(context, case, arena), 0, context.device)
+        arena.rendezvous.timeout_secs = 2.0
+        if context.rank == 1:
+            time.sleep(3)
+        else:
+            error = raised(errors.RankTimeoutError, lambda: make_op(context, case, arena), "rank 1")
+            assert isinstance(error, errors.RankTimeoutError)
+            assert error.missing_ranks == (1,)
+
+
+def expert_counts(context: RankContext, case: Case) -> None:
+    """dispatch(call_local_expert_count=True) counts received rows per local expert."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        for number in range(2):
+            everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
+            mine = everyone[context.rank]
+            got = op.dispatch(
+                mine.tokens.to(context.device), None, None, mine.ids.to(context.device), call_local_expert_count=True
+            )
+            reference = reference_of(replace(case, with_weights=False), number,
+                                     [replace(each, weights=None) for each in everyone])[context.rank]  # fmt: skip
+            ids = reference.valid_rows(reference.ids)
+            start = sum(case.config(r).num_local_experts for r in range(context.rank))
+            expected = [int((ids == start + e).sum()) for e in range(op.config.num_local_experts)]
+            assert op.local_expert_count.tolist() == expected
+            assert int(got[4]) == len(ids)
+            op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
+
+
+def fixed_addresses(context: RankContext, case: Case) -> None:
+    """Everything dispatch returns has one address for the life of the op."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        seen = set()
+        for number in range(3):
+            step = Step.dispatch(case, op, number, context.device)
+            seen.add(tuple(None if t is None else t.data_ptr() for t in step.got))
+            step.combine()
+        assert len(seen) == 1
+
+
+BODIES: dict[str, tuple[Callable[..., None], Case]] = {
+    "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
+    "two-interleaved-ops": (two_interleaved_ops, Case()),
+    "sequential-ops-share-memory": (sequential_ops_share_memory, Case(layout="rank_major")),
+    "graph-compact": (graph, Case(tokens=((16, 9, 0, 5),))),
+    "graph-rank-major": (graph, Case(tokens=((16, 9, 0, 5),), layout="rank_major", max_num_tokens=(16,))),
+    "graph-cast": (graph, Case(tokens=((7, 16),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256)),
+    "device-failures": (device_failures, Case(tokens=((9,),))),
+    "cap-overflow": (cap_overflow, Case()),
+    "host-checks": (host_checks, Case(tokens=((9,),))),
+    "construction-mismatches": (construction_mismatches, Case()),
+    "expert-counts": (expert_counts, Case(num_experts=10, topk=3)),
+    "expert-counts-rank-major": (expert_counts, Case(layout="rank_major")),
+    "fixed-addresses": (fixed_addresses, Case(tokens=((16,), (3,)))),
+}

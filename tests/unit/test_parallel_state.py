@@ -1,0 +1,122 @@
+"""Rank formulas, the choice of a backend, and everything that is wrong before ranks meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ep_a2a
+from ep_a2a.config_file import FileConfig, choose_backend, read_config_file
+from ep_a2a.errors import ConfigError, NotInitializedError
+from ep_a2a.group_coordinator import group_ranks
+from ep_a2a.parallel_state import destroy_dist_env, get_dp_group, get_tp_group, init_dist_env, is_initialized
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_in_the_environment(monkeypatch):
+    monkeypatch.delenv("EP_A2A_BACKEND", raising=False)
+    monkeypatch.delenv("EP_A2A_CONFIG", raising=False)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text):
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (4, 1), (1, 4), (2, 2), (4, 2), (3, 5)])
+def test_one_ep_group_of_all_dp_and_tp_ranks(dp, tp):
+    ranks = group_ranks(tp, dp)
+    assert ranks.ep == [list(range(dp * tp))]
+    assert ranks.tp == [list(range(replica * tp, (replica + 1) * tp)) for replica in range(dp)]
+    assert ranks.dp == [list(range(rank, dp * tp, tp)) for rank in range(tp)]
+
+
+def test_each_pipeline_stage_has_its_own_ep_group():
+    ranks = group_ranks(2, 2, pipeline_parallel_size=2)
+    assert ranks.ep == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert ranks.tp == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ranks.dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_prefill_context_ranks_are_merged_too():
+    ranks = group_ranks(2, 2, prefill_context_parallel_size=2)
+    assert ranks.ep == [list(range(8))]
+    assert ranks.dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_config_files_name_a_known_backend(path):
+    assert read_config_file(path).all2all_backend in ep_a2a.available_backends()
+
+
+def test_config_file_values(config_file):
+    assert read_config_file(config_file("")) == FileConfig(None)
+    assert read_config_file(config_file('all2all_backend = "naive"')) == FileConfig("naive")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('all2all_backnd = "naive"', "Did you mean 'all2all_backend'"),
+        ("speed = 1", "Remove the key"),
+        ("all2all_backend = 3", "to be a name; got 3"),
+        ('all2all_backend = ""', "to be a name"),
+        ("all2all_backend =", "readable TOML"),
+    ],
+)
+def test_wrong_config_files(config_file, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config_file(config_file(text))
+
+
+def test_missing_config_file(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "missing.toml")
+
+
+def test_backend_order(monkeypatch, config_file):
+    assert choose_backend() == "ep_a2a"
+    monkeypatch.setenv("EP_A2A_BACKEND", "from_environment")
+    assert choose_backend() == "from_environment"
+    path = config_file('all2all_backend = "from_file"')
+    assert choose_backend(None, path) == "from_file"
+    monkeypatch.setenv("EP_A2A_CONFIG", str(path))
+    assert choose_backend() == "from_file"
+    assert choose_backend("from_argument", path) == "from_argument"
+    path.write_text("")
+    assert choose_backend() == "from_environment"
+
+
+def test_nothing_before_init():
+    for get in (ep_a2a.get_ep_group, get_tp_group, get_dp_group):
+        with pytest.raises(NotInitializedError, match="init_dist_env"):
+            get()
+    assert not is_initialized()
+    destroy_dist_env()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tensor_model_parallel_size": 0},
+        {"data_parallel_size": 0},
+        {"prefill_context_parallel_size": -1},
+        {"decode_context_parallel_size": 2},
+        {"rankID": 1},
+        {"rankID": -1},
+        {"data_parallel_rank": 1},
+        {"config_file": "/missing.toml"},
+    ],
+)
+def test_impossible_arguments_raise_before_the_ranks_meet(arguments):
+    with pytest.raises(ConfigError):
+        init_dist_env(**({"tensor_model_parallel_size": 1, "rankID": 0, "backend": "gloo"} | arguments))
+    assert not is_initialized()
