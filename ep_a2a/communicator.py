@@ -12,6 +12,7 @@ from ep_a2a.config_file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, UnsupportedError
 
 if TYPE_CHECKING:
+    from ep_a2a.group_coordinator import GroupCoordinator
     from ep_a2a.managers.base import All2AllManagerBase
 
 
@@ -25,6 +26,9 @@ class DeviceCommunicator:
         unique_name: the group's name, "kind:number"; groups of kind "ep" are expert-parallel.
         all2all_backend: backend of the manager, by registered name; equal on all ranks. May be assigned until the
             manager is first asked for.
+
+    Attributes:
+        dp_group, tp_group: the coordinators of the data- and tensor-parallel groups that the manager is given, or None.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class DeviceCommunicator:
         self.all2all_backend = all2all_backend
         self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
+        self.dp_group: GroupCoordinator | None = None
+        self.tp_group: GroupCoordinator | None = None
         self._manager: All2AllManagerBase | None = None
         self._lock = threading.RLock()
         self._closed = False
@@ -69,7 +75,12 @@ class DeviceCommunicator:
             if self._manager is None:
                 from ep_a2a.managers.registry import create_manager
 
-                self._manager = create_manager(self.all2all_backend, self.cpu_group)
+                manager = create_manager(self.all2all_backend, self.cpu_group)
+                manager.device = self.device
+                if self.device_group is not self.cpu_group:
+                    manager.device_group = self.device_group
+                manager.dp_group, manager.tp_group = self.dp_group, self.tp_group
+                self._manager = manager
             return self._manager
 
     @all2all_manager.setter

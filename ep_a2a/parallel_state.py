@@ -233,6 +233,8 @@ def _make_state(setup: _Setup, rank: int, device: torch.device, cleanup: ExitSta
     for name, groups in (("tp", ranks.tp), ("dp", ranks.dp), ("ep", ranks.ep)):
         coordinators[name] = GroupCoordinator(groups, name, device, setup.backend, setup.all2all_backend)
         cleanup.callback(coordinators[name].destroy)
+    ep_communicator = coordinators["ep"].device_communicator
+    ep_communicator.dp_group, ep_communicator.tp_group = coordinators["dp"], coordinators["tp"]
     return _ParallelState(setup, rank, **coordinators, cleanup=cleanup.pop_all())
 
 

@@ -108,7 +108,7 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
         device: the device this rank will use; None is the current CUDA device, or CPU where there is none.
 
     Raises:
-        UnsupportedError: `group` has only NCCL.
+        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
         RuntimeError: from torch, if the group itself fails (a rank died).
     """
     _check_group(group)
@@ -129,7 +129,7 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
         For each rank of `group`, whether it shares memory with the source; the same list on all ranks.
 
     Raises:
-        UnsupportedError: `group` has only NCCL.
+        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
         ConfigError: `source_rank` is not a rank of the group.
         RuntimeError: from torch, if the group itself fails (a rank died).
     """
@@ -149,8 +149,9 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
 
 
 def _check_group(group: dist.ProcessGroup) -> None:
-    if dist.get_backend(group) == "nccl":
-        raise UnsupportedError("a group that gathers on CPU", "an NCCL group", "Pass cpu_group, a gloo group.")
+    backends = dist.get_backend_config(group)
+    if "cpu:" not in backends:
+        raise UnsupportedError("a group that gathers on CPU", f"one with {backends}", "Pass cpu_group, a gloo group.")
 
 
 def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> TopologyReport:

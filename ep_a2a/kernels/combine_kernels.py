@@ -39,7 +39,7 @@ IDLE = tl.constexpr(0)
 DISPATCHED = tl.constexpr(1)
 
 
-@portable(do_not_specialize=["stride", "rank"])
+@portable(do_not_specialize=["stride", "rank"], do_not_specialize_on_alignment=["weights_in"])
 def stage_kernel(
     rows_in, weights_in, table, stride, rank,
     WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -148,7 +148,7 @@ def note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE: tl.constexp
             tl.store(record, FOREIGN_INDICES)
 
 
-@portable(do_not_specialize=["num_tokens", "rank"])
+@portable(do_not_specialize=["num_tokens", "rank"], do_not_specialize_on_alignment=["ids"])
 def combine_kernel(
     result, ids, table, num_tokens, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,

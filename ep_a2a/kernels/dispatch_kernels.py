@@ -227,7 +227,8 @@ def finish_dispatch(
 @portable(
     do_not_specialize=[
         "num_tokens", "stride", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
-    ]
+    ],
+    do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
@@ -313,7 +314,7 @@ def dispatch_kernel(
         )  # fmt: skip
 
 
-@portable(do_not_specialize=["rank", "stride", "first_expert"])
+@portable(do_not_specialize=["rank", "stride", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
 def count_local_experts_kernel(
     table, rank, stride, first_expert, counts_out,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,

@@ -12,7 +12,7 @@ from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType, ScaleFor
 from ep_a2a.kernels.combine_kernels import combine_kernel, stage_kernel
 from ep_a2a.kernels.dispatch_kernels import count_local_experts_kernel, dispatch_kernel
 from ep_a2a.kernels.layout import padded
-from ep_a2a.policy import COMBINE_BLOCK_ELEMENTS, Launch, Phase, choose_launch
+from ep_a2a.policy import COMBINE_BLOCK_ELEMENTS, COMBINE_WARPS, Launch, Phase, choose_launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,8 @@ WORD_BYTES = 4
 MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once."""
+BLOCK_ROWS = 64
+"""Received rows whose ids a program looks at at once."""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -97,27 +99,25 @@ class IntraNodeKernels:
 
     def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
-        launch = Launch(counts.numel(), 4, "one program per expert")
-        args = (self.table, self.config.rank, max_num_tokens, first_expert, counts)
-        self._run(
-            count_local_experts_kernel, launch, args, {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": 64}
-        )
+        launch = Launch(counts.numel(), COMBINE_WARPS, "one program per expert")
+        self._run(count_local_experts_kernel, launch, *self._count_call(counts, first_expert, max_num_tokens))
 
     def compile(self) -> None:
-        """Compiles and loads every variant that a call without own launch numbers can reach; nothing is launched."""
+        """Compiles and loads every variant that a call without own launch numbers can reach; nothing is launched.
+
+        Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
+        """
         if self.device.type == "cpu":
             return
-        launches = {
-            phase: choose_launch(self.config, phase, tokens, self.num_sms)
-            for phase in Phase
-            for tokens in (self.config.max_num_inp_token_per_rank,)
-        }
-        for kernel, phase, args, constants in self._variants():
-            options = _options(launches[phase])
-            compiled = kernel.warmup(*args, grid=(1,), **constants, **options)
+        variants = list(self.variants())
+        for position in range(len(variants)):
+            kernel, phase, args, constants = variants[(position + self.config.rank) % len(variants)]
+            launch = choose_launch(self.config, phase, self.config.max_num_inp_token_per_rank, self.num_sms)
+            compiled = kernel.warmup(*args, grid=(1,), **constants, **_options(launch))
             compiled._init_handles()
 
-    def _variants(self) -> Iterator[tuple[PortableFunction, Phase, tuple[Any, ...], dict[str, Any]]]:
+    def variants(self) -> Iterator[tuple[PortableFunction, Phase, tuple[Any, ...], dict[str, Any]]]:
+        """Every (kernel, phase, run-time arguments, constants) that calls of the op can need, with stand-in tensors."""
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)
@@ -133,6 +133,7 @@ class IntraNodeKernels:
                 for weights in (None, floats):
                     dispatch = DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
                     yield dispatch_kernel, Phase.DISPATCH, *self._dispatch_call(dispatch)
+        yield count_local_experts_kernel, Phase.STAGE, *self._count_call(word, 0, 1)
         rows = torch.empty(16, dtype=config.combined_dtype, device=self.device)
         for weights in (None, floats):
             for staged in (None, rows):
@@ -175,6 +176,12 @@ class IntraNodeKernels:
             "HAS_WEIGHTS": args.weights is not None, "BLOCK_TOKENS": BLOCK_TOKENS,
         }  # fmt: skip
         return values, constants
+
+    def _count_call(
+        self, counts: torch.Tensor, first_expert: int, max_num_tokens: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
+        return (self.table, self.config.rank, max_num_tokens, first_expert, counts), constants
 
     def _stage_call(self, args: CombineArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         row_words = self.config.hidden_dim * self.config.combined_dtype.itemsize // WORD_BYTES

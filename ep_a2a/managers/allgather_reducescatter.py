@@ -38,7 +38,7 @@ class AllGatherExchange(RowExchange):
             group = self.groups.of(rows.device)
             self.wait(_all_gather_single(gathered, sent, group=group, async_op=True), rows.device)
         if not even:
-            gathered = torch.cat([block[:count] for block, count in zip(gathered.split(longest), counts)])
+            gathered = torch.cat([block[:count] for block, count in zip(torch.split(gathered, longest), counts)])
         return rows_from_bytes(gathered, rows)
 
     def sum_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -52,7 +52,7 @@ class AllGatherExchange(RowExchange):
             )  # fmt: skip
             self.wait(work, rows.device)
         total = torch.zeros(own_count, *rows.shape[1:], dtype=torch.float32, device=rows.device)
-        for part in rows_from_bytes(received, rows).split(own_count) if own_count else ():
+        for part in rows_from_bytes(received, rows).view(self.world_size, *total.shape):
             total += part
         return total
 

@@ -108,15 +108,14 @@ class All2AllManagerBase:
             StateError: on setting it after an op has been made.
         """
         if self._device is None:
-            cuda = torch.cuda.is_available()
-            self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+            self._device = _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return self._device
 
     @device.setter
     def device(self, device: torch.device | str) -> None:
         if self._device_in_use:
             raise StateError("device to be set before the first op", "an op exists", "Create a new manager.")
-        self._device = torch.device(device)
+        self._device = _with_index(torch.device(device))
 
     def topology(self, gpu_per_node: int | None = None) -> Topology:
         """Nodes of the group. The first call is collective; later ones, with any `gpu_per_node`, are local.
@@ -138,7 +137,7 @@ class All2AllManagerBase:
         return self.topology().internode
 
     def explain(self, gpu_per_node: int | None = None) -> dict[str, str]:
-        """What was picked and why, as text: backend, kernel, kernel_reason, device, topology. Collective like `topology`."""
+        """What was picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`."""
         topology = self.topology(gpu_per_node)
         kernel, kernel_reason = self._choose_kernel(topology)
         found = topology.reason
@@ -309,3 +308,9 @@ class All2AllManagerBase:
         backends = OFFERED_BY.get(method, ())
         remedy = f"Use {' or '.join(backends)}." if backends else "No backend of this version has it."
         return UnsupportedError(f"a backend that has {method}", f"{self.backend!r}, which has not", remedy)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    # Tensors always name their device's index, and devices are compared with theirs.
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device

@@ -140,6 +140,9 @@ class CollectiveDispatchCombineOp:
         """Tokens and scales as they travel: cast where the config says so."""
         if self.config.casts_in_dispatch and tokens.dtype != FP8_DTYPE:
             return quantize(tokens, self.config.dispatch_quant, self.config.scale_format)
+        if self.config.casts_in_dispatch and scales is None:
+            # Checked before: this rank has no tokens. The other ranks' scales must still find it taking part.
+            scales = self._buffers.scales[:0].view(torch.float32 if self.config.scale_bytes == 4 else torch.uint8)
         return tokens, scales if scales is not None and self.config.num_scales else None
 
     def _agree(self, num_tokens: int, word: int) -> list[int]:
@@ -209,8 +212,10 @@ class CollectiveDispatchCombineOp:
             raise AlternationError("dispatch before combine", "combine")
         step, config = self._step, self.config
         num_rows, num_tokens = self.num_rows(step.max_num_tokens), step.indices.shape[0]
-        if weights is not None:
-            weights = None if weights.numel() == 0 else weights.flatten(0, -2)
+        if weights is not None and weights.numel() == 0:
+            weights = None
+        if weights is not None and weights.dim() == 3:
+            weights = weights.flatten(0, -2)
         rows = input.flatten(0, -2) if isinstance(input, torch.Tensor) and input.dim() == 3 else input
         zero_copy = isinstance(rows, torch.Tensor) and self._buffers.is_combine_input(rows)
         check_combine(config, self.device, rows, weights, indices, num_rows, num_tokens, zero_copy)
@@ -320,7 +325,7 @@ def _check_config(config: EpDispatchCombineConfig, exchange: RowExchange) -> Non
             f"rank {exchange.rank} of {exchange.world_size}, as in the group",
             f"rank {config.rank} of {config.world_size}",
         )
-    everyone = exchange.exchange_texts(config.shared_fields())
+    everyone = exchange.groups.rendezvous.exchange("op configuration", config.shared_fields())
     for name in everyone[0]:
         values = [fields.get(name, "absent") for fields in everyone]
         if len(set(values)) > 1:

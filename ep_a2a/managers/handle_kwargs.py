@@ -82,7 +82,9 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
         "combine_dtype": combine_dtype,
         "scale_dim": kwargs.get("scale_dim", 0),
         "scale_type_size": kwargs.get("scale_type_size", 0),
-        "max_token_type_size": kwargs["input_dtype"].itemsize,
+        "max_token_type_size": max(
+            dtype.itemsize for dtype in (kwargs["input_dtype"], kwargs.get("combine_dtype")) if dtype is not None
+        ),
         "warp_num_per_block": WARPS_PER_BLOCK,
         "gpu_per_node": min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size,
         "quant_type": "none",

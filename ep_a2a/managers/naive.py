@@ -22,7 +22,7 @@ class BroadcastExchange(RowExchange):
         own = row_bytes(rows)
         gathered = own.new_empty(sum(counts), own.shape[1])
         group = self.groups.of(rows.device)
-        for source, part in enumerate(gathered.split(list(counts))):
+        for source, part in enumerate(torch.split(gathered, list(counts))):
             if source == self.rank:
                 part.copy_(own)
             if part.numel():
@@ -35,7 +35,7 @@ class BroadcastExchange(RowExchange):
         if total.numel():
             group = self.groups.of(total.device)
             self.wait(dist.all_reduce(total, group=group, async_op=True), total.device)
-        return total.split(list(counts))[self.rank]
+        return torch.split(total, list(counts))[self.rank]
 
 
 class NaiveAll2AllManager(CollectiveAll2AllManager):

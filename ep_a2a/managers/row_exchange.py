@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
+from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,11 @@ class DeviceGroups:
         self.cpu_group = cpu_group
         self._device_group = device_group
         self._own: dist.ProcessGroup | None = None
+
+    @functools.cached_property
+    def rendezvous(self) -> Rendezvous:
+        """Where ranks compare what must be equal; made on first use, on every rank in the same order."""
+        return Rendezvous(self.cpu_group)
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """The group that moves tensors of this device; collective where a communicator has to be made.
@@ -56,7 +63,7 @@ class DeviceGroups:
         store = distributed_c10d._get_process_group_store(self.cpu_group)
         # Two managers of one group each make their own; a number tells their keys apart.
         generation = store.add(f"ep_a2a/nccl/{rank}", 1)
-        store = dist.PrefixStore(f"ep_a2a/nccl/{generation}", store)
+        store = distributed_c10d.PrefixStore(f"ep_a2a/nccl/{generation}", store)
         group = dist.ProcessGroup(store, rank, world_size)
         backend = dist.ProcessGroupNCCL(store, rank, world_size, dist.ProcessGroupNCCL.Options())
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
@@ -95,7 +102,9 @@ class RowExchange(abc.ABC):
             RankTimeoutError: a rank did not come in time.
             UnsupportedError: a CUDA graph is being captured, which would freeze these numbers.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        # Asking about a capture would create a CUDA context where there is none.
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if in_use and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "no CUDA graph capture around a collective backend's dispatch", "a capture",
                 "Run it outside of graphs, or use the ep_a2a backend, which can be captured.",

@@ -34,6 +34,7 @@ class FakeManager:
         type(self).made += 1
         self.world_size = dist.get_world_size(cpu_group)
         self.num_destroyed = 0
+        self.device_group = None
 
     def dispatch(self, *args, **kwargs):
         return "dispatched", args, kwargs
@@ -71,14 +72,14 @@ def describe_groups(context, data_parallel_size):
         described = {}
         for name, get in (("tp", get_tp_group), ("dp", get_dp_group), ("ep", ep_a2a.get_ep_group)):
             group = get()
-            total = torch.tensor([group.rank])
+            total = torch.tensor([group.rank], device=group.device)
             dist.all_reduce(total, group=group.device_group)
             same_node = in_the_same_node_as(group.cpu_group, group.world_size - 1)
             described[name] = (
                 group.unique_name, group.ranks, group.rank_in_group, group.world_size, int(total), all(same_node),
             )  # fmt: skip
             is_ep = group.device_communicator.is_ep_communicator
-            if is_ep != (name == "ep") or group.device != torch.device("cpu") or group.rank != context.rank:
+            if is_ep != (name == "ep") or group.device != context.device or group.rank != context.rank:
                 raise AssertionError(f"{name} group is wrong: {vars(group)}")
         return described
     finally:
@@ -94,6 +95,12 @@ def life_of_a_manager(context):
         seen = {"before": FakeManager.made}
         first = communicator.all2all_manager
         seen["lazy"] = (FakeManager.made, first is communicator.all2all_manager, first.world_size)
+        seen["given"] = (
+            first.device == communicator.device,
+            first.device_group is (None if context.device.type == "cpu" else communicator.device_group),
+            first.dp_group is get_dp_group(),
+            first.tp_group is get_tp_group(),
+        )
         seen["dispatch"] = communicator.dispatch(1, two=2)
         seen["combine"] = communicator.combine(3)
         injected = FakeManager(communicator.cpu_group)
@@ -146,9 +153,13 @@ def groups_left(context, num_rounds):
     )
 
 
-def disagree(context, option, values):
-    error = error_of(lambda: initialise(context, 4, **{option: values[context.rank]}))
-    return error, is_initialized()
+def disagree_on_backend(context):
+    backend = "ep_a2a" if context.rank == 2 else "naive"
+    return error_of(lambda: initialise(context, 4, all2all_backend=backend)), is_initialized()
+
+
+def disagree_on_sizes(context):
+    return error_of(initialise, context, 2 if context.rank < 3 else 4), is_initialized()
 
 
 def wrong_world(context):
@@ -189,7 +200,7 @@ def coordinator_without_rank_zero(context):
 
 
 def coordinator_with_missing_rank(context):
-    return error_of(lambda: GroupCoordinator([[0, 1], [2]], "ep", context.device, "gloo"))
+    GroupCoordinator([[0, 1], [2]], "ep", context.device, "gloo")
 
 
 def test_every_rank_its_own_replica(ranks):
@@ -211,6 +222,7 @@ def test_manager_is_lazy_replaceable_and_destroyed(ranks):
     for seen in ranks(life_of_a_manager, 4):
         assert seen["before"] == 0
         assert seen["lazy"] == (1, True, 4)
+        assert seen["given"] == (True, True, True, True)
         assert seen["dispatch"] == ("dispatched", (1,), {"two": 2})
         assert seen["combine"] == ("combined", (3,), {})
         assert seen["setter"] == (True, 1, 0)
@@ -242,20 +254,17 @@ def test_destroy_leaves_no_group(ranks):
 
 
 @pytest.mark.parametrize(
-    ("option", "values"),
+    ("body", "message"),
     [
-        ("all2all_backend", ["naive", "naive", "ep_a2a", "naive"]),
-        ("prefill_context_parallel_size", [1, 1, 1, 1]),
+        (disagree_on_backend, "all2all_backend='naive' on all ranks, as on rank 0; got 'ep_a2a' on rank 2"),
+        (disagree_on_sizes, "tensor_model_parallel_size=2 on all ranks, as on rank 0; got 1 on rank 3"),
     ],
 )
-def test_disagreement_is_found_before_groups_are_made(ranks, option, values):
-    for error, initialised in ranks(disagree, 4, option, values):
-        if len(set(values)) == 1:
-            assert error is None
-        else:
-            assert error[0] is ConfigMismatchError
-            assert "'ep_a2a' on rank 2" in error[1]
-            assert not initialised
+def test_disagreement_is_found_before_groups_are_made(ranks, body, message):
+    for (kind, text), initialised in ranks(body, 4):
+        assert kind is ConfigMismatchError
+        assert message in text
+        assert not initialised
 
 
 def test_existing_process_group_of_another_size_is_refused(ranks):
@@ -281,9 +290,5 @@ def test_ep_group_without_global_rank_zero(ranks):
 
 def test_rank_in_no_group_is_refused():
     with pytest.raises(RankFailure) as caught:
-        run_ranks(coordinator_with_missing_rank_raising, 4, grace_secs=5)
+        run_ranks(coordinator_with_missing_rank, 4, grace_secs=5)
     assert isinstance(caught.value.errors[3], ConfigError)
-
-
-def coordinator_with_missing_rank_raising(context):
-    GroupCoordinator([[0, 1], [2]], "ep", context.device, "gloo")

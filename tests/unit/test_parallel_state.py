@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import ep_a2a
+from ep_a2a import parallel_state
 from ep_a2a.config_file import FileConfig, choose_backend, read_config_file
 from ep_a2a.errors import ConfigError, NotInitializedError
 from ep_a2a.group_coordinator import group_ranks
@@ -43,13 +45,13 @@ def test_each_pipeline_stage_has_its_own_ep_group():
     ranks = group_ranks(2, 2, pipeline_parallel_size=2)
     assert ranks.ep == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert ranks.tp == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert ranks.dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ranks.dp == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
 def test_prefill_context_ranks_are_merged_too():
     ranks = group_ranks(2, 2, prefill_context_parallel_size=2)
     assert ranks.ep == [list(range(8))]
-    assert ranks.dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ranks.dp == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
@@ -93,6 +95,48 @@ def test_backend_order(monkeypatch, config_file):
     assert choose_backend("from_argument", path) == "from_argument"
     path.write_text("")
     assert choose_backend() == "from_environment"
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "current", "launched_as", "local_rank", "index"),
+    [
+        (8, 0, None, -1, 3),
+        (4, 0, None, -1, 1),
+        (8, 6, None, -1, 6),
+        (8, 6, "2", -1, 2),
+        (8, 6, "2", 5, 5),
+        (1, 0, "3", -1, 0),
+        (1, 0, None, 3, 0),
+    ],
+)
+def test_gpu_of_global_rank_three_or_five(monkeypatch, num_devices, current, launched_as, local_rank, index):
+    chosen = pretend_gpus(monkeypatch, num_devices, current, launched_as)
+    rank = 5 if num_devices == 4 else 3
+    assert parallel_state._choose_device("cpu:gloo,cuda:nccl", local_rank, rank) == torch.device("cuda", index)
+    assert chosen == [index]
+
+
+def test_gpu_that_is_not_there(monkeypatch):
+    pretend_gpus(monkeypatch, 4, 0, None)
+    with pytest.raises(ConfigError, match="local_rank < 4"):
+        parallel_state._choose_device("nccl", 4, 0)
+
+
+def test_backend_without_nccl_means_cpu(monkeypatch):
+    assert pretend_gpus(monkeypatch, 8, 0, "3") == []
+    assert parallel_state._choose_device("gloo", 3, 3) == torch.device("cpu")
+
+
+def pretend_gpus(monkeypatch, num_devices, current, launched_as):
+    """The list that collects what is made the current device."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launched_as is not None:
+        monkeypatch.setenv("LOCAL_RANK", launched_as)
+    return chosen
 
 
 def test_nothing_before_init():

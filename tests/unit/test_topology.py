@@ -7,8 +7,8 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from ep_a2a import topology_report
-from ep_a2a.errors import ConfigError
-from ep_a2a.topology import RankFacts, TopologyReport, classify
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.topology import RankFacts, TopologyReport, classify, gather_report, in_the_same_node_as
 
 ABSENT = "No such file or directory"
 
@@ -172,3 +172,10 @@ def test_a_gpu_that_cannot_be_asked_is_recorded():
     assert facts.device_kind == "cuda"
     assert facts.gpu_uuid is None
     assert facts.errors
+
+
+@pytest.mark.parametrize("collective", [gather_report, in_the_same_node_as])
+def test_a_group_without_cpu_is_refused(monkeypatch, collective):
+    monkeypatch.setattr(topology_report.dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(UnsupportedError, match="cuda:nccl"):
+        collective(object())

@@ -1,0 +1,262 @@
+"""Bodies of the manager tests: run on every rank, on CPU (tests/multiprocess) and on GPUs (tests/multigpu) alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import (
+    AlternationError,
+    CapacityError,
+    ConfigMismatchError,
+    ForeignIndicesError,
+    RankTimeoutError,
+    ShapeError,
+    TooManyTokensError,
+)
+from ep_a2a.managers.collective import CollectiveAll2AllManager
+from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
+from ep_a2a.managers.registry import create_manager
+from ep_a2a.testing import RankContext
+from tests.op_cases import Case, make_inputs, run_step, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+COLLECTIVE = ("naive", "allgather_reducescatter")
+BACKENDS = ("ep_a2a", *COLLECTIVE)
+HIDDEN_DIM, TOPK, NUM_EXPERTS = 32, 3, 12
+TOKENS_PER_STEP = ((5, 0, 3, 1), (2, 7, 0, 0), (4, 4, 4, 4), (0, 0, 0, 0), (0, 0, 6, 0))
+
+
+def create(name: str, context: RankContext) -> Any:
+    manager = create_manager(name, context.group)
+    manager.device = context.device
+    return manager
+
+
+def all_inputs(context: RankContext, counts: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Hidden states, weights, ids, logits and two more tensors of every rank, in rank order."""
+    for rank in range(context.world_size):
+        generator = torch.Generator().manual_seed(100 * rank + sum(counts))
+        num_tokens = counts[rank]
+        hidden = torch.randn(num_tokens, HIDDEN_DIM, generator=generator).to(dtype)
+        ids = torch.randint(-1, NUM_EXPERTS, (num_tokens, TOPK), generator=generator)
+        weights, logits = (torch.rand(num_tokens, n, generator=generator) for n in (TOPK, NUM_EXPERTS))
+        flags = torch.rand(num_tokens, generator=generator) > 0.5
+        cube = torch.randn(num_tokens, 2, 3, generator=generator).to(FP8_DTYPE)
+        yield tuple(t.to(context.device) for t in (hidden, weights, ids, logits, flags, cube))
+
+
+def returned_rows(context: RankContext, num_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What every rank's experts return for all rows."""
+    generator = torch.Generator().manual_seed(num_rows)
+    return [
+        torch.randn(num_rows, HIDDEN_DIM, generator=generator).to(dtype).to(context.device)
+        for _ in range(context.world_size)
+    ]
+
+
+def exchange_tokens(context: RankContext, name: str, dtype: torch.dtype) -> None:
+    """vLLM's dispatch and combine on hidden states, step after step, with uneven and zero token counts."""
+    manager = create(name, context)
+    for counts in TOKENS_PER_STEP:
+        parts = list(all_inputs(context, counts, dtype))
+        hidden, weights, ids, _, *extra = parts[context.rank]
+        got = manager.dispatch(hidden, weights, ids, False, extra)
+        expected = [torch.cat([part[number] for part in parts]) for number in (0, 1, 2, 4, 5)]
+        for mine, other in zip((*got[:3], *got[3]), expected, strict=True):
+            same_bits(mine, other.cpu(), "dispatched")
+        check_combine(context, manager, counts, torch.bfloat16 if dtype == FP8_DTYPE else dtype)
+    manager.destroy()
+
+
+def check_combine(context: RankContext, manager: Any, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_rows = sum(counts[: context.world_size])
+    rows = returned_rows(context, num_rows, dtype)
+    own = manager.allocate_combine_input(rows[0].shape, dtype, context.device)
+    own.copy_(rows[context.rank])
+    start = sum(counts[: context.rank])
+    # as combine promises: float32 from 0, ascending ranks, rounded once
+    total = torch.zeros(num_rows, HIDDEN_DIM, device=context.device)
+    for part in rows:
+        total += part
+    expected = total[start : start + counts[context.rank]].to(dtype)
+    before = own.clone()
+    result = manager.combine(own)
+    assert torch.equal(own, before)
+    if manager.backend == "allgather_reducescatter":
+        assert torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def other_forms(context: RankContext, name: str) -> None:
+    """Router logits, AITER's two-tensor form, no extra tensors, combine_into_output, tensors that are not contiguous."""
+    manager = create(name, context)
+    counts = (3, 0, 2, 4)
+    parts = list(all_inputs(context, counts, torch.float32))
+    hidden, weights, ids, logits, flags, _ = parts[context.rank]
+    both = [torch.cat([part[number] for part in parts]) for number in (0, 3)]
+    num_rows = sum(counts[: context.world_size])
+    rows = torch.ones(num_rows, HIDDEN_DIM, device=context.device)
+    forms: list[Callable[[], Any]] = [
+        lambda: manager.dispatch_router_logits(hidden, logits),
+        lambda: manager.dispatch_router_logits(hidden, logits, True, extra_tensors=[flags])[:2],
+        lambda: manager.dispatch(hidden, logits),
+        lambda: manager.dispatch(hidden, logits, True),
+        lambda: manager.dispatch(hidden, logits, is_sequence_parallel=True),
+        lambda: manager.dispatch(hidden.T.contiguous().T, logits),
+    ]
+    for form in forms:
+        got = form()
+        assert len(got) == 2
+        assert all(torch.equal(mine, other) for mine, other in zip(got, both))
+        output = torch.empty(counts[context.rank], HIDDEN_DIM, dtype=torch.float16, device=context.device)
+        assert manager.combine_into_output(rows, output) is output
+        assert torch.equal(output, torch.full_like(output, context.world_size))
+    assert len(manager.dispatch(hidden, weights, ids)) == 3
+    with pytest.raises(ShapeError):
+        manager.combine(rows[:-1])
+    with pytest.raises(ShapeError):
+        manager.combine_into_output(rows, torch.empty(1, 1))
+    manager.combine(rows)
+    with pytest.raises(ShapeError):
+        manager.dispatch(hidden, weights[:0] if len(weights) else weights.new_zeros(1, TOPK), ids)
+    manager.destroy()
+
+
+def run_case_on(context: RankContext, name: str, case: Case) -> None:
+    """Every step of an op case on a collective op, against the oracle."""
+    manager = create(name, context)
+    assert isinstance(manager, CollectiveAll2AllManager)
+    op: Any = CollectiveDispatchCombineOp(case.config(context.rank), manager._exchange(60.0), context.device)
+    for number in range(case.num_steps):
+        run_step(case, op, number, context.device)
+    manager.destroy()
+
+
+def kwargs_of(case: Case, rank: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "num_ep_ranks": case.world_size,
+        "input_dtype": case.dtype,
+        "quant_dtype": case.dtype,
+        "token_hidden_size": case.hidden_dim,
+        "max_num_tokens_per_dp_rank": case.max_tokens,
+        "num_local_experts": case.num_experts // case.world_size,
+        "num_experts_per_token": case.topk,
+        "layout": case.layout,
+        **changes,
+    }
+
+
+def switch_backend(context: RankContext, case: Case) -> None:
+    """The same program on every backend, which differs in the name only."""
+    for name in BACKENDS:
+        manager = create(name, context)
+        ops = [manager.get_handle(kwargs_of(case, context.rank), index) for index in range(2)]
+        assert manager.get_handle(kwargs_of(case, context.rank), 1) is ops[1]
+        addresses = None
+        for number in range(case.num_steps):
+            run_step(case, ops[number % 2], number, context.device)
+            mine = make_inputs(case, number, context.rank)
+            got = ops[0].dispatch(
+                mine.tokens.to(context.device), None, None, mine.ids.to(context.device), call_local_expert_count=True
+            )
+            found = [tensor.data_ptr() for tensor in (got[0], got[3], got[4], ops[0].recv_counts)]
+            assert addresses in (None, found)
+            addresses = found
+            first = context.rank * (case.num_experts // case.world_size)
+            last = first + case.num_experts // case.world_size
+            ids = got[3].flatten(0, -2)
+            local = ids[(ids >= first) & (ids < last)] - first
+            assert ops[0].local_expert_count.tolist() == torch.bincount(local, minlength=last - first).tolist()
+            rows = torch.zeros(*got[0].shape, dtype=case.dtype, device=context.device)
+            out = torch.ones(*mine.tokens.shape, dtype=case.dtype, device=context.device)
+            assert ops[0].combine(rows, None, None, out=out)[0] is out
+            assert not out.any()
+        manager.destroy()
+
+
+def in_a_group_without_rank_0(context: RankContext, name: str) -> None:
+    """Everything once more in a group of all ranks but the first."""
+    members = list(range(1, context.world_size))
+    group = dist.new_group(members)
+    if context.rank:
+        assert group is not None
+        inner = RankContext(context.rank - 1, context.world_size - 1, context.device, group)
+        exchange_tokens(inner, name, torch.bfloat16)
+        case = Case(world_size=inner.world_size, num_experts=2 * inner.world_size, tokens=((4, 0, 7), (0, 3, 1)))
+        run_case_on(inner, name, case)
+        manager = create(name, inner)
+        run_step(case, manager.get_handle(kwargs_of(case, inner.rank)), 0, context.device)
+        manager.destroy()
+        dist.destroy_process_group(group)
+
+
+def ranks_that_disagree(context: RankContext, name: str) -> None:
+    """What differs between ranks is an error on all of them, and the next step works."""
+    manager = create(name, context)
+    case = Case(world_size=context.world_size, num_experts=2 * context.world_size, tokens=((4, 2),))
+    tokens = torch.zeros(2, 16 + context.rank, device=context.device)
+    with pytest.raises(ConfigMismatchError, match=r"others on ranks \["):
+        manager.dispatch_router_logits(tokens, torch.zeros(2, 4, device=context.device))
+    with pytest.raises(ConfigMismatchError, match="same hidden_dim on all ranks"):
+        manager.get_handle(kwargs_of(case, context.rank, token_hidden_size=64 + 8 * (context.rank % 2)))
+    op = manager.get_handle(kwargs_of(case, context.rank))
+    mine = make_inputs(case, 0, context.rank)
+    arguments = [
+        None if t is None else t.to(context.device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)
+    ]
+    with pytest.raises(ConfigMismatchError, match="rank 1: max_num_tokens 5"):
+        op.dispatch(*arguments, max_num_tokens=4 + context.rank)
+    weights = arguments[1] if context.rank else None
+    with pytest.raises(ConfigMismatchError, match="rank 0: max_num_tokens 16 with no weights"):
+        op.dispatch(arguments[0], weights, None, arguments[3])
+    run_step(case, op, 0, context.device)
+    manager.destroy()
+
+
+def wrong_use(context: RankContext, name: str) -> None:
+    """Errors that leave the op usable."""
+    manager = create(name, context)
+    case = Case(world_size=context.world_size, num_experts=2 * context.world_size, tokens=((4, 2),))
+    op = manager.get_handle(kwargs_of(case, context.rank))
+    mine = make_inputs(case, 0, context.rank)
+    tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
+    with pytest.raises(AlternationError):
+        op.combine(tokens, None, None)
+    with pytest.raises(TooManyTokensError):
+        op.dispatch(tokens, weights, None, ids, max_num_tokens=1)
+    got = op.dispatch(tokens, weights, None, ids)
+    with pytest.raises(AlternationError):
+        op.dispatch(tokens, weights, None, ids)
+    rows = torch.zeros_like(got[0])
+    with pytest.raises(ForeignIndicesError):
+        op.combine(rows, None, ids + 1)
+    op.combine(rows, None, ids)
+    op.dispatch(tokens, weights, None, ids)
+    op.reset()
+    run_step(case, op, 0, context.device)
+
+    cap = context.world_size
+    small = manager.get_handle(kwargs_of(case, context.rank, max_total_recv_tokens=cap))
+    to_rank_0 = torch.zeros_like(ids)
+    with pytest.raises(CapacityError, match=f"at most {cap} received rows.*on rank 0"):
+        small.dispatch(tokens, weights, None, to_rank_0)
+    manager.destroy()
+
+
+def absent_rank(context: RankContext, name: str) -> None:
+    """A rank that does not come is an error after the op's timeout."""
+    manager = create(name, context)
+    case = Case(world_size=context.world_size, num_experts=2 * context.world_size)
+    op = manager.get_handle(kwargs_of(case, context.rank, timeout_secs=0.5))
+    mine = make_inputs(case, 0, context.rank)
+    if context.rank == 0:
+        with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited"):
+            op.dispatch(*(None if t is None else t.to(context.device) for t in (mine.tokens, None, None, mine.ids)))

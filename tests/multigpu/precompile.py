@@ -1,0 +1,32 @@
+"""Fills Triton's disk cache for the multi-GPU tests with all cores at once: python -m tests.multigpu.precompile.
+
+Not needed for the tests to pass; on a rented machine it turns minutes of compiling into seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import torch
+
+from ep_a2a.kernels.intra_node import IntraNodeKernels
+from tests.multigpu.cases import op_cases, special_cases
+from tests.op_cases import Case
+
+
+def compile_case(case: Case) -> None:
+    device = torch.device("cuda", 0)
+    config = case.config(0)
+    IntraNodeKernels(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device).compile()
+
+
+def main() -> None:
+    cases = {repr(case.config(0)): case for _, case in op_cases()}
+    cases |= {repr(case.config(0)): case for _, case in special_cases().values()}
+    with multiprocessing.get_context("spawn").Pool(min(24, os.cpu_count() or 1)) as pool:
+        pool.map(compile_case, cases.values(), chunksize=1)
+
+
+if __name__ == "__main__":
+    main()

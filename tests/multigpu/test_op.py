@@ -1,0 +1,81 @@
+"""The op on GPUs: the same cases and bodies as on CPU processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.symmetric import allocate_symmetric
+from ep_a2a.testing import RankContext, run_ranks
+from tests.multigpu.cases import fitted, op_cases, special_cases
+from tests.op_cases import Case, make_op, run_step
+from tests.op_special import missing_rank
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in op_cases()])
+def test_op(ranks: Any, case: Case) -> None:
+    from tests.op_cases import run_case
+
+    ranks(run_case, case.world_size, case, device="cuda")
+
+
+@pytest.mark.parametrize("name", special_cases())
+def test_special(ranks: Any, name: str) -> None:
+    body, case = special_cases()[name]
+    ranks(body, case.world_size, case, device="cuda")
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+def test_missing_rank(ranks: Any, phase: str, layout: str) -> None:
+    case = fitted(Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False))
+    ranks(missing_rank, case.world_size, case, phase, device="cuda")
+
+
+def one_visible_gpu(context: RankContext, case: Case) -> str:
+    """Every rank sees one GPU and calls it cuda:0, as under Ray."""
+    import os
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(context.rank)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    local = RankContext(context.rank, context.world_size, device, context.group)
+    memory = allocate_symmetric(Rendezvous(context.group), device, 4096)
+    kind = memory.kind
+    memory.close()
+    memory.close()
+    with Arena(context.group, device) as arena:
+        op = make_op(local, case, arena)
+        for number in range(3):
+            run_step(case, op, number, device)
+    return kind
+
+
+def test_ranks_that_all_see_cuda_0() -> None:
+    case = fitted(Case(world_size=4))
+    assert set(run_ranks(one_visible_gpu, case.world_size, case, device="cpu")) == {"CUDA IPC"}
+
+
+def no_compile_after_construction(context: RankContext, case: Case) -> int:
+    import triton
+
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        compiled: list[str] = []
+        triton.knobs.runtime.jit_post_compile_hook = lambda *_, fn, **__: compiled.append(str(fn))
+        try:
+            for number in range(len(case.tokens)):
+                run_step(case, op, number, context.device)
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+        return len(compiled)
+
+
+def test_nothing_is_compiled_after_construction(ranks: Any) -> None:
+    sizes = tuple((t,) for t in (0, 1, 15, 16, 17, 4096))
+    case = fitted(Case(tokens=sizes, max_tokens=4096, layout="rank_major"))
+    assert sum(ranks(no_compile_after_construction, case.world_size, case, device="cuda")) == 0

@@ -1,0 +1,63 @@
+"""The backends on torch.distributed, on CPU processes over gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.testing import run_ranks
+from tests import manager_cases
+from tests.manager_cases import COLLECTIVE
+from tests.op_cases import Case
+from tests.op_matrix import by_world_size
+
+both = pytest.mark.parametrize("name", COLLECTIVE)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8_DTYPE], ids=str)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_tokens(ranks: Any, world_size: int, dtype: torch.dtype, name: str) -> None:
+    ranks(manager_cases.exchange_tokens, world_size, name, dtype)
+
+
+@both
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_other_forms(ranks: Any, world_size: int, name: str) -> None:
+    ranks(manager_cases.other_forms, world_size, name)
+
+
+@both
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in by_world_size()])
+def test_op(ranks: Any, case: Case, name: str) -> None:
+    ranks(manager_cases.run_case_on, case.world_size, name, case)
+
+
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
+    case = Case(world_size=3, num_experts=6, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
+    ranks(manager_cases.switch_backend, case.world_size, case)
+
+
+@both
+def test_group_without_rank_0(ranks: Any, name: str) -> None:
+    ranks(manager_cases.in_a_group_without_rank_0, 4, name)
+
+
+@both
+def test_ranks_that_disagree(ranks: Any, name: str) -> None:
+    ranks(manager_cases.ranks_that_disagree, 3, name)
+
+
+@both
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_wrong_use(ranks: Any, world_size: int, name: str) -> None:
+    ranks(manager_cases.wrong_use, world_size, name)
+
+
+@both
+def test_absent_rank(name: str) -> None:
+    run_ranks(manager_cases.absent_rank, 2, name)

@@ -1,0 +1,455 @@
+"""Registry, handle cache, handle kwargs and what managers promise, without other ranks."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
+from ep_a2a.managers import base, registry
+from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.cache import Cache
+from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
+from ep_a2a.managers.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
+from ep_a2a.managers.naive import NaiveAll2AllManager
+from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.topology import RankFacts, TopologyReport
+
+MANAGERS = {
+    "ep_a2a": NativeAll2AllManager,
+    "naive": NaiveAll2AllManager,
+    "allgather_reducescatter": AllGatherReduceScatterAll2AllManager,
+}
+
+
+class Handle:
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+
+# --- cache ---
+
+
+def test_the_same_kwargs_in_any_order_find_the_same_handle():
+    cache = Cache()
+    first = cache.get_or_create({"hidden": 16, "dtype": torch.bfloat16}, Handle)
+    assert first.kwargs == {"hidden": 16, "dtype": torch.bfloat16}
+    assert cache.get_or_create({"dtype": torch.bfloat16, "hidden": 16}, Handle) is first
+    assert len(cache) == 1
+
+
+def test_other_kwargs_or_another_index_make_another_handle():
+    cache = Cache()
+    handles = [
+        cache.get_or_create({"hidden": 16}, Handle),
+        cache.get_or_create({"hidden": 32}, Handle),
+        cache.get_or_create({"hidden": 16}, Handle, 1),
+        cache.get_or_create({"hidden": 16}, Handle, index=2),
+    ]
+    assert len({id(handle) for handle in handles}) == len(cache) == 4
+    assert cache.handles() == handles
+
+
+def test_a_handle_that_nobody_holds_is_made_anew():
+    cache = Cache()
+    cache.get_or_create({"hidden": 16}, Handle)
+    gc.collect()
+    assert len(cache) == 0
+    handle = cache.get_or_create({"hidden": 16}, Handle)
+    assert len(cache) == 1
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.get_or_create({"hidden": 16}, Handle) is not handle
+
+
+def test_an_unhashable_value_is_named():
+    with pytest.raises(ConfigError, match="scales of type list") as caught:
+        Cache().get_or_create({"hidden": 16, "scales": [1]}, Handle)
+    assert "tuple" in caught.value.remedy
+
+
+def test_values_need_not_be_comparable():
+    assert Cache().get_or_create({"b": None, "a": 1, "c": torch.float32}, Handle).kwargs["a"] == 1
+
+
+def test_threads_that_ask_at_once_get_one_handle_made_once():
+    cache, made, running = Cache(), [], []
+    start = threading.Barrier(8)
+
+    def make(**kwargs: Any) -> Handle:
+        running.append(1)
+        assert len(running) == 1
+        time.sleep(0.02)
+        made.append(kwargs["hidden"])
+        running.pop()
+        return Handle(**kwargs)
+
+    def ask(number: int) -> None:
+        start.wait()
+        handles.append(cache.get_or_create({"hidden": number % 2}, make))
+
+    handles: list[Handle] = []
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [0, 1]
+    assert len(handles) == 8
+    assert len({id(handle) for handle in handles}) == 2
+
+
+def test_a_constructor_may_ask_for_another_handle():
+    cache = Cache()
+
+    def make(**kwargs: Any) -> Handle:
+        return Handle(inner=cache.get_or_create({"inner": 1}, Handle), **kwargs)
+
+    assert isinstance(cache.get_or_create({"outer": 1}, make).kwargs["inner"], Handle)
+
+
+def test_a_constructor_that_fails_leaves_nothing():
+    cache = Cache()
+
+    def fail(**_: Any) -> Handle:
+        raise ConfigError("this", "that")
+
+    with pytest.raises(ConfigError):
+        cache.get_or_create({"hidden": 16}, fail)
+    assert cache.get_or_create({"hidden": 16}, Handle)
+
+
+# --- registry ---
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    monkeypatch.setattr(registry, "_names", dict(registry._names))
+
+
+def test_backends_are_listed():
+    assert set(MANAGERS) <= set(registry.available_backends())
+
+
+def test_an_unknown_name_lists_the_backends_and_suggests_one():
+    with pytest.raises(UnknownNameError, match=r"'allgather_reducescatter'.*got 'niave'. Did you mean 'naive'\?"):
+        registry.create_manager("niave", None)
+    with pytest.raises(UnknownNameError, match="one of the listed names"):
+        registry.create_manager("zzzzzz", None)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_registering():
+    calls = []
+
+    def create(cpu_group, tcp_store_group=None):
+        calls.append((cpu_group, tcp_store_group))
+        return "manager"
+
+    registry.register_manager("mine", create, aliases=("my_own",))
+    assert registry.available_backends()[-1] == "mine"
+    assert registry.create_manager("my_own", "group", "store") == "manager"
+    assert calls == [("group", "store")]
+    with pytest.raises(ConfigError, match="'my_own'"):
+        registry.register_manager("other", create, aliases=("my_own",))
+    registry.register_manager("naive", create, replace=True)
+    assert registry.create_manager("naive", "group") == "manager"
+    for target in ("module_only", ":Class", "module:", 3):
+        with pytest.raises(ConfigError, match="module:Class"):
+            registry.register_manager("bad", target)  # type: ignore[arg-type]
+
+
+SINGLE_RANK_PROGRAM = """
+import sys, torch.distributed as dist
+from ep_a2a.managers.registry import available_backends, create_manager
+assert "ep_a2a.managers.base" not in sys.modules
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for name in available_backends():
+    create_manager(name, dist.group.WORLD).destroy()
+assert "triton" not in sys.modules and "ep_a2a.reference" not in sys.modules
+dist.destroy_process_group()
+"""
+
+
+def test_managers_are_made_without_loading_triton():
+    subprocess.run([sys.executable, "-c", SINGLE_RANK_PROGRAM], check=True, timeout=120)
+
+
+# --- handle kwargs ---
+
+
+def handle_kwargs(**changes: Any) -> dict[str, Any]:
+    """Seed 001, section 3, for world size 8."""
+    kwargs = {
+        "rank": 3,
+        "num_ep_ranks": 8,
+        "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.float8_e4m3fn,
+        "token_hidden_size": 7168,
+        "scale_dim": 56,
+        "scale_type_size": 4,
+        "max_num_tokens_per_dp_rank": 4096,
+        "num_local_experts": 32,
+        "num_experts_per_token": 8,
+        "gpu_per_node": 8,
+    }
+    return {name: value for name, value in {**kwargs, **changes}.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("internode", "launch"),
+    [
+        (False, (EpDispatchCombineKernelType.IntraNode, 80, 0)),
+        (True, (EpDispatchCombineKernelType.InterNodeV1, 32, 16)),
+    ],
+)
+def test_the_table_of_seed_001(internode, launch):
+    kernel_type, block_num, rdma_block_num = launch
+    assert config_from_handle_kwargs(handle_kwargs(), internode) == EpDispatchCombineConfig(
+        data_type=torch.float8_e4m3fn,
+        rank=3,
+        world_size=8,
+        hidden_dim=7168,
+        scale_dim=56,
+        scale_type_size=4,
+        max_token_type_size=2,
+        max_num_inp_token_per_rank=4096,
+        num_experts_per_rank=32,
+        num_experts_per_token=8,
+        warp_num_per_block=16,
+        block_num=block_num,
+        kernel_type=kernel_type,
+        gpu_per_node=8,
+        rdma_block_num=rdma_block_num,
+        quant_type="none",
+        combine_dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize(("internode", "gpu_per_node"), [(False, 16), (True, 8)])
+def test_optional_kwargs_have_defaults(internode, gpu_per_node):
+    given = handle_kwargs(num_ep_ranks=16, gpu_per_node=..., scale_dim=..., scale_type_size=..., quant_dtype=None)
+    config = config_from_handle_kwargs(given, internode)
+    assert (config.gpu_per_node, config.scale_dim, config.scale_type_size) == (gpu_per_node, 0, 0)
+    assert (config.data_type, config.combine_dtype, config.quant_type) == (torch.bfloat16, None, "none")
+
+
+@pytest.mark.parametrize("field", ["quant_type", "dispatch_quant_type"])
+def test_a_cast_inside_dispatch_takes_tokens_of_the_input_dtype(field):
+    config = config_from_handle_kwargs(handle_kwargs(**{field: "fp8_per_1x128"}), False)
+    assert (config.data_type, config.wire_dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert (config.num_scales, config.combined_dtype) == (56, torch.bfloat16)
+    with pytest.raises(ConfigError, match="quant_dtype"):
+        config_from_handle_kwargs(handle_kwargs(quant_type="fp8_per_token", quant_dtype=torch.bfloat16), False)
+    with pytest.raises(UnknownNameError, match="quant_type"):
+        config_from_handle_kwargs(handle_kwargs(quant_type="int3"), False)
+
+
+def test_our_own_kwargs_are_passed_through():
+    extra = {
+        "layout": "rank_major",
+        "timeout_secs": 2.5,
+        "num_experts": 256,
+        "launch": "manual",
+        "max_sms": 20,
+        "scale_format": "ue8m0",
+        "dispatch_quant_type": "fp8_per_token",
+        "combine_dtype": torch.float16,
+        "use_external_inp_buf": False,
+        "max_total_recv_tokens": 0,
+    }
+    assert set(extra) == set(EXTRA_KWARGS)
+    config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)
+    assert {name: getattr(config, name) for name in extra} == extra
+
+
+def test_unknown_kwargs_are_named_with_a_suggestion():
+    with pytest.raises(UnknownNameError, match=r"got 'token_hiden_size'. Did you mean 'token_hidden_size'\?"):
+        config_from_handle_kwargs(handle_kwargs(token_hiden_size=1), False)
+
+
+@pytest.mark.parametrize("name", REQUIRED_KWARGS)
+def test_missing_kwargs_are_named(name):
+    with pytest.raises(ConfigError, match=f"none named {name}"):
+        config_from_handle_kwargs(handle_kwargs(**{name: ...}), False)
+
+
+def test_dtypes_must_be_dtypes():
+    with pytest.raises(ConfigError, match=r"input_dtype to be a torch\.dtype"):
+        config_from_handle_kwargs(handle_kwargs(input_dtype="bfloat16"), False)
+
+
+# --- managers, as the only rank ---
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=list(MANAGERS))
+def manager(request, group):
+    with MANAGERS[request.param](group) as manager:
+        manager.device = "cpu"
+        yield manager
+
+
+def small_kwargs(**changes: Any) -> dict[str, Any]:
+    changes = {"rank": 0, "num_ep_ranks": 1, "num_local_experts": 4, "token_hidden_size": 128, **changes}
+    return handle_kwargs(
+        max_num_tokens_per_dp_rank=8, scale_dim=1, num_experts_per_token=2, gpu_per_node=..., **changes
+    )
+
+
+def test_what_a_backend_lacks_names_one_that_has_it(manager):
+    tokens = torch.zeros(1, 16)
+    calls = {
+        "dispatch": lambda: manager.dispatch(tokens, tokens, tokens),
+        "dispatch_router_logits": lambda: manager.dispatch_router_logits(tokens, tokens),
+        "combine": lambda: manager.combine(tokens),
+        "set_num_sms": lambda: manager.set_num_sms(8),
+    }
+    for method, call in calls.items():
+        backends = base.OFFERED_BY[method]
+        if manager.backend not in backends:
+            with pytest.raises(UnsupportedError, match=f"{method}.*{manager.backend!r}.*{backends[0]}"):
+                call()
+    for method in (
+        "query_active_mask",
+        "query_fault",
+        "clean_buffers",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "stage_ep_size",
+        "commit_ep_size",
+        "mask_remote_ranks",
+    ):
+        with pytest.raises(UnsupportedError, match=f"{method}.*No backend"):
+            getattr(manager, method)()
+    assert not manager.support_fault_tolerance
+
+
+@pytest.mark.parametrize("method", base.OFFERED_BY)
+def test_the_table_of_what_is_offered_is_right(method):
+    implementation = "_dispatch_topk" if method == "dispatch" else method
+    having = [
+        name
+        for name, manager in MANAGERS.items()
+        if getattr(manager, implementation) is not getattr(All2AllManagerBase, implementation)
+    ]
+    assert tuple(having) == base.OFFERED_BY[method]
+
+
+def test_the_signatures_of_vllm_and_aiter():
+    expected = {
+        "get_handle": ["kwargs", "index"],
+        "dispatch_router_logits": ["hidden_states", "router_logits", "is_sequence_parallel", "extra_tensors"],
+        "dispatch": ["hidden_states", "topk_weights", "topk_ids", "is_sequence_parallel", "extra_tensors"],
+        "combine": ["hidden_states", "is_sequence_parallel"],
+        "allocate_combine_input": ["shape", "dtype", "device", "is_sequence_parallel"],
+        "combine_into_output": ["hidden_states", "output", "is_sequence_parallel"],
+        "set_num_sms": ["num_sms"],
+    }
+    for manager in MANAGERS.values():
+        assert list(inspect.signature(manager).parameters) == ["cpu_group", "tcp_store_group"]
+        for method, parameters in expected.items():
+            assert list(inspect.signature(getattr(manager, method)).parameters)[1:] == parameters
+
+
+def test_attributes(manager):
+    assert (manager.rank, manager.world_size, manager.dp_rank, manager.dp_world_size) == (0, 1, 0, 1)
+    assert manager.dp_group is manager.tp_group is None
+    assert manager.internode is False
+    assert manager.max_sms_used() is None
+    assert manager.capabilities.has_handles
+    assert manager.capabilities.output_is_reduced
+
+
+def test_handles_are_shared_and_closed_with_the_manager(manager):
+    op = manager.get_handle(small_kwargs())
+    assert manager.get_handle(small_kwargs()) is op
+    assert manager.get_handle(small_kwargs(), 1) is not op
+    with pytest.raises(StateError, match="before the first op"):
+        manager.device = "cpu"
+    manager.destroy()
+    manager.close()
+    with pytest.raises(ClosedError):
+        op.check()
+    with pytest.raises(ClosedError, match="create_manager"):
+        manager.get_handle(small_kwargs())
+
+
+def test_explain(manager):
+    explained = manager.explain()
+    assert explained["backend"] == manager.backend
+    assert "1 node" in explained["topology"]
+    assert set(explained) == {"backend", "kernel", "kernel_reason", "device", "topology"}
+
+
+def test_every_op_has_the_same_interface():
+    from ep_a2a.ops import EpDispatchCombineOp
+
+    for name, member in inspect.getmembers(EpDispatchCombineOp):
+        if name.startswith("_") or name == "get_launch_config":
+            continue
+        other = getattr(CollectiveDispatchCombineOp, name)
+        if inspect.isfunction(member):
+            assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
+
+
+def test_native_refuses_several_nodes_and_says_what_to_use(group):
+    manager = NativeAll2AllManager(group)
+    manager.device = "cpu"
+    facts = tuple(RankFacts(rank, hostname=f"host{rank}", boot_id=str(rank)) for rank in range(2))
+    manager._report = TopologyReport(facts, (("", "no file"), ("no file", "")))
+    with pytest.raises(UnsupportedError, match=r"InterNodeV1.*allgather_reducescatter"):
+        manager.get_handle(small_kwargs())
+    assert manager.explain()["kernel"] == "InterNodeV1"
+    assert len(manager.handle_cache) == 0
+
+
+def test_native_remembers_the_bound_on_multiprocessors(group):
+    with NativeAll2AllManager(group) as manager:
+        manager.device = "cpu"
+        manager.set_num_sms(20)
+        assert manager.max_sms_used() == 20
+        assert manager.get_handle(small_kwargs()).config.max_sms == 20
+        assert manager.get_handle(small_kwargs(max_sms=4)).config.max_sms == 4
+        with pytest.raises(ConfigError, match="num_sms"):
+            manager.set_num_sms(-1)
+
+
+def test_native_makes_its_arena_late(group):
+    manager = NativeAll2AllManager(group)
+    assert manager._arena is None
+    manager.destroy()
+    with pytest.raises(ClosedError):
+        _ = manager.arena
+
+
+@pytest.mark.parametrize("name", ["naive", "allgather_reducescatter"])
+def test_collective_dispatch_and_combine_alternate(group, name):
+    manager = MANAGERS[name](group)
+    tokens, ids = torch.ones(2, 16), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(AlternationError):
+        manager.combine(tokens)
+    manager.dispatch(tokens, torch.ones(2, 2), ids)
+    with pytest.raises(AlternationError, match="reset"):
+        manager.dispatch(tokens, torch.ones(2, 2), ids)
+    manager.reset()
+    manager.dispatch(tokens, torch.ones(2, 2), ids)
+    assert torch.equal(manager.combine(tokens), tokens)
