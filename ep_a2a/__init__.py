@@ -1,4 +1,7 @@
-"""Expert-parallel all-to-all for MoE inference. Importing this costs nothing: every name is loaded on first use (PEP 562)."""
+"""Expert-parallel all-to-all for MoE inference.
+
+Importing this costs nothing: every name is loaded on first use (PEP 562).
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class EpDispatchCombineKernelType(enum.Enum):
     IntraNodeLL = 5
 
 
-class QuantType(str, enum.Enum):
+class QuantType(enum.StrEnum):
     """How tokens are quantised on the wire, by MORI's and our names."""
 
     NONE = "none"
@@ -54,7 +54,7 @@ DISPATCH_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_PER_TOKEN, QuantType.FP8_P
 COMBINE_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_DIRECT_CAST, QuantType.FP8_BLOCKWISE)
 
 
-class Layout(str, enum.Enum):
+class Layout(enum.StrEnum):
     """How received rows are arranged.
 
     COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
@@ -65,7 +65,7 @@ class Layout(str, enum.Enum):
     RANK_MAJOR = "rank_major"
 
 
-class ScaleFormat(str, enum.Enum):
+class ScaleFormat(enum.StrEnum):
     """Format of the scales that a fused fp8 cast writes: float32, or the exponent byte of a power of two (UE8M0)."""
 
     FLOAT32 = "float32"
@@ -86,7 +86,7 @@ class EpDispatchCombineConfig:
     """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.
 
     W = world_size, M = max_num_inp_token_per_rank, K = num_experts_per_token, E = num_experts_per_rank.
-    All fields except `rank` and `num_experts_per_rank` must be equal on all ranks; ranks compare them when an op is built.
+    All fields but `rank` and `num_experts_per_rank` must be equal on all ranks; ranks compare them when an op is built.
 
     Attributes:
         data_type: dtype of the tokens given to dispatch (before a fused cast).
@@ -165,9 +165,7 @@ class EpDispatchCombineConfig:
             bounded = 0 < self.timeout_secs < float("inf")
             _require(bounded, "timeout_secs to be positive and finite", str(self.timeout_secs))
         if self.max_total_recv_tokens:
-            _require(
-                self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout)
-            )
+            _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
 
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
@@ -188,7 +186,7 @@ class EpDispatchCombineConfig:
 
     def _check_dtypes(self) -> None:
         _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
-        _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype one of {COMBINE_DTYPES}", str(self.combine_dtype))
+        _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
         widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
         if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
             _require(
@@ -343,7 +341,7 @@ _MINIMUM = {
 
 
 def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
-    """Experts that `rank` owns under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
+    """Experts of `rank` under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
     return num_experts // world_size + (rank < num_experts % world_size)
 
 

@@ -1,13 +1,15 @@
-"""Every environment variable this package reads, with its type, default and meaning; nothing else reads the environment."""
+"""Every environment variable this package reads, with type, default and meaning; no other module reads any."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ep_a2a.errors import EnvironmentVariableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose: one class per cause, each with what was expected, what came, and a remedy."""
+"""Every error this package raises on purpose: one class per cause, with what was expected, what came, and a remedy."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class AlternationError(StateError):
     """dispatch and combine of one op did not alternate."""
 
     remedy = (
-        "Call combine once after each dispatch of the same op; micro-batches need one op each: get_handle(kwargs, index)."
+        "Call combine once after each dispatch of an op; micro-batches need one op each: get_handle(kwargs, index)."
     )
 
 
@@ -138,9 +138,7 @@ class RankTimeoutError(EpA2AError, TimeoutError):
 
     remedy = "Look at the named ranks' logs; if they are only slow, raise timeout_secs (EP_A2A_TIMEOUT_SECS)."
 
-    def __init__(
-        self, expected: str, got: str, remedy: str | None = None, missing_ranks: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, expected: str, got: str, remedy: str | None = None, missing_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(expected, got, remedy)
         self.missing_ranks = missing_ranks
 

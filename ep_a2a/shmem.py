@@ -31,7 +31,7 @@ def shmem_torch_process_group_init(group_name: str, device: torch.device | str |
     if _arena is not None and not _arena.closed:
         raise StateError("no symmetric world yet", "one that is in use", "Call shmem_finalize() first.")
     try:
-        group = distributed_c10d._resolve_process_group(group_name)
+        group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
     except RuntimeError as error:
         raise UnknownNameError(
             f"a process group registered as {group_name!r}", str(error),

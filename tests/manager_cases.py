@@ -17,6 +17,7 @@ from ep_a2a.errors import (
     RankTimeoutError,
     ShapeError,
     TooManyTokensError,
+    UnsupportedError,
 )
 from ep_a2a.managers.collective import CollectiveAll2AllManager
 from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
@@ -95,7 +96,7 @@ def check_combine(context: RankContext, manager: Any, counts: tuple[int, ...], d
 
 
 def other_forms(context: RankContext, name: str) -> None:
-    """Router logits, AITER's two-tensor form, no extra tensors, combine_into_output, tensors that are not contiguous."""
+    """Router logits, AITER's two-tensor form, no extra tensors, combine_into_output, non-contiguous tensors."""
     manager = create(name, context)
     counts = (3, 0, 2, 4)
     parts = list(all_inputs(context, counts, torch.float32))
@@ -198,6 +199,16 @@ def in_a_group_without_rank_0(context: RankContext, name: str) -> None:
         dist.destroy_process_group(group)
 
 
+def over_a_group_with_gloo_only(context: RankContext, name: str) -> None:
+    """As vLLM's cpu_group is: CUDA tensors need a communicator that the manager makes."""
+    group = dist.new_group(backend="gloo")
+    inner = RankContext(context.rank, context.world_size, context.device, group)
+    exchange_tokens(inner, name, torch.float32)
+    # a second manager of the same group makes its own
+    exchange_tokens(inner, name, torch.bfloat16)
+    dist.destroy_process_group(group)
+
+
 def ranks_that_disagree(context: RankContext, name: str) -> None:
     """What differs between ranks is an error on all of them, and the next step works."""
     manager = create(name, context)
@@ -248,6 +259,16 @@ def wrong_use(context: RankContext, name: str) -> None:
     to_rank_0 = torch.zeros_like(ids)
     with pytest.raises(CapacityError, match=f"at most {cap} received rows.*on rank 0"):
         small.dispatch(tokens, weights, None, to_rank_0)
+    manager.destroy()
+
+
+def capture_is_refused(context: RankContext, name: str) -> None:
+    """Token counts would be frozen in a CUDA graph, so it must not get one."""
+    manager = create(name, context)
+    tokens = torch.zeros(2, 16, device=context.device)
+    stream = torch.cuda.Stream(context.device)
+    with pytest.raises(UnsupportedError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        manager.dispatch(tokens, tokens)
     manager.destroy()
 
 

@@ -127,11 +127,13 @@ def same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     got = got.cpu().contiguous()
     expected = expected.contiguous()
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        raise AssertionError(f"{what}: {got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}")
+        kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (got, expected)]
+        raise AssertionError(f"{what}: {kinds[0]} instead of {kinds[1]}")
     if got.numel() and not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
         different = (got.view(torch.uint8) != expected.view(torch.uint8)).flatten(1).any(1).nonzero().flatten()
-        raise AssertionError(f"{what}: rows {different[:8].tolist()} of {got.shape[0]} differ; first: {got[different[0]]} "
-                             f"instead of {expected[different[0]]}")  # fmt: skip
+        first = int(different[0])
+        rows = f"rows {different[:8].tolist()} of {got.shape[0]} differ"
+        raise AssertionError(f"{what}: {rows}; first: {got[first]} instead of {expected[first]}")
 
 
 def check_dispatched(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], expected: DispatchReference) -> None:
@@ -222,7 +224,9 @@ def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.dev
     step.combine()
 
 
-def make_op(context: RankContext, case: Case, arena: Arena, index: int | None = None, **changes: Any) -> EpDispatchCombineOp:
+def make_op(
+    context: RankContext, case: Case, arena: Arena, index: int | None = None, **changes: Any
+) -> EpDispatchCombineOp:
     return EpDispatchCombineOp(case.config(context.rank, **changes), arena=arena, index=index)
 
 

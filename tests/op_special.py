@@ -19,7 +19,6 @@ from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, r
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.kernels.op import EpDispatchCombineOp
     from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS = 3.0
@@ -35,8 +34,9 @@ def raised(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) 
     try:
         work()
     except kind as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is not in: {error}"
+        absent = [word for word in words if word not in str(error)]
+        if absent:
+            raise AssertionError(f"{absent} not in: {error}") from error
         return error
     raise AssertionError(f"no {kind.__name__}")
 
@@ -76,13 +76,14 @@ def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
     """Ops of one index share their large blocks; an op of the same config gets the same addresses again."""
     with Arena(context.group, context.device) as arena:
         first = make_op(context, case, arena, index=0)
-        smaller = make_op(context, replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2), arena, index=0)
+        small_case = replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2)
+        smaller = make_op(context, small_case, arena, index=0)
         tokens, result = Region.TOKENS, Region.RESULT
         assert first._memory.view(tokens).data_ptr() == smaller._memory.view(tokens).data_ptr()
         assert first._memory.view(result).data_ptr() == smaller._memory.view(result).data_ptr()
         for number in range(3):
             run_step(case, first, number, context.device)
-            run_step(replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2), smaller, number, context.device)
+            run_step(small_case, smaller, number, context.device)
         table, num_bytes = first._memory.table.clone(), arena.num_bytes
         del first
         gc.collect()
@@ -278,8 +279,8 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         changes: dict[str, Any] = {"hidden_dim": case.hidden_dim * 2} if context.rank == 1 else {}
         raised(errors.ConfigMismatchError, lambda: make_op(context, case, arena, **changes), "hidden_dim", "[1]")
-        raised(errors.ConfigError, lambda: make_op(context, case, arena, rank=(context.rank + 1) % case.world_size,
-                                                   num_experts_per_rank=case.num_experts // case.world_size))  # fmt: skip
+        other_rank = {"rank": (context.rank + 1) % case.world_size}
+        raised(errors.ConfigError, lambda: make_op(context, case, arena, **other_rank))
         raised(errors.UnsupportedError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise"))
         run_step(case, make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0

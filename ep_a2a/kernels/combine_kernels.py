@@ -116,9 +116,7 @@ def pull_row(
 
 
 @portable
-def pull_weights(
-    table, routes, token, rank, WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr
-):
+def pull_weights(table, routes, token, rank, WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr):
     """Adds a token's weight rows over the ranks it went to."""
     slots = tl.arange(0, TOPK_LANES)
     total = tl.full((TOPK_LANES,), 0.0, tl.float32)
@@ -133,7 +131,7 @@ def pull_weights(
 @portable
 def note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr,
                          TOPK_LANES: tl.constexpr):  # fmt: skip
-    """Records it for the host when a token's ids are not those that dispatch sent. The result does not depend on them."""
+    """Tells the host when a token's ids are not those that dispatch sent. The result does not depend on them."""
     slots = tl.arange(0, TOPK_LANES)
     where = tl.cast(token, tl.int64) * TOPK + slots
     sent = tl.load(address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32) + where, mask=slots < TOPK, other=0)

@@ -24,7 +24,6 @@ from ep_a2a.kernels.primitives import (
     post_all,
     reduce_max,
     reduce_sum,
-    running_sum,
     wait_all,
 )
 from ep_a2a.kernels.routing_kernels import count_rows, record_routes
@@ -334,7 +333,8 @@ def count_local_experts_kernel(
         for offset in range(0, count, BLOCK_ROWS):
             rows = offset + tl.arange(0, BLOCK_ROWS)
             mask = (rows < count)[:, None] & (slots < TOPK)[None, :]
-            values = tl.load(ids + tl.cast(start + rows, tl.int64)[:, None] * TOPK + slots[None, :], mask=mask, other=-1)
+            where = tl.cast(start + rows, tl.int64)[:, None] * TOPK + slots[None, :]
+            values = tl.load(ids + where, mask=mask, other=-1)
             found += (values == expert).to(tl.int32)
         start += count
     tl.store(counts_out + tl.program_id(0), reduce_sum(reduce_sum(found, 1), 0))

@@ -82,9 +82,7 @@ class IntraNodeKernels:
 
     def dispatch(self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1) -> None:
         """Launches one dispatch."""
-        launch = choose_launch(
-            self.config, Phase.DISPATCH, args.num_tokens, self.num_sms, block_num, warp_per_block
-        )
+        launch = choose_launch(self.config, Phase.DISPATCH, args.num_tokens, self.num_sms, block_num, warp_per_block)
         self._run(dispatch_kernel, launch, *self._dispatch_call(args))
 
     def combine(self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1) -> None:
@@ -138,8 +136,10 @@ class IntraNodeKernels:
         for weights in (None, floats):
             for staged in (None, rows):
                 if staged is not None or weights is not None:
-                    yield stage_kernel, Phase.STAGE, *self._stage_call(
-                        CombineArguments(staged, weights, None, rows, 0, 1)
+                    yield (
+                        stage_kernel,
+                        Phase.STAGE,
+                        *self._stage_call(CombineArguments(staged, weights, None, rows, 0, 1)),
                     )
             for ids in (None, word):
                 combine = CombineArguments(None, weights, ids, rows, 0, 1)
@@ -161,7 +161,8 @@ class IntraNodeKernels:
         values = (
             x, scales, args.ids if args.weights is None else args.weights, args.ids, self.table,
             args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
-            config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank, config.rank,
+            config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
+            config.rank,
         )  # fmt: skip
         scale_width = scale_bytes // WORD_BYTES if scale_words else scale_bytes
         constants = {
@@ -208,9 +209,7 @@ class IntraNodeKernels:
         }  # fmt: skip
         return values, constants
 
-    def _run(
-        self, kernel: PortableFunction, launch: Launch, args: tuple[Any, ...], constants: dict[str, Any]
-    ) -> None:
+    def _run(self, kernel: PortableFunction, launch: Launch, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         if self.device.type == "cpu":
             kernel.interpret((launch.num_programs,), *args, **constants)
         else:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
 
-DispatchResult = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor
-]
+DispatchResult = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 class EpDispatchCombineOp:
@@ -43,7 +41,9 @@ class EpDispatchCombineOp:
         UnsupportedError: the kernel type is not available.
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None) -> None:
+    def __init__(
+        self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None
+    ) -> None:
         if arena is None:
             from ep_a2a.shmem import default_arena
 
@@ -301,7 +301,7 @@ class EpDispatchCombineOp:
         self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout))
 
     def close(self) -> None:
-        """Ends the use of the op; local and idempotent. Its memory stays with the arena, for the next op of its kind."""
+        """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
         if not self._closed:
             self._closed = True
             self._memory.memory.slot.leave(self)
@@ -354,4 +354,3 @@ def _check_config(config: EpDispatchCombineConfig, arena: Arena) -> None:
 def _first_expert(config: EpDispatchCombineConfig) -> int:
     small, num_large = divmod(config.total_experts, config.world_size)
     return config.rank * small + min(config.rank, num_large)
-

@@ -73,7 +73,9 @@ class BoundMemory:
                     return field, tensor
         raise KeyError(region)
 
-    def view(self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def view(
+        self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A tensor over this rank's region, from its start; by default all of it in the layout's dtype and shape."""
         field, tensor = self._find(region)
         shape = field.shape if shape is None else shape

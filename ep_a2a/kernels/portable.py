@@ -29,9 +29,11 @@ class _InPlaceExecutor(GridExecutor):
 
 
 class PortableFunction(JITFunction):
-    """A Triton function that can be compiled (`function[grid](...)`) or interpreted (`function.interpret(grid, ...)`)."""
+    """A Triton function to be compiled (`function[grid](...)`) or interpreted (`function.interpret(grid, ...)`)."""
 
-    def __init__(self, fn: Callable[..., Any], *, interpreted: Callable[..., Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *, interpreted: Callable[..., Any] | None = None, **options: Any
+    ) -> None:
         super().__init__(fn, **options)
         self._twin = interpreted
 

@@ -67,7 +67,8 @@ class DeviceGroups:
         group = dist.ProcessGroup(store, rank, world_size)
         backend = dist.ProcessGroupNCCL(store, rank, world_size, dist.ProcessGroupNCCL.Options())
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-        group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.NCCL, backend)
         self._own = group
         return group
 

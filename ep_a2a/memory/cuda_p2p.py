@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def allocate_cuda_peer(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Allocates a zeroed region of `num_bytes` on every rank's GPU, mapped by all. Collective; see allocate_symmetric."""
+    """Allocates a zeroed region of `num_bytes` on every rank's GPU, mapped by all; see allocate_symmetric."""
     if rendezvous.world_size == 1:
         local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return SymmetricMemory(local, (local.data_ptr(),), "CUDA memory of one rank", lambda: None)
@@ -130,7 +130,5 @@ def _open_ipc(runtime: Any, text: str) -> int:
     handle = runtime.cudaIpcMemHandle_t()
     handle.reserved = bytes.fromhex(text)
     return int(
-        _checked(
-            runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"
-        )
+        _checked(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle")
     )

@@ -1,4 +1,4 @@
-"""Symmetric memory on CPU: one POSIX shared-memory file per rank, mapped by all, its name gone once all have mapped it."""
+"""Symmetric memory on CPU: one shared-memory file per rank, mapped by all, its name gone once all have mapped it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Rendezvous:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout_secs = timeout_secs
-        self._store = dist.PrefixStore("ep_a2a", distributed_c10d._get_process_group_store(group))
+        self._store = distributed_c10d.PrefixStore("ep_a2a", distributed_c10d._get_process_group_store(group))
         self._sequence = int(self._store.add(f"generation/{self.rank}", 1)) << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:

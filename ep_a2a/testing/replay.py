@@ -1,4 +1,4 @@
-"""Capture and replay of an op's steps: a CUDA graph on GPUs; on CPU, the same launches again without the op's Python."""
+"""Capture and replay of an op's steps: a CUDA graph on GPUs; on CPU the same launches, without the op's Python."""
 
 from __future__ import annotations
 

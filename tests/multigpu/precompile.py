@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from tests.multigpu.cases import op_cases, special_cases
-from tests.op_cases import Case
+
+if TYPE_CHECKING:
+    from tests.op_cases import Case
 
 
 def compile_case(case: Case) -> None:

@@ -1,0 +1,57 @@
+"""The backends on torch.distributed, on GPUs over NCCL: the bodies of tests/multiprocess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.config import FP8_DTYPE
+from tests import manager_cases
+from tests.manager_cases import COLLECTIVE
+from tests.multigpu.cases import fitted
+from tests.op_cases import Case
+from tests.op_matrix import CASES
+
+both = pytest.mark.parametrize("name", COLLECTIVE)
+WORLD_SIZE = fitted(Case()).world_size
+OP_CASES = (
+    "compact-some_dropped", "rank_major-zipf", "zero-copy-compact", "max-num-tokens-rank-major", "pad-id", "cap",
+    "fp8-byte-scales", "fp8_per_1x128-ue8m0", "cast-fp32-compact", "no-weights", "nobody-has-tokens", "few-experts",
+)  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8_DTYPE], ids=str)
+def test_tokens(ranks: Any, dtype: torch.dtype, name: str) -> None:
+    ranks(manager_cases.exchange_tokens, WORLD_SIZE, name, dtype, device="cuda")
+
+
+@both
+@pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name) for name in OP_CASES])
+def test_op(ranks: Any, case: Case, name: str) -> None:
+    case = replace(case, world_size=WORLD_SIZE)
+    ranks(manager_cases.run_case_on, WORLD_SIZE, name, case, device="cuda")
+
+
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
+    case = Case(world_size=WORLD_SIZE, num_experts=12, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
+    ranks(manager_cases.switch_backend, WORLD_SIZE, case, device="cuda")
+
+
+BODIES = (
+    manager_cases.other_forms,
+    manager_cases.over_a_group_with_gloo_only,
+    manager_cases.ranks_that_disagree,
+    manager_cases.wrong_use,
+    manager_cases.capture_is_refused,
+)
+
+
+@both
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_body(ranks: Any, body: Any, name: str) -> None:
+    ranks(body, WORLD_SIZE, name, device="cuda")
