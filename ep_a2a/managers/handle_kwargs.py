@@ -107,9 +107,10 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
             f"none named {', '.join(missing)}",
             "Add what is missing.",
         )
-    for name in ("input_dtype", "quant_dtype"):
-        if not isinstance(kwargs[name], torch.dtype) and not (name == "quant_dtype" and kwargs[name] is None):
-            raise ConfigError(f"{name} to be a torch.dtype", repr(kwargs[name]))
+    for name in ("input_dtype", "quant_dtype", "combine_dtype"):
+        value = kwargs.get(name)
+        if not isinstance(value, torch.dtype) and (value is not None or name == "input_dtype"):
+            raise ConfigError(f"{name} to be a torch.dtype", repr(value))
 
 
 def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:

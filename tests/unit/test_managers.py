@@ -287,8 +287,14 @@ def test_missing_kwargs_are_named(name):
 
 
 def test_dtypes_must_be_dtypes():
-    with pytest.raises(ConfigError, match=r"input_dtype to be a torch\.dtype"):
-        config_from_handle_kwargs(handle_kwargs(input_dtype="bfloat16"), False)
+    for name in ("input_dtype", "quant_dtype", "combine_dtype"):
+        with pytest.raises(ConfigError, match=rf"{name} to be a torch\.dtype"):
+            config_from_handle_kwargs(handle_kwargs(**{name: "bfloat16"}), False)
+
+
+def test_a_wider_combine_dtype_sizes_the_buffers():
+    config = config_from_handle_kwargs(handle_kwargs(combine_dtype=torch.float32), False)
+    assert (config.max_token_type_size, config.combined_dtype) == (4, torch.float32)
 
 
 # --- managers, as the only rank ---
