@@ -12,7 +12,6 @@ from ep_a2a.config_file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ep_a2a.group_coordinator import GroupCoordinator
     from ep_a2a.managers.base import All2AllManagerBase
 
 
@@ -46,8 +45,8 @@ class DeviceCommunicator:
         self.all2all_backend = all2all_backend
         self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
-        self.dp_group: GroupCoordinator | None = None
-        self.tp_group: GroupCoordinator | None = None
+        self.dp_group: Any = None
+        self.tp_group: Any = None
         self._manager: All2AllManagerBase | None = None
         self._lock = threading.RLock()
         self._closed = False

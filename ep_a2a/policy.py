@@ -17,6 +17,9 @@ COMBINE_BLOCK_ELEMENTS = 1024
 COMBINE_PROGRAMS_PER_SM = 4
 """Programs of COMBINE_WARPS warps that fit on one multiprocessor together; all of them wait, so all must fit."""
 
+MAX_PROGRAMS = (1 << 15) - 1
+"""Programs that the arrival word of kernels/primitives.py can count."""
+
 
 class Phase(enum.Enum):
     """The launches of an op."""
@@ -75,4 +78,5 @@ def choose_launch(
         warps, reason = warp_per_block, "caller"
     # Every program may wait for other ranks, so the grid must fit on the device at once.
     most = min(most, sms * max(1, 16 // warps)) if warps > COMBINE_WARPS else most
+    most = min(most, MAX_PROGRAMS)
     return Launch(max(1, min(wanted, most)), 1 << (max(1, min(warps, 16)).bit_length() - 1), reason)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import NotInitializedError, StateError, UnknownNameError
+from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.arena import Arena
-from ep_a2a.memory.symmetric import SymmetricMemory, allocate_symmetric
+
+if TYPE_CHECKING:
+    from ep_a2a.memory.symmetric import SymmetricMemory
 
 _arena: Arena | None = None
 _allocations: dict[int, SymmetricMemory] = {}

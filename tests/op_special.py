@@ -8,18 +8,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ep_a2a import errors
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
+from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
-from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of, run_step, same_bits
+from tests.op_cases import (
+    Case,
+    Step,
+    check_dispatched,
+    make_inputs,
+    make_op,
+    reference_of,
+    run_case,
+    run_step,
+    same_bits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS = 3.0
 
@@ -312,6 +323,16 @@ def expert_counts(context: RankContext, case: Case) -> None:
             op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
 
 
+def group_without_rank_0(context: RankContext, case: Case) -> None:
+    """An op of all ranks but the first, whose store the first rank's process may host."""
+    group = dist.new_group(list(range(1, context.world_size)), backend="gloo")
+    if context.rank:
+        inner = RankContext(context.rank - 1, context.world_size - 1, context.device, group)
+        run_case(inner, replace(case, world_size=inner.world_size))
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
 def fixed_addresses(context: RankContext, case: Case) -> None:
     """Everything dispatch returns has one address for the life of the op."""
     with Arena(context.group, context.device) as arena:
@@ -337,5 +358,6 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "construction-mismatches": (construction_mismatches, Case()),
     "expert-counts": (expert_counts, Case(num_experts=10, topk=3)),
     "expert-counts-rank-major": (expert_counts, Case(layout="rank_major")),
+    "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),
     "fixed-addresses": (fixed_addresses, Case(tokens=((16,), (3,)))),
 }

@@ -184,6 +184,7 @@ def combine_kernel(
     else:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-    if arrive_last(table, rank, num_programs, WORLD_SIZE):
+    last, _ = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
+    if last:
         tl.store(state + COMBINE_EPOCH, epoch)
         tl.store(state + PHASE, IDLE)

@@ -48,6 +48,7 @@ LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 IDLE = tl.constexpr(0)
 DISPATCHED = tl.constexpr(1)
 PAD_ROWS = tl.constexpr(64)
+BLOCK_PAD_ROWS = tl.constexpr(16)
 
 
 @portable
@@ -57,15 +58,21 @@ def counts_of(table, rank, epoch, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """Tells every rank how many rows this rank sends to each rank, and what it believes all ranks agree on."""
+def post_counts(
+    table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COMPACT: tl.constexpr
+):
+    """Tells every rank how many rows this rank sends to each rank, and what it believes all ranks agree on.
+
+    Layout compact waits for the counts before it sends; otherwise they are ordered by the flags of the whole dispatch.
+    """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
     for peer in range(WORLD_SIZE):
         line = counts_of(table, peer, epoch, WORLD_SIZE) + rank * (WORLD_SIZE + 1)
         tl.store(line + lanes, counts, mask=present)
         tl.store(line + WORLD_SIZE, wire_word)
-    post_all(table, COUNT_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+    if COMPACT:
+        post_all(table, COUNT_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
 
 
 @portable
@@ -134,8 +141,19 @@ def send_row_data(
 
 
 @portable
+def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr):
+    """Gives `pad_id` to rows first ... num_rows - 1."""
+    slots = tl.arange(0, TOPK_LANES)
+    values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
+    for start in range(first, num_rows, PAD_ROWS):
+        rows = start + tl.arange(0, PAD_ROWS)
+        where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
+        tl.store(ids + where, values, mask=(rows < num_rows)[:, None] & (slots < TOPK)[None, :])
+
+
+@portable
 def pad_unused_rows(
-    table, rank, new_counts, stride, pad_id, row_limit,
+    table, epoch, rank, new_counts, stride, pad_id, num_region_rows,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
@@ -145,42 +163,66 @@ def pad_unused_rows(
     """
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     ids = address(table, INDICES, rank, WORLD_SIZE, tl.int32)
-    counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    old_stride = tl.load(state + LAST_STRIDE)
-    repad = tl.load(state + LAST_PAD_ID) != pad_id
-    slots = tl.arange(0, TOPK_LANES)
     lanes = tl.arange(0, WORLD_LANES)
-    new_total = tl.minimum(reduce_sum(new_counts, 0), row_limit)
-    num_blocks = tl.where(repad, 1, WORLD_SIZE)
-    old_start = tl.full((), 0, tl.int32)
-    for block in range(num_blocks):
-        count = tl.where(repad, row_limit, tl.load(counts + block))
-        start = tl.where(repad, 0, old_start if COMPACT else block * old_stride)
-        # with an unchanged stride the first rows of a block are rewritten by every step
-        kept = 0 if COMPACT else reduce_sum(tl.where(lanes == block, new_counts, 0), 0)
-        first = tl.where(repad | (old_stride != stride), 0, tl.minimum(kept, count))
-        if COMPACT:
-            first = tl.where(repad, 0, tl.minimum(tl.maximum(new_total - start, 0), count))
-        for offset in range(first, count, PAD_ROWS):
-            rows = start + offset + tl.arange(0, PAD_ROWS)
-            if COMPACT:
-                used = rows < new_total
-            else:
-                source = rows // stride
-                limit = tl.where(lanes[None, :] == source[:, None], new_counts[None, :], 0)
-                used = (rows % stride) < reduce_sum(limit, 1)
-            inside = (offset + tl.arange(0, PAD_ROWS) < count) & (rows < row_limit) & (used == 0)
-            where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
-            values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
-            tl.store(ids + where, values, mask=inside[:, None] & (slots < TOPK)[None, :])
-        old_start += count
+    old_counts = tl.load(
+        address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=lanes < WORLD_SIZE, other=0
+    )
+    old_stride = tl.load(state + LAST_STRIDE)
+    old_pad_id = tl.load(state + LAST_PAD_ID)
+    if COMPACT:
+        first, last = reduce_sum(new_counts, 0), reduce_sum(old_counts, 0)
+        if old_pad_id != pad_id:
+            last = num_region_rows + 0
+        pad_all_rows(ids, first, last, pad_id, TOPK, TOPK_LANES)
+    else:
+        if (old_pad_id != pad_id) | (old_stride != stride):
+            # rows lie elsewhere now: pad all that were used, but for the rows that this step has filled
+            for block in range(WORLD_SIZE):
+                pad_block_rows(
+                    table, ids, epoch, rank, block, old_counts, old_stride, old_pad_id != pad_id, stride, pad_id,
+                    num_region_rows, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES,
+                )  # fmt: skip
+        else:
+            # one block per source, all at once: steps of equal counts, the common case, have nothing to do
+            num_left = reduce_max(old_counts - new_counts, 0)
+            slots = tl.arange(0, TOPK_LANES)
+            for offset in range(0, num_left, BLOCK_PAD_ROWS):
+                index = new_counts[:, None] + offset + tl.arange(0, BLOCK_PAD_ROWS)[None, :]
+                rows = lanes[:, None] * stride + index
+                where = tl.cast(rows, tl.int64)[:, :, None] * TOPK + slots[None, None, :]
+                inside = (index < old_counts[:, None])[:, :, None] & (slots < TOPK)[None, None, :]
+                tl.store(
+                    ids + where, tl.full((WORLD_LANES, BLOCK_PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id, mask=inside
+                )
     tl.store(state + LAST_PAD_ID, pad_id)
     tl.store(state + LAST_STRIDE, stride)
 
 
 @portable
+def pad_block_rows(
+    table, ids, epoch, rank, block, old_counts, old_stride, all_rows, stride, pad_id, num_region_rows,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Pads one source's rows of the previous step, or a W-th of all rows, where this step has put no token."""
+    lanes, slots = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
+    share = num_region_rows // WORLD_SIZE
+    first = tl.where(all_rows, block * share, block * old_stride)
+    count = tl.where(all_rows, share, reduce_sum(tl.where(lanes == block, old_counts, 0), 0))
+    lines = counts_of(table, rank, epoch, WORLD_SIZE) + rank
+    for offset in range(0, count, PAD_ROWS):
+        index = offset + tl.arange(0, PAD_ROWS)
+        rows = first + index
+        source = rows // stride
+        filled = tl.load(lines + source * (WORLD_SIZE + 1), mask=source < WORLD_SIZE, other=0)
+        unused = (index < count) & (rows % stride >= filled)
+        where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
+        values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
+        tl.store(ids + where, values, mask=unused[:, None] & (slots < TOPK)[None, :])
+
+
+@portable
 def finish_dispatch(
-    table, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+    table, any_poisoned, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +230,11 @@ def finish_dispatch(
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
-    poison = poison_of(table, rank, WORLD_SIZE)
-    if poison == 0:
+    poison = tl.full((), 0, tl.int32)
+    if any_poisoned:
+        # a program left its rows unsent, so this step must not look complete to anyone
+        poison += poison_of(table, rank, WORLD_SIZE)
+    else:
         post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
     counts = tl.full((WORLD_LANES,), 0, tl.int32)
@@ -208,8 +253,9 @@ def finish_dispatch(
             fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
         else:
             pad_unused_rows(
-                table, rank, counts, stride, pad_id, num_region_rows, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT
-            )
+                table, epoch, rank, counts, stride, pad_id, num_region_rows,
+                TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+            )  # fmt: skip
             # every thread has read the previous counts before they are replaced
             tl.debug_barrier()
             tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, counts, mask=present)
@@ -269,7 +315,7 @@ def dispatch_kernel(
     if poison == 0:
         if program == 0:
             all_counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
-            post_counts(table, all_counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            post_counts(table, all_counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES, COMPACT)
         next_row = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
         if COMPACT:
             poison = wait_all(table, COUNT_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
@@ -306,9 +352,10 @@ def dispatch_kernel(
                     send_row_data(ids, table, INDICES, token, peer, row, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
                     positions = address(table, SOURCE_POSITIONS, peer, WORLD_SIZE, tl.int32)
                     tl.store(positions + row, first_position + token)
-    if arrive_last(table, rank, num_programs, WORLD_SIZE):
+    last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
+    if last:
         finish_dispatch(
-            table, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+            table, any_poisoned, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
             TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
         )  # fmt: skip
 

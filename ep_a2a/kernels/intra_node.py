@@ -75,10 +75,15 @@ class IntraNodeKernels:
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
         interpreted = device.type == "cpu"
-        self.num_sms = 0 if interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self._device_sms = 0 if interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_sms = self._device_sms
         self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
         self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
         self._compact = {"COMPACT": config.layout == Layout.COMPACT}
+
+    def limit_sms(self, max_sms: int) -> None:
+        """Bounds the multiprocessors of launches from now on; 0 = all."""
+        self.num_sms = min(self._device_sms, max_sms) if max_sms else self._device_sms
 
     def dispatch(self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1) -> None:
         """Launches one dispatch."""

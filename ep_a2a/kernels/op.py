@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType, Layout
-from ep_a2a.errors import AlternationError, ClosedError, ConfigError, ConfigMismatchError, EpA2AError, UnsupportedError
+from ep_a2a.errors import AlternationError, ClosedError, UnsupportedError
+from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure, wire_word
 from ep_a2a.kernels.inputs import check_combine, check_dispatch
 from ep_a2a.kernels.intra_node import CombineArguments, DispatchArguments, IntraNodeKernels
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
 
-DispatchResult = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
+MAX_CACHED_VIEWS = 1024
 
 
-class EpDispatchCombineOp:
+class EpDispatchCombineOp(DispatchCombineBase):
     """Dispatch and combine of one MoE layer's tokens among the ranks of a group.
 
     Construction is collective: all ranks build the op with an equal config at the same time. dispatch and combine
@@ -48,16 +49,21 @@ class EpDispatchCombineOp:
             from ep_a2a.shmem import default_arena
 
             arena = default_arena()
-        _check_config(config, arena)
-        self.config, self.arena = config, arena
+        if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+            raise UnsupportedError(
+                "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
+                "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
+            )  # fmt: skip
+        super().__init__(config, arena.device)
+        agree_on_config(config, arena.rendezvous)
+        self.arena = arena
         self.index = arena.unshared_index() if index is None else index
         self._memory = BoundMemory(config, arena, self.index)
         self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
         self._num_tokens: int | None = None
         self._max_num_tokens = config.max_num_inp_token_per_rank
         self._closed = False
-        self._last_stream: tuple[Any, bool] | None = None
-        self._views = functools.lru_cache(maxsize=64)(self._make_views)
+        self._view_cache: dict[tuple[Any, ...], DispatchResult] = {}
         self._meet("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
@@ -67,12 +73,12 @@ class EpDispatchCombineOp:
     def _meet(self, label: str, work: Any) -> None:
         """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
         self.arena.rendezvous.barrier(f"{label}: start")
-        error: EpA2AError | None = None
         try:
             work()
-        except EpA2AError as cause:
-            error = cause
-        self.arena.rendezvous.agree(label, error)
+        except Exception as error:
+            self.arena.rendezvous.agree(label, error)
+            raise
+        self.arena.rendezvous.agree(label, None)
 
     def dispatch(
         self,
@@ -114,7 +120,7 @@ class EpDispatchCombineOp:
         if self._num_tokens is not None:
             raise AlternationError("combine after dispatch", "dispatch again")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        check_dispatch(self.config, self.arena.device, input, weights, scales, indices, limit)
+        check_dispatch(self.config, self.device, input, weights, scales, indices, limit)
         self._memory.memory.slot.enter(self)
         self._order_streams()
         has_scales = self.config.casts_in_dispatch or bool(scales is not None and self.config.num_scales)
@@ -175,7 +181,7 @@ class EpDispatchCombineOp:
         rows = input.flatten(0, -2) if isinstance(input, torch.Tensor) and input.dim() == 3 else input
         zero_copy = isinstance(rows, torch.Tensor) and rows.data_ptr() == self._combine_buffer.data_ptr()
         num_rows = self.num_rows(self._max_num_tokens)
-        device = self.arena.device
+        device = self.device
         if weights is not None and weights.dim() == 3:
             weights = weights.flatten(0, -2)
         check_combine(self.config, device, rows, weights, indices, num_rows, self._num_tokens, zero_copy)
@@ -194,9 +200,16 @@ class EpDispatchCombineOp:
         self._memory.memory.slot.leave(self)
         return result, None if weights is None else self._memory.view(Region.RESULT_WEIGHTS)
 
-    def num_rows(self, max_num_tokens: int) -> int:
-        """R, rows that dispatch returns for a step's max_num_tokens."""
-        return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
+    def _views(
+        self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
+    ) -> DispatchResult:
+        """What dispatch returns, made once for each shape: every call costs host time otherwise."""
+        key = (max_num_tokens, has_weights, has_scales, scale_dtype)
+        if key not in self._view_cache:
+            if len(self._view_cache) >= MAX_CACHED_VIEWS:
+                self._view_cache.clear()
+            self._view_cache[key] = self._make_views(*key)
+        return self._view_cache[key]
 
     def _make_views(
         self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
@@ -231,10 +244,7 @@ class EpDispatchCombineOp:
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """The rows that peers read in combine, [R at max_num_tokens = M, H]; experts that write there save a copy."""
-        if dtype != self.config.combined_dtype or hidden_dim not in (-1, self.config.hidden_dim):
-            raise ConfigError(
-                f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
-            )
+        self._check_buffer_request(dtype, hidden_dim)
         return self._combine_buffer
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
@@ -246,26 +256,6 @@ class EpDispatchCombineOp:
         starts = [source * self._max_num_tokens for source in range(self.config.world_size)]
         return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])
 
-    def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
-        """(source rank, token) of a value of get_dispatch_src_token_pos."""
-        return divmod(flat, self.max_num_tokens_to_send())
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """M."""
-        return self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """W * M."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Rows kept per source, on average."""
-        return self.config.max_num_recv_tokens_per_rank
-
-    def max_num_tokens_to_recv(self) -> int:
-        """R at max_num_tokens = M."""
-        return self.config.max_num_recv_tokens
-
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
@@ -276,6 +266,10 @@ class EpDispatchCombineOp:
     def _launch(self, phase: Phase, block_num: int = -1, warp_per_block: int = -1) -> Launch:
         tokens = self.config.max_num_inp_token_per_rank
         return choose_launch(self.config, phase, tokens, self._kernels.num_sms, block_num, warp_per_block)
+
+    def set_max_sms(self, max_sms: int) -> None:
+        """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
+        self._kernels.limit_sms(max_sms)
 
     def check(self) -> None:
         """Raises what the kernels have recorded; does not wait for kernels that still run.
@@ -294,8 +288,8 @@ class EpDispatchCombineOp:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self.arena.device.type == "cuda":
-            torch.cuda.synchronize(self.arena.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._num_tokens = None
         self._memory.memory.slot.leave(self)
         self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout))
@@ -305,50 +299,6 @@ class EpDispatchCombineOp:
         if not self._closed:
             self._closed = True
             self._memory.memory.slot.leave(self)
-
-    def __enter__(self) -> EpDispatchCombineOp:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _order_streams(self) -> None:
-        """Puts this call behind the op's previous one when that ran on another stream."""
-        if self.arena.device.type != "cuda":
-            return
-        stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
-        if self._last_stream is not None:
-            last, last_capturing = self._last_stream
-            # a capture begins with a device synchronisation and cannot wait for streams outside of it
-            if last != stream and capturing == last_capturing:
-                stream.wait_stream(last)
-        self._last_stream = (stream, capturing)
-
-
-def _check_config(config: EpDispatchCombineConfig, arena: Arena) -> None:
-    rendezvous = arena.rendezvous
-    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
-        raise UnsupportedError(
-            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
-            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
-        )  # fmt: skip
-    if config.combine_quant.value != "none":
-        raise UnsupportedError(
-            "a quant_type that acts on dispatch", f"{config.quant_type!r}: this version combines unquantised",
-            "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
-        )  # fmt: skip
-    if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
-        raise ConfigError(
-            f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",
-            f"rank {config.rank} of {config.world_size}",
-        )
-    everyone = rendezvous.exchange("op configuration", config.shared_fields())
-    for name in everyone[0]:
-        values = [fields.get(name, "absent") for fields in everyone]
-        if len(set(values)) > 1:
-            by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
-            got = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-            raise ConfigMismatchError(f"the same {name} on all ranks", got)
 
 
 def _first_expert(config: EpDispatchCombineConfig) -> int:

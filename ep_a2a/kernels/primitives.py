@@ -37,6 +37,9 @@ FOREIGN_INDICES = tl.constexpr(5)
 # The poison word is code << 16 | accused rank; this rank number accuses nobody.
 NOBODY = tl.constexpr(0xFFFF)
 
+# One arrival, and one poisoned arrival in the upper half of the word.
+POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
+
 # Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
 POLLS_PER_CLOCK = tl.constexpr(32)
 
@@ -108,18 +111,23 @@ def poison_of(table, rank, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def arrive_last(table, rank, num_programs, WORLD_SIZE: tl.constexpr):
-    """True in the program that arrives last; it then sees the memory operations of all programs of the launch.
+def arrive_last(table, rank, num_programs, poison, WORLD_SIZE: tl.constexpr):
+    """(True in the program that arrives last, whether any program arrived poisoned).
 
-    The barrier orders every thread of a program before the thread that arrives for it. The counter is back at zero
-    when the launch ends.
+    The last program sees the memory operations of all programs of the launch. The barrier orders every thread of a
+    program before the thread that arrives for it. Poisoned arrivals also count in the upper half of the word, so that
+    the last program knows of programs that left their part undone. The word is back at zero when the launch ends.
     """
     counter = address(table, STATE, rank, WORLD_SIZE, tl.int32) + ARRIVED
+    mine = tl.where(poison == 0, 1, POISONED_ARRIVAL)
     tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == num_programs - 1
+    before = tl.full((), 0, tl.int32)
+    if num_programs > 1:
+        before += tl.atomic_add(counter, mine, sem="acq_rel", scope="sys")
+    last = (before & 0xFFFF) == num_programs - 1
     if last:
         tl.store(counter, 0)
-    return last
+    return last, (before + mine) >= POISONED_ARRIVAL
 
 
 @portable

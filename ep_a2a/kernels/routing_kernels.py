@@ -5,6 +5,8 @@ import triton.language as tl
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_sum, running_sum
 
+LARGE_TILE = tl.constexpr(8)
+
 
 @portable
 def owner_of(experts, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
@@ -44,11 +46,19 @@ def count_rows(
     ids, first, last, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """[WORLD_LANES]: how many of tokens first ... last - 1 go to each rank."""
+    """[WORLD_LANES]: how many of tokens first ... last - 1 go to each rank.
+
+    Large tiles keep more loads in flight where there are many tokens; a small one finishes.
+    """
+    large: tl.constexpr = TOKENS * LARGE_TILE
+    tiled = last - (last - first) % large
+    large_sums = tl.full((large, WORLD_LANES), 0, tl.int32)
+    for start in range(first, tiled, large):
+        large_sums += destinations(ids, start, tiled, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, large)
     sums = tl.full((TOKENS, WORLD_LANES), 0, tl.int32)
-    for start in range(first, last, TOKENS):
+    for start in range(tiled, last, TOKENS):
         sums += destinations(ids, start, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
-    return reduce_sum(sums, 0)
+    return reduce_sum(large_sums, 0) + reduce_sum(sums, 0)
 
 
 @portable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +13,10 @@ from ep_a2a.errors import (
     AlternationError,
     CapacityError,
     ClosedError,
-    ConfigError,
     ConfigMismatchError,
     ForeignIndicesError,
-    UnsupportedError,
 )
+from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import describe_wire_word, wire_word
 from ep_a2a.kernels.inputs import check_combine, check_dispatch
 from ep_a2a.managers.op_buffers import OpBuffers
@@ -27,8 +26,6 @@ from ep_a2a.routing import destination_mask, expert_ranges
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.row_exchange import RowExchange
-
-DispatchResult = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class _Step:
     slots: torch.Tensor
 
 
-class CollectiveDispatchCombineOp:
+class CollectiveDispatchCombineOp(DispatchCombineBase):
     """EpDispatchCombineOp's interface and contract on a RowExchange instead of kernels.
 
     Received rows, ids, weights, scales and positions are bit for bit those of EpDispatchCombineOp. Combine adds in
@@ -70,13 +67,12 @@ class CollectiveDispatchCombineOp:
     """
 
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
-        _check_config(config, exchange)
-        self.config, self.device = config, device
+        super().__init__(config, device)
+        agree_on_config(config, exchange.groups.rendezvous)
         self._exchange = exchange
         self._buffers = OpBuffers(config, device)
         self._step: _Step | None = None
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
-        self._last_stream: Any = None
         self._closed = False
 
     def dispatch(
@@ -238,10 +234,6 @@ class CollectiveDispatchCombineOp:
         by_token.index_copy_(0, step.received, rows[step.slots])
         return self._exchange.sum_rows(by_token, step.counts)
 
-    def num_rows(self, max_num_tokens: int) -> int:
-        """R, rows that dispatch returns for a step's max_num_tokens."""
-        return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
-
     @property
     def recv_counts(self) -> torch.Tensor:
         """Rows received from each source in the last dispatch, int32 [W], fixed address."""
@@ -254,35 +246,12 @@ class CollectiveDispatchCombineOp:
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Rows [R at max_num_tokens = M, H] that combine takes; here they are copied like any other."""
-        if dtype != self.config.combined_dtype or hidden_dim not in (-1, self.config.hidden_dim):
-            raise ConfigError(
-                f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
-            )
+        self._check_buffer_request(dtype, hidden_dim)
         return self._buffers.combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token."""
         return self._positions
-
-    def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
-        """(source rank, token) of a value of get_dispatch_src_token_pos."""
-        return divmod(flat, self.max_num_tokens_to_send())
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """M."""
-        return self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """W * M."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Rows kept per source, on average."""
-        return self.config.max_num_recv_tokens_per_rank
-
-    def max_num_tokens_to_recv(self) -> int:
-        """R at max_num_tokens = M."""
-        return self.config.max_num_recv_tokens
 
     def check(self) -> None:
         """Raises ClosedError after close; all other errors are raised by the call that meets them."""
@@ -297,38 +266,3 @@ class CollectiveDispatchCombineOp:
     def close(self) -> None:
         """Ends the use of the op; local and idempotent. Its tensors live as long as somebody holds them."""
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _order_streams(self) -> None:
-        """Puts this call behind the op's previous one when that ran on another stream."""
-        if self.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
-
-
-def _check_config(config: EpDispatchCombineConfig, exchange: RowExchange) -> None:
-    if config.combine_quant.value != "none":
-        raise UnsupportedError(
-            "a quant_type that acts on dispatch", f"{config.quant_type!r}: collective backends combine unquantised",
-            "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
-        )  # fmt: skip
-    if (config.rank, config.world_size) != (exchange.rank, exchange.world_size):
-        raise ConfigError(
-            f"rank {exchange.rank} of {exchange.world_size}, as in the group",
-            f"rank {config.rank} of {config.world_size}",
-        )
-    everyone = exchange.groups.rendezvous.exchange("op configuration", config.shared_fields())
-    for name in everyone[0]:
-        values = [fields.get(name, "absent") for fields in everyone]
-        if len(set(values)) > 1:
-            by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
-            got = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-            raise ConfigMismatchError(f"the same {name} on all ranks", got)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import AlternationError, ClosedError
+from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.symmetric import SymmetricMemory, allocate_symmetric
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
+from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
 
 DEFAULT_TIMEOUT_SECS = 300.0
 
@@ -62,7 +62,7 @@ class Rendezvous:
         """Returns when every rank has come."""
         self.exchange(label, None)
 
-    def agree(self, label: str, error: EpA2AError | None) -> None:
+    def agree(self, label: str, error: Exception | None) -> None:
         """Raises on every rank when any rank has an error: its own on the failing rank, that rank's text elsewhere."""
         texts = self.exchange(label, None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:

@@ -1,0 +1,108 @@
+"""What all ops of this package share, whatever moves their tokens: sizes, order of streams, agreement of the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from ep_a2a.errors import ConfigError, ConfigMismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+DispatchResult = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+class DispatchCombineBase:
+    """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
+
+    Args:
+        config: shapes and choices.
+        device: where the op's tensors live.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self._last_stream: tuple[Any, bool] | None = None
+
+    def num_rows(self, max_num_tokens: int) -> int:
+        """R, rows that dispatch returns for a step's max_num_tokens."""
+        return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
+
+    def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
+        """(source rank, token) of a value of get_dispatch_src_token_pos."""
+        return divmod(flat, self.max_num_tokens_to_send())
+
+    def max_num_tokens_to_send_per_rank(self) -> int:
+        """M."""
+        return self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_send(self) -> int:
+        """W * M."""
+        return self.config.world_size * self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_recv_per_rank(self) -> int:
+        """Rows kept per source, on average."""
+        return self.config.max_num_recv_tokens_per_rank
+
+    def max_num_tokens_to_recv(self) -> int:
+        """R at max_num_tokens = M."""
+        return self.config.max_num_recv_tokens
+
+    def close(self) -> None:
+        """Ends the use of the op; local and idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_buffer_request(self, dtype: torch.dtype, hidden_dim: int) -> None:
+        if dtype != self.config.combined_dtype or hidden_dim not in (-1, self.config.hidden_dim):
+            raise ConfigError(
+                f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
+            )
+
+    def _order_streams(self) -> None:
+        """Puts this call behind the op's previous one when that ran on another stream."""
+        if self.device.type != "cuda":
+            return
+        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
+        if self._last_stream is not None:
+            last, last_capturing = self._last_stream
+            # a capture begins with a device synchronisation and cannot wait for streams outside of it
+            if last != stream and capturing == last_capturing:
+                stream.wait_stream(last)
+        self._last_stream = (stream, capturing)
+
+
+def agree_on_config(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> None:
+    """Returns when all ranks of the group have come with configs that fit together. Collective.
+
+    Raises:
+        UnsupportedError: combine is to be quantised.
+        ConfigError: rank or world size is not the group's.
+        ConfigMismatchError: a field that must be equal on all ranks is not; the error names it and the ranks.
+        RankTimeoutError: ranks did not come.
+    """
+    if config.combine_quant.value != "none":
+        raise UnsupportedError(
+            "a quant_type that acts on dispatch", f"{config.quant_type!r}: this version combines unquantised",
+            "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
+        )  # fmt: skip
+    if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
+        raise ConfigError(
+            f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",
+            f"rank {config.rank} of {config.world_size}",
+        )
+    everyone = rendezvous.exchange("op configuration", config.shared_fields())
+    for name in everyone[0]:
+        values = [fields.get(name, "absent") for fields in everyone]
+        if len(set(values)) > 1:
+            by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            got = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            raise ConfigMismatchError(f"the same {name} on all ranks", got)
