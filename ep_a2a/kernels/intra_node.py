@@ -10,8 +10,9 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
 from ep_a2a.kernels.combine_kernels import combine_kernel, stage_kernel
-from ep_a2a.kernels.dispatch_kernels import count_local_experts_kernel, dispatch_kernel
+from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.layout import padded
+from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.policy import COMBINE_BLOCK_ELEMENTS, COMBINE_WARPS, Launch, Phase, choose_launch
 
 if TYPE_CHECKING:

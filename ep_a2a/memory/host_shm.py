@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "ep_a2a_"
-STALE_AFTER_SECS = 3600.0
-"""Far beyond any rendezvous: a file this old belongs to a process that died between creating and unlinking it."""
+PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
@@ -30,7 +28,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
     The memory lives until the last tensor made of it is gone, so a forgotten tensor cannot crash the process.
     """
     remove_stale_files()
-    path = SHM_DIRECTORY / f"{NAME_PREFIX}{secrets.token_hex(16)}"
+    path = SHM_DIRECTORY / f"{NAME_PREFIX}{_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
     error: EpA2AError | None = None
     maps: list[torch.Tensor] = []
     try:
@@ -57,13 +55,19 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
 
 
 def remove_stale_files() -> None:
-    """Removes files that a process of this user left by dying in the moment between creating and unlinking them."""
-    oldest = time.time() - STALE_AFTER_SECS
-    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            if status.st_uid == os.getuid() and status.st_mtime < oldest:
+    """Removes files whose process died in the moment between creating and unlinking them.
+
+    Process numbers mean something only inside their namespace, so files of other containers are left alone.
+    """
+    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{_namespace()}_*_*"):
+        pid = path.name.split("_")[-2]
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if not Path("/proc", pid).exists():
                 path.unlink()
+
+
+def _namespace() -> int:
+    return PID_NAMESPACE.stat().st_ino
 
 
 def _create(path: Path, num_bytes: int) -> None:

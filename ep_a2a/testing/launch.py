@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 
 if TYPE_CHECKING:
@@ -204,6 +205,8 @@ class RankPool:
             worker.process.close()
             worker.pipe.close()
         self._workers = []
+        # killed ranks cannot remove what they were about to share
+        remove_stale_files()
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None

@@ -1,0 +1,11 @@
+"""The command line `ep-a2a`: each command is one module of this package, listed in app.COMMANDS."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Runs the command line; see ep_a2a.cli.app."""
+    # Processes that a command starts import this package too and need nothing of the application.
+    from ep_a2a.cli.app import run
+
+    run()

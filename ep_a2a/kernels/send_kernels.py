@@ -1,0 +1,99 @@
+"""Device helpers that write one token's row and what belongs to it into the memory of the ranks it goes to."""
+
+import triton.language as tl
+
+from ep_a2a.kernels.cast_kernels import quantize_tile
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address
+
+TOKENS = tl.constexpr(Region.TOKENS.value)
+SCALES = tl.constexpr(Region.SCALES.value)
+
+
+@portable
+def rows_of(routes, token, rank, WORLD_SIZE: tl.constexpr):
+    """A token's row at every rank, -1 for none, as a tuple that begins with this rank.
+
+    Beginning elsewhere on each rank spreads the load over the links; a tuple lets all loads be in flight together.
+    """
+    rows = ()
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        rows = rows + (tl.load(routes + tl.cast(token, tl.int64) * WORLD_SIZE + peer),)
+    return rows
+
+
+@portable
+def targets_of(
+    table, region: tl.constexpr, rows, rank, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Where those rows of a region with WIDTH elements per row begin, in the same order."""
+    targets = ()
+    # the hint must be given here: on the result of a call it would be lost
+    aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 1
+    for step in tl.static_range(WORLD_SIZE):
+        base = address(table, region, (rank + step) % WORLD_SIZE, WORLD_SIZE, DTYPE)
+        targets = targets + (tl.multiple_of(base + tl.cast(rows[step], tl.int64) * WIDTH, aligned),)
+    return targets
+
+
+@portable
+def store_at_all(targets, rows, offsets, values, mask, WORLD_SIZE: tl.constexpr):
+    """Writes values to every rank that the token goes to."""
+    for step in tl.static_range(WORLD_SIZE):
+        if rows[step] >= 0:
+            tl.store(targets[step] + offsets, values, mask=mask)
+
+
+@portable
+def send_line(
+    source, table, region: tl.constexpr, token, rows, rank,
+    WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sends a token's short line of `source` [T, WIDTH]: its ids, weights or scales."""
+    lanes = tl.arange(0, LANES)
+    values = tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=lanes < WIDTH)
+    targets = targets_of(table, region, rows, rank, WIDTH, WORLD_SIZE, DTYPE)
+    store_at_all(targets, rows, lanes, values, lanes < WIDTH, WORLD_SIZE)
+
+
+@portable
+def send_payload(
+    x, table, token, rows, rank, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr
+):
+    """Sends a token's row as 4-byte words; each word is read once."""
+    targets = targets_of(table, TOKENS, rows, rank, ROW_WORDS, WORLD_SIZE, tl.int32)
+    source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
+    for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
+        words = first_word + tl.arange(0, BLOCK_WORDS)
+        data = tl.load(source + words, mask=words < ROW_WORDS)
+        for step in tl.static_range(WORLD_SIZE):
+            if rows[step] >= 0:
+                tl.store(targets[step] + words, data, mask=words < ROW_WORDS)
+
+
+@portable
+def send_quantized(
+    x, table, token, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
+):  # fmt: skip
+    """Casts a token's row to fp8 and sends bytes and scales."""
+    groups = tl.arange(0, GROUPS_LANES)
+    elements = tl.arange(0, GROUP_LANES)
+    num_groups: tl.constexpr = HIDDEN // GROUP
+    offsets = groups[:, None] * GROUP + elements[None, :]
+    mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
+    row_start = tl.multiple_of(x + tl.cast(token, tl.int64) * HIDDEN, 16)
+    values = tl.load(row_start + offsets, mask=mask, other=0.0)
+    targets = targets_of(table, TOKENS, rows, rank, HIDDEN, WORLD_SIZE, tl.uint8)
+    bits, scale_bits = quantize_tile(values.to(tl.float32), UE8M0)
+    for step in tl.static_range(WORLD_SIZE):
+        if rows[step] >= 0:
+            tl.store(targets[step] + offsets, bits, mask=mask)
+    if UE8M0:
+        scale_targets = targets_of(table, SCALES, rows, rank, num_groups, WORLD_SIZE, tl.uint8)
+        store_at_all(scale_targets, rows, groups, (scale_bits >> 23).to(tl.uint8), groups < num_groups, WORLD_SIZE)
+    else:
+        scale_targets = targets_of(table, SCALES, rows, rank, num_groups, WORLD_SIZE, tl.int32)
+        store_at_all(scale_targets, rows, groups, scale_bits, groups < num_groups, WORLD_SIZE)

@@ -1,0 +1,43 @@
+"""Runs this project's programs as a user does: in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM_TIMEOUT_SECS = 240
+EXAMPLES = ("mori_complete_example", "ep_group_example", "direct_api_example")
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with this checkout importable, without choices that would change the outcome."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EP_A2A_")}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": path, "COLUMNS": "120"}
+
+
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python *arguments` in the project's folder, with environment variables added."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment() | variables, capture_output=True, text=True,
+        timeout=PROGRAM_TIMEOUT_SECS, check=False,
+    )  # fmt: skip
+
+
+def run_cli(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`ep-a2a *arguments`."""
+    return run_python("-m", "ep_a2a.cli", *arguments, **variables)
+
+
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python examples/<name>.py *arguments`."""
+    return run_python(f"examples/{name}.py", *arguments)
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    """What a program printed, after checking that it ended well."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,202 @@
+"""`ep-a2a demo` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.programs import ROOT, environment, run_cli, run_python, succeeded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BACKENDS = ("ep_a2a", "naive", "allgather_reducescatter")
+QUANT_TYPES = ("none", "fp8_per_token", "fp8_per_1x128")
+SMALL = (
+    "demo",
+    "--device",
+    "cpu",
+    "--ranks",
+    "2",
+    "--tokens",
+    "12",
+    "--hidden",
+    "128",
+    "--experts",
+    "4",
+    "--topk",
+    "2",
+)
+TEXT = "The quick brown fox jumps over the lazy dog. It was not amused, [it said]."
+NUM_WORDS_AND_MARKS = 20
+
+# What a test cannot ask for on the command line: a rank that returns a wrong row.
+CORRUPT = """
+import sys
+from pathlib import Path
+from ep_a2a.cli.demo import execute
+from ep_a2a.cli.demo_model import read_text
+from ep_a2a.cli.demo_settings import DemoSettings
+
+if __name__ == "__main__":
+    settings = DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])
+    text = read_text(Path(sys.argv[1]), 12)
+    sys.exit(execute(settings, text, ranks_asked_for=2, as_json="--json" in sys.argv, corrupt_rank=1))
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return (*SMALL, "--text", str(path))
+
+
+def checked_json(*arguments: str) -> dict[str, Any]:
+    done = run_cli(*arguments, "--json")
+    report: dict[str, Any] = json.loads(succeeded(done))
+    assert report["matches"] is True
+    assert report["comparison"]["rows_as_routed"] is True
+    assert report["comparison"]["worst_share"] <= 1
+    assert done.stderr == ""
+    return report
+
+
+def test_as_in_the_readme() -> None:
+    printed = succeeded(run_cli("demo"))
+    for part in ("README", "from rank", "backend", "kernel", "without deduplication", "matches the dense MoE"):
+        assert part in printed
+
+
+@pytest.mark.parametrize("quant", QUANT_TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_and_cast(small: tuple[str, ...], backend: str, quant: str) -> None:
+    report = checked_json(*small, "--backend", backend, "--quant", quant)
+    assert (report["backend"], report["backend_reason"]) == (backend, "named by --backend")
+    assert report["tokens_per_rank"] == [4, 8]
+    assert report["tokens_available"] == NUM_WORDS_AND_MARKS
+    rows = report["rows"]
+    num_remote = rows[0][1] + rows[1][0]
+    scales = {"none": 0, "fp8_per_token": 4, "fp8_per_1x128": 4}[quant]
+    row_bytes = 128 * (2 if quant == "none" else 1) + scales + 2 * (4 + 4) + 4
+    assert report["wire_bytes"] == {
+        "dispatch": num_remote * row_bytes, "combine": num_remote * 256, "total": num_remote * (row_bytes + 256)
+    }  # fmt: skip
+    assert report["wire_bytes"]["combine"] <= report["wire_bytes_without_deduplication"]["combine"]
+    assert (report["wire_bytes_gathered"] is None) == (backend == "ep_a2a")
+    assert (report["comparison"]["max_change_by_cast"] > 0) == (quant != "none")
+    assert min(report["seconds"].values()) > 0
+
+
+def test_backends_send_the_same_rows(small: tuple[str, ...]) -> None:
+    uneven = ("--ranks", "3", "--experts", "7", "--topk", "3", "--tokens", "4")
+    assert len({str(checked_json(*small, *uneven, "--backend", backend)["rows"]) for backend in BACKENDS}) == 1
+
+
+def test_backend_from_the_environment(small: tuple[str, ...]) -> None:
+    printed = succeeded(run_cli(*small, EP_A2A_BACKEND="naive"))
+    assert "naive: named by EP_A2A_BACKEND" in printed
+    assert "naive brings every token to every rank" in printed
+
+
+def test_one_rank_with_few_words(small: tuple[str, ...]) -> None:
+    report = checked_json(*small, "--ranks", "1", "--tokens", "25")
+    assert report["tokens_per_rank"] == [25]
+    assert report["wire_bytes"]["total"] == 0
+
+
+def test_heat_map(small: tuple[str, ...], tmp_path: Path) -> None:
+    picture = tmp_path / "traffic.png"
+    assert str(picture) in succeeded(run_cli(*small, "--backend", "naive", "--plot", str(picture))).replace("\n", "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_virtual_nodes_need_kernels_that_are_not_there(small: tuple[str, ...]) -> None:
+    done = run_cli(*small, "--ranks", "3", "--gpus-per-node", "2")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "UnsupportedError" in done.stderr
+    assert "InterNodeV1" in done.stderr
+    assert "Traceback" not in done.stderr
+    report = checked_json(*small, "--ranks", "3", "--gpus-per-node", "2", "--backend", "allgather_reducescatter")
+    assert "virtual" in report["topology"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mismatch(tmp_path: Path, backend: str) -> None:
+    program = tmp_path / "corrupt.py"
+    program.write_text(CORRUPT)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    done = run_python(str(program), str(text), backend)
+    assert done.returncode == 1, done.stderr
+    assert "DOES NOT MATCH the dense MoE" in done.stdout
+    if backend == "ep_a2a":
+        done = run_python(str(program), str(text), backend, "--json")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["matches"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--backend", "navie"), ("UnknownNameError", "Did you mean 'naive'?")),
+        (("--topk", "5"), ("TopKError", "Lower --topk.")),
+        (("--hidden", "12"), ("ConfigError", "multiple of 16")),
+        (("--quant", "fp8_per_1x128", "--hidden", "192"), ("ConfigError", "multiple of 128")),
+        (("--quant", "fp4"), ("--quant", "fp8_per_token")),
+        (("--text", "nowhere.txt"), ("--text", "nowhere.txt")),
+        (("--plot", "picture.pdf"), ("ConfigError", "*.png")),
+        (("--ranks", "0"), ("--ranks",)),
+    ],
+)
+def test_wrong_arguments(small: tuple[str, ...], arguments: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    done = run_cli(*small, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    for part in expected:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_log_level(small: tuple[str, ...]) -> None:
+    done = run_cli(*small, EP_A2A_LOG_LEVEL="loud")
+    assert done.returncode == 2
+    assert "EP_A2A_LOG_LEVEL" in done.stderr
+
+
+def test_progress_on_a_terminal(small: tuple[str, ...]) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ep_a2a.cli", *small, "--backend", "naive"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment() | {"TERM": "xterm"}, stdout=theirs, stderr=theirs) as it:
+        os.close(theirs)
+        shown = b"".join(iter(lambda: _read_terminal(ours), b""))
+    os.close(ours)
+    assert it.returncode == 0, shown
+    assert b"starting 2 processes" in shown
+    assert b"matches the dense MoE" in shown
+
+
+def _read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:
+        # Linux says EIO when the other side of a terminal is gone.
+        return b""
+
+
+def test_help_and_version_load_no_torch() -> None:
+    program = (
+        "import sys; from ep_a2a.cli import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'triton', 'matplotlib') if name in sys.modules], file=sys.stderr)"
+    )
+    for argument, expected in (("--version", "ep-a2a 0"), ("--help", "demo")):
+        done = run_python("-c", program, argument)
+        assert expected in succeeded(done)
+        assert done.stderr == "[]\n"

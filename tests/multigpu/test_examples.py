@@ -1,0 +1,40 @@
+"""The examples and the demo on GPUs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.integration.programs import EXAMPLES, run_cli, run_example, succeeded
+
+
+def num_ranks() -> int:
+    """GPUs to use: a power of two, which divides the examples' experts."""
+    return 1 << (min(8, torch.cuda.device_count()).bit_length() - 1)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str) -> None:
+    succeeded(run_example(name, "--device", "cuda", "--ranks", str(num_ranks())))
+
+
+@pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
+def test_group_example_on_other_backends(backend: str) -> None:
+    succeeded(run_example("ep_group_example", "--device", "cuda", "--ranks", str(num_ranks()), "--backend", backend))
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128"])
+@pytest.mark.parametrize("backend", ["ep_a2a", "naive", "allgather_reducescatter"])
+def test_demo(backend: str, quant: str) -> None:
+    sizes = ("--tokens", "512", "--hidden", "2048", "--experts", "32", "--topk", "8")
+    arguments = ("--device", "cuda", "--ranks", "72", "--backend", backend, "--quant", quant, "--json")
+    report = json.loads(succeeded(run_cli("demo", *arguments, *sizes)))
+    assert report["matches"] is True
+    assert report["ranks"] == torch.cuda.device_count()
+    assert report["device_name"]
+
+
+def test_demo_takes_gpus_by_itself() -> None:
+    assert json.loads(succeeded(run_cli("demo", "--json")))["device"] == "cuda"

@@ -1,0 +1,452 @@
+"""EpDispatchCombineConfig: MORI's contract, what is refused, what ranks must agree on, what is derived."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ep_a2a
+from ep_a2a import env
+from ep_a2a.config import (
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    Layout,
+    QuantType,
+    ScaleFormat,
+    num_owned_experts,
+    parse_enum,
+)
+from ep_a2a.errors import ConfigError, UnknownNameError
+
+FP8 = torch.float8_e4m3fn
+REQUIRED = dataclasses.MISSING
+KERNEL_TYPE = EpDispatchCombineKernelType
+
+# MORI's dataclass (python/mori/ops/dispatch_combine.py): names, order and defaults that engines depend on.
+MORI_FIELDS = [
+    ("data_type", REQUIRED),
+    ("rank", REQUIRED),
+    ("world_size", REQUIRED),
+    ("hidden_dim", REQUIRED),
+    ("scale_dim", REQUIRED),
+    ("scale_type_size", REQUIRED),
+    ("max_token_type_size", REQUIRED),
+    ("max_num_inp_token_per_rank", REQUIRED),
+    ("num_experts_per_rank", REQUIRED),
+    ("num_experts_per_token", REQUIRED),
+    ("warp_num_per_block", 8),
+    ("block_num", 80),
+    ("max_total_recv_tokens", 0),
+    ("use_external_inp_buf", True),
+    ("kernel_type", KERNEL_TYPE.IntraNode),
+    ("gpu_per_node", 8),
+    ("rdma_block_num", 0),
+    ("num_qp_per_pe", 1),
+    ("quant_type", "none"),
+]
+# Ours follow, by keyword only.
+OWN_FIELDS = [
+    ("layout", "compact"),
+    ("timeout_secs", None),
+    ("num_experts", 0),
+    ("launch", "auto"),
+    ("max_sms", 0),
+    ("dispatch_quant_type", None),
+    ("scale_format", "float32"),
+    ("combine_dtype", None),
+]
+INTEGER_MINIMUM = {
+    "rank": 0,
+    "world_size": 1,
+    "hidden_dim": 1,
+    "scale_dim": 0,
+    "scale_type_size": 0,
+    "max_token_type_size": 1,
+    "max_num_inp_token_per_rank": 1,
+    "num_experts_per_rank": 0,
+    "num_experts_per_token": 1,
+    "warp_num_per_block": 1,
+    "block_num": 1,
+    "max_total_recv_tokens": 0,
+    "gpu_per_node": 1,
+    "rdma_block_num": 0,
+    "num_qp_per_pe": 1,
+    "num_experts": 0,
+    "max_sms": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_timeout_in_the_environment(monkeypatch):
+    monkeypatch.delenv("EP_A2A_TIMEOUT_SECS", raising=False)
+
+
+def config_of(**changes: Any) -> EpDispatchCombineConfig:
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16,
+        "rank": 1,
+        "world_size": 8,
+        "hidden_dim": 512,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": 4,
+        "max_num_inp_token_per_rank": 128,
+        "num_experts_per_rank": 4,
+        "num_experts_per_token": 2,
+    }
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+# --- MORI's contract ---
+
+
+def test_names_order_and_defaults_are_moris():
+    fields = dataclasses.fields(EpDispatchCombineConfig)
+    found = [(field.name, field.default) for field in fields if not field.kw_only]
+    assert found == MORI_FIELDS
+    assert [(field.name, field.default) for field in fields if field.kw_only] == OWN_FIELDS
+    # 1 and True are equal in Python; engines print and compare these
+    assert [type(default) for _, default in found] == [type(default) for _, default in MORI_FIELDS]
+
+
+def test_kernel_types_are_moris():
+    assert [(member.name, member.value) for member in KERNEL_TYPE] == [
+        ("IntraNode", 0), ("InterNode", 1), ("InterNodeV1", 2), ("InterNodeV1LL", 3), ("AsyncLL", 4),
+        ("IntraNodeLL", 5),
+    ]  # fmt: skip
+
+
+def test_the_configuration_of_seed_000():
+    """The complete example near the end of seed 000, as written there and by position."""
+    rank, world_size = 3, 8
+    config = ep_a2a.ops.EpDispatchCombineConfig(
+        data_type=torch.bfloat16,
+        rank=rank,
+        world_size=world_size,
+        hidden_dim=7168,
+        scale_dim=0,
+        scale_type_size=1,
+        max_token_type_size=4,
+        max_num_inp_token_per_rank=4096,
+        num_experts_per_rank=32,
+        num_experts_per_token=8,
+        warp_num_per_block=8,
+        block_num=80,
+        use_external_inp_buf=False,
+        kernel_type=ep_a2a.ops.EpDispatchCombineKernelType.IntraNode,
+    )
+    by_position = EpDispatchCombineConfig(
+        torch.bfloat16, rank, world_size, 7168, 0, 1, 4, 4096, 32, 8, 8, 80, 0, False, KERNEL_TYPE.IntraNode
+    )
+    assert config == by_position
+    assert (config.topk, config.total_experts, config.num_local_experts) == (8, 256, 32)
+    assert (config.max_num_recv_tokens, config.num_scales) == (8 * 4096, 0)
+
+
+def test_all_of_moris_fields_by_position():
+    config = EpDispatchCombineConfig(
+        FP8, 7, 16, 7168, 56, 4, 2, 4096, 16, 8, 16, 32, 1600, True, KERNEL_TYPE.InterNodeV1, 8, 16, 2, "fp8_blockwise"
+    )
+    values = [getattr(config, name) for name, _ in MORI_FIELDS]
+    assert values == [
+        FP8, 7, 16, 7168, 56, 4, 2, 4096, 16, 8, 16, 32, 1600, True, KERNEL_TYPE.InterNodeV1, 8, 16, 2, "fp8_blockwise",
+    ]  # fmt: skip
+
+
+def test_our_fields_are_not_positional():
+    with pytest.raises(TypeError, match="positional"):
+        EpDispatchCombineConfig(
+            torch.bfloat16, 0, 8, 512, 0, 0, 4, 128, 4, 2, 8, 80, 0, True, KERNEL_TYPE.IntraNode, 8, 0, 1, "none",
+            "compact",
+        )  # type: ignore[misc]  # fmt: skip
+
+
+def test_a_config_is_a_value():
+    assert config_of() == config_of()
+    assert hash(config_of()) == hash(config_of())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_of().rank = 2  # type: ignore[misc]
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("name", INTEGER_MINIMUM)
+def test_integers(name):
+    minimum = INTEGER_MINIMUM[name]
+    for value in (minimum - 1, 2.0, "2", True, None):
+        with pytest.raises(ConfigError, match=f"expected {name} to be an integer >= {minimum}") as caught:
+            config_of(**{name: value})
+        assert caught.value.got == repr(value)
+
+
+def test_every_integer_field_is_checked():
+    integers = {field.name for field in dataclasses.fields(EpDispatchCombineConfig) if field.type == "int"}
+    assert integers == set(INTEGER_MINIMUM)
+
+
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "rank beyond the world": ({"rank": 8}, "rank < world_size 8; got 8"),
+    "too many experts per token": ({"num_experts_per_token": 33}, "num_experts_per_token <= 32; got 33"),
+    "too many tokens": (
+        {"world_size": 1, "rank": 0, "max_num_inp_token_per_rank": 1 << 24},
+        "max_num_inp_token_per_rank < 16777216; got 16777216",
+    ),
+    "positions beyond int32": (
+        {"world_size": 72, "max_num_inp_token_per_rank": 500_000},
+        r"source positions below 2\*\*31 = W \* W \* M; got 2592000000",
+    ),
+    "no expert at all": ({"num_experts_per_rank": 0}, "at least one expert in all; got none"),
+    "another rank's number of experts": (
+        {"num_experts": 60, "num_experts_per_rank": 9},
+        r"num_experts_per_rank to be 8 \(linear ownership of 60 experts by rank 1\); got 9",
+    ),
+    "too few experts for the total": ({"num_experts": 64}, "num_experts_per_rank to be 8 .*; got 4"),
+    "a dtype that cannot travel": ({"data_type": torch.int8}, "data_type to be one of .*; got torch.int8"),
+    "a dtype by name": ({"data_type": "bfloat16"}, "data_type to be one of .*; got bfloat16"),
+    "combine in fp8": ({"combine_dtype": FP8}, "combine_dtype in .*; got torch.float8_e4m3fn"),
+    "buffers too narrow for dispatch": (
+        {"max_token_type_size": 1},
+        "max_token_type_size >= 2, the widest element to be moved; got 1",
+    ),
+    "buffers too narrow for combine": (
+        {"max_token_type_size": 2, "combine_dtype": torch.float32},
+        "max_token_type_size >= 4, the widest element to be moved; got 2",
+    ),
+    "a row of 12 bytes": ({"hidden_dim": 6}, r"hidden_dim \* 2 bytes \(torch.bfloat16\) .* multiple of 16; got 12"),
+    "a row of 24 fp8 bytes": (
+        {"hidden_dim": 24, "quant_type": "fp8_per_token"},
+        r"hidden_dim \* 1 bytes \(torch.float8_e4m3fn\) to be a multiple of 16; got 24",
+    ),
+    "fp8 given to a fused cast": (
+        {"data_type": FP8, "quant_type": "fp8_per_token"},
+        "data_type before the fused cast .*; got fp8",
+    ),
+    "groups that do not divide a row": (
+        {"hidden_dim": 192, "quant_type": "fp8_per_1x128"},
+        "hidden_dim to be a multiple of 128 with fp8_per_1x128; got 192",
+    ),
+    "scales other than the cast makes": (
+        {"quant_type": "fp8_per_1x128", "scale_dim": 1, "scale_type_size": 4},
+        r"\(scale_dim, scale_type_size\) = \(4, 4\) as fp8_per_1x128 makes them; got \(1, 4\)",
+    ),
+    "scales wider than the cast makes": (
+        {"quant_type": "fp8_per_token", "scale_format": "ue8m0", "scale_dim": 1, "scale_type_size": 4},
+        r"= \(1, 1\) as fp8_per_token makes them; got \(1, 4\)",
+    ),
+    "scales of 2 bytes": ({"scale_dim": 4, "scale_type_size": 2}, "scale_type_size to be 1 or 4; got 2"),
+    "scales of no size": ({"scale_dim": 4}, "scale_type_size to be 1 or 4; got 0"),
+    "a cap on blocks by rank": (
+        {"max_total_recv_tokens": 64, "layout": "rank_major"},
+        "layout 'compact' with max_total_recv_tokens; got 'rank_major'",
+    ),
+    "a kernel type by number": ({"kernel_type": 0}, "kernel_type to be an EpDispatchCombineKernelType; got 0"),
+    "a combine cast in dispatch": (
+        {"dispatch_quant_type": "fp8_blockwise"},
+        "dispatch_quant_type to act on dispatch; got 'fp8_blockwise'",
+    ),
+    "two casts in dispatch": (
+        {"quant_type": "fp8_per_token", "dispatch_quant_type": "fp8_per_1x128"},
+        "quant_type to act on combine where dispatch_quant_type is given; got 'fp8_per_token'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_values_are_named(name):
+    changes, message = IMPOSSIBLE[name]
+    with pytest.raises(ConfigError, match=message):
+        config_of(**changes)
+
+
+@pytest.mark.parametrize("timeout_secs", [0, -1.0, float("inf"), float("nan")])
+def test_timeouts_are_positive_and_finite(timeout_secs):
+    with pytest.raises(ConfigError, match="timeout_secs to be positive and finite"):
+        config_of(timeout_secs=timeout_secs)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("layout", "'compact', 'rank_major'"),
+        ("quant_type", "'none', 'fp8_per_token', 'fp8_per_1x128', 'fp8_direct_cast', 'fp8_blockwise'"),
+        ("dispatch_quant_type", "'none', 'fp8_per_token'"),
+        ("scale_format", "'float32', 'ue8m0'"),
+        ("launch", "'auto' or 'manual'"),
+    ],
+)
+def test_unknown_names_list_the_known_ones(field, words):
+    with pytest.raises(UnknownNameError) as caught:
+        config_of(**{field: "sideways"})
+    assert words in caught.value.expected
+    assert caught.value.expected.startswith(field)
+    assert caught.value.got == "'sideways'"
+
+
+def test_names_may_be_enumeration_members():
+    config = config_of(layout=Layout.RANK_MAJOR, quant_type=QuantType.FP8_PER_1X128, scale_format=ScaleFormat.UE8M0)
+    assert config == config_of(layout="rank_major", quant_type="fp8_per_1x128", scale_format="ue8m0")
+    assert config.digest() == config_of(layout="rank_major", quant_type="fp8_per_1x128", scale_format="ue8m0").digest()
+    assert parse_enum(Layout, "compact", "layout") is Layout.COMPACT
+
+
+def test_numpy_integers_become_plain_ones():
+    """Engines compute sizes with numpy; a numpy integer would be written into JSON and digests differently."""
+    names = [name for name in INTEGER_MINIMUM if name not in ("num_experts", "max_total_recv_tokens")]
+    plain = config_of()
+    for kind in (np.int64, np.int32, np.uint8):
+        values = {name: kind(getattr(plain, name)) for name in names if getattr(plain, name) <= np.iinfo(kind).max}
+        config = config_of(**values)
+        assert config == plain
+        assert config.digest() == plain.digest()
+        assert all(type(getattr(config, name)) is int for name in INTEGER_MINIMUM)
+    assert config_of(hidden_dim=torch.tensor(512)).hidden_dim == 512
+
+
+# --- what ranks must agree on ---
+
+SHARED_CHANGES: dict[str, Any] = {
+    "data_type": torch.float16,
+    "world_size": 9,
+    "hidden_dim": 1024,
+    "scale_dim": 4,
+    "scale_type_size": 4,
+    "max_token_type_size": 8,
+    "max_num_inp_token_per_rank": 127,
+    "num_experts_per_token": 3,
+    "warp_num_per_block": 16,
+    "block_num": 32,
+    "max_total_recv_tokens": 100,
+    "use_external_inp_buf": False,
+    "kernel_type": KERNEL_TYPE.AsyncLL,
+    "gpu_per_node": 4,
+    "rdma_block_num": 16,
+    "num_qp_per_pe": 2,
+    "quant_type": "fp8_per_token",
+    "layout": "rank_major",
+    "timeout_secs": 5.0,
+    "launch": "manual",
+    "max_sms": 20,
+    "dispatch_quant_type": "fp8_per_token",
+    "scale_format": "ue8m0",
+    "combine_dtype": torch.float32,
+}
+OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts"}
+
+
+def test_every_field_is_shared_or_this_ranks_own():
+    names = {field.name for field in dataclasses.fields(EpDispatchCombineConfig)}
+    assert set(SHARED_CHANGES) | OTHERWISE_SHARED == names
+    shared = config_of().shared_fields()
+    assert set(shared) == names - {"rank", "num_experts_per_rank"} | {"wire_format_version"}
+    assert all(isinstance(value, str) for value in shared.values())
+
+
+@pytest.mark.parametrize("name", SHARED_CHANGES)
+def test_digests_differ_where_one_shared_field_does(name):
+    with_scales = {"scale_dim": 1, "scale_type_size": 1} if name == "scale_type_size" else {}
+    with_scales |= {"scale_type_size": 1} if name == "scale_dim" else {}
+    one, other = config_of(**with_scales), config_of(**{**with_scales, name: SHARED_CHANGES[name]})
+    assert one.digest() != other.digest()
+    different = {key for key, value in one.shared_fields().items() if other.shared_fields()[key] != value}
+    assert different == {name} | ({"num_experts"} if name == "world_size" else set())
+
+
+def test_digests_are_equal_on_all_ranks():
+    configs = [
+        config_of(rank=rank, num_experts=60, num_experts_per_rank=num_owned_experts(60, 8, rank)) for rank in range(8)
+    ]
+    assert len({config.digest() for config in configs}) == 1
+    assert len(set(configs)) == 8
+    digest = configs[0].digest()
+    assert len(digest) == 16
+    assert int(digest, 16) >= 0
+
+
+def test_what_is_left_out_equals_what_it_stands_for(monkeypatch):
+    assert config_of(num_experts=32).digest() == config_of().digest()
+    assert config_of(timeout_secs=env.TIMEOUT_SECS.default).digest() == config_of().digest()
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "4.5")
+    assert config_of().timeout == 4.5
+    assert config_of().shared_fields()["timeout_secs"] == "4.5"
+    assert config_of(timeout_secs=4.5).digest() == config_of().digest()
+    assert config_of(timeout_secs=30.0).digest() != config_of().digest()
+
+
+def test_the_total_of_experts_is_shared_not_the_ranks_share():
+    assert config_of(num_experts=60, num_experts_per_rank=8).digest() != config_of(num_experts_per_rank=8).digest()
+    assert config_of(num_experts_per_rank=5).shared_fields()["num_experts"] == "40"
+
+
+# --- what is derived ---
+
+
+def test_sixty_experts_on_eight_ranks():
+    own = [num_owned_experts(60, 8, rank) for rank in range(8)]
+    assert own == [8, 8, 8, 8, 7, 7, 7, 7]
+    for rank, number in enumerate(own):
+        config = config_of(rank=rank, num_experts=60, num_experts_per_rank=number)
+        assert (config.num_local_experts, config.total_experts) == (number, 60)
+        # vLLM passes the largest number everywhere
+        assert config_of(rank=rank, num_experts=60, num_experts_per_rank=8).num_local_experts == number
+    with pytest.raises(ConfigError, match="num_experts_per_rank"):
+        config_of(rank=0, num_experts=60, num_experts_per_rank=7)
+
+
+def test_fewer_experts_than_ranks():
+    for rank, number in enumerate([1, 1, 1, 0, 0, 0, 0, 0]):
+        assert config_of(rank=rank, num_experts=3, num_experts_per_rank=number).num_local_experts == number
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cap", "per_rank", "rows"),
+    [
+        (8, 0, 128, 1024),
+        (8, 1, 1, 8),
+        (8, 8, 1, 8),
+        (8, 9, 2, 16),
+        (8, 1000, 125, 1000),
+        (8, 1001, 126, 1008),
+        (8, 1024, 128, 1024),
+        (8, 5000, 128, 1024),
+        (3, 100, 34, 102),
+        (1, 7, 7, 7),
+    ],
+)
+def test_caps_are_rounded_as_mori_rounds_them(world_size, cap, per_rank, rows):
+    config = config_of(world_size=world_size, rank=0, max_total_recv_tokens=cap)
+    assert (config.max_num_recv_tokens_per_rank, config.max_num_recv_tokens) == (per_rank, rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wire_dtype", "combined_dtype", "scales"),
+    [
+        ({}, torch.bfloat16, torch.bfloat16, (0, 0)),
+        ({"data_type": torch.float32}, torch.float32, torch.float32, (0, 0)),
+        ({"data_type": FP8, "max_token_type_size": 1}, FP8, torch.bfloat16, (0, 0)),
+        ({"data_type": FP8, "combine_dtype": torch.float16}, FP8, torch.float16, (0, 0)),
+        ({"data_type": FP8, "scale_dim": 5, "scale_type_size": 1}, FP8, torch.bfloat16, (5, 1)),
+        ({"quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
+        ({"quant_type": "fp8_per_1x128", "scale_format": "ue8m0"}, FP8, torch.bfloat16, (4, 1)),
+        ({"quant_type": "fp8_per_1x128", "scale_dim": 4, "scale_type_size": 4}, FP8, torch.bfloat16, (4, 4)),
+        ({"quant_type": "fp8_blockwise", "dispatch_quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
+        ({"quant_type": "fp8_per_token", "dispatch_quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
+        ({"quant_type": "fp8_direct_cast"}, torch.bfloat16, torch.bfloat16, (0, 0)),
+        ({"combine_dtype": torch.float32}, torch.bfloat16, torch.float32, (0, 0)),
+    ],
+)
+def test_what_travels(changes, wire_dtype, combined_dtype, scales):
+    config = config_of(**changes)
+    assert (config.wire_dtype, config.combined_dtype) == (wire_dtype, combined_dtype)
+    assert (config.num_scales, config.scale_bytes) == scales
+    assert config.casts_in_dispatch == (wire_dtype == FP8 and config.data_type != FP8)
+    assert config.dispatch_quant.value == (changes.get("dispatch_quant_type") or _dispatch_part(config.quant_type))
+    assert config.combine_quant.value == (config.quant_type if "fp8_per" not in config.quant_type else "none")
+
+
+def _dispatch_part(quant_type: str) -> str:
+    return quant_type if quant_type.startswith("fp8_per_") else "none"

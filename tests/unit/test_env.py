@@ -1,0 +1,117 @@
+"""Environment variables: default, parsing, and errors that name the variable and its value."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from ep_a2a import env
+from ep_a2a.errors import EnvironmentVariableError
+from tests.unit.test_config import config_of
+
+NAMES = ("EP_A2A_BACKEND", "EP_A2A_CONFIG", "EP_A2A_TIMEOUT_SECS", "EP_A2A_LOG_LEVEL")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(variable: env.Variable, text: str, monkeypatch: pytest.MonkeyPatch) -> EnvironmentVariableError:
+    monkeypatch.setenv(variable.name, text)
+    with pytest.raises(EnvironmentVariableError) as caught:
+        variable.get()
+    error = caught.value
+    assert error.expected == f"{variable.name} to be {variable.expects}"
+    assert error.got == repr(text)
+    assert "docs/env.md" in error.remedy
+    return error
+
+
+def test_all_variables_are_listed():
+    assert tuple(variable.name for variable in env.VARIABLES) == NAMES
+    declared = [value for value in vars(env).values() if isinstance(value, env.Variable)]
+    assert declared == list(env.VARIABLES)
+    for variable in env.VARIABLES:
+        assert variable.name.startswith("EP_A2A_")
+        assert variable.expects
+        assert variable.doc.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("variable", "default"), [(env.BACKEND, ""), (env.CONFIG, ""), (env.TIMEOUT_SECS, 30.0), (env.LOG_LEVEL, "WARNING")]
+)
+def test_defaults(variable, default, monkeypatch):
+    assert variable.get() == variable.default == default
+    # a launcher's empty line means nothing
+    monkeypatch.setenv(variable.name, "")
+    assert variable.get() == default
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        (env.BACKEND, "naive", "naive"),
+        (env.CONFIG, "configs/single_node.toml", "configs/single_node.toml"),
+        (env.TIMEOUT_SECS, "2.5", 2.5),
+        (env.TIMEOUT_SECS, "120", 120.0),
+        (env.TIMEOUT_SECS, "1e-3", 0.001),
+        (env.LOG_LEVEL, "debug", "DEBUG"),
+        (env.LOG_LEVEL, "Info", "INFO"),
+        (env.LOG_LEVEL, "ERROR", "ERROR"),
+    ],
+)
+def test_values(variable, text, value, monkeypatch):
+    monkeypatch.setenv(variable.name, text)
+    assert variable.get() == value
+    assert type(variable.get()) is type(value)
+
+
+def test_variables_are_read_when_asked_for(monkeypatch):
+    assert env.TIMEOUT_SECS.get() == 30.0
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "7")
+    assert env.TIMEOUT_SECS.get() == 7.0
+    monkeypatch.delenv("EP_A2A_TIMEOUT_SECS")
+    assert env.TIMEOUT_SECS.get() == 30.0
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "30s", "1,5", " "])
+def test_a_bad_timeout_names_variable_and_value(text, monkeypatch):
+    refused(env.TIMEOUT_SECS, text, monkeypatch)
+
+
+def test_a_bad_timeout_reaches_whoever_needs_it(monkeypatch):
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
+    config = config_of()
+    with pytest.raises(EnvironmentVariableError, match=re.escape("EP_A2A_TIMEOUT_SECS to be a positive number")):
+        _ = config.timeout
+    with pytest.raises(EnvironmentVariableError, match="'soon'"):
+        config.digest()
+    assert config_of(timeout_secs=1.0).timeout == 1.0
+
+
+@pytest.mark.xfail(reason="EP_A2A_TIMEOUT_SECS=inf passes; the config refuses timeout_secs=inf", strict=True)
+def test_an_infinite_timeout_is_refused_as_the_config_refuses_it(monkeypatch):
+    refused(env.TIMEOUT_SECS, "inf", monkeypatch)
+
+
+@pytest.mark.xfail(reason="EP_A2A_LOG_LEVEL takes any text", strict=True)
+@pytest.mark.parametrize("text", ["LOUD", "10x", "warn ing"])
+def test_a_bad_log_level_names_variable_and_value(text, monkeypatch):
+    refused(env.LOG_LEVEL, text, monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["debug", "INFO", "Warning", "error", "CRITICAL"])
+def test_log_levels_are_those_of_logging(text, monkeypatch):
+    monkeypatch.setenv("EP_A2A_LOG_LEVEL", text)
+    assert env.LOG_LEVEL.get() in logging.getLevelNamesMapping()
+
+
+def test_launchers_variables(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert env.launcher_variable("LOCAL_RANK") is None
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert env.launcher_variable("LOCAL_RANK") == "3"

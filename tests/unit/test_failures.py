@@ -1,0 +1,139 @@
+"""The error record in words: every code becomes its class, and names the ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ep_a2a.errors import (
+    AlternationError,
+    CapacityError,
+    ConfigMismatchError,
+    EpA2AError,
+    ForeignIndicesError,
+    RankTimeoutError,
+)
+from ep_a2a.kernels import primitives
+from ep_a2a.kernels.failures import Failure, describe_wire_word, wire_word
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+
+DISPATCH, COMBINE = 1, 2
+TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN = 1, 2, 3, 4, 5
+NOBODY = 0xFFFF
+STRIDES = (
+    wire_word(16, True, False),
+    wire_word(15, True, False),
+    wire_word(16, False, True),
+    wire_word(16, True, True),
+)
+
+
+def failure(code: int, accused: int, phase: int, detail: int = 0, per_rank: tuple[int, ...] = (0, 0, 0, 0)) -> Failure:
+    return Failure(code, accused, phase, 7, detail, per_rank)
+
+
+def error_of(failed: Failure) -> EpA2AError:
+    return failed.exception(rank=1, timeout_secs=2.5)
+
+
+def test_codes_are_those_of_the_kernels():
+    codes = ("TIMEOUT", "ALTERNATION", "STRIDE_MISMATCH", "CAPACITY", "FOREIGN_INDICES")
+    assert [getattr(primitives, name).value for name in codes] == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN]
+    assert primitives.NOBODY.value == NOBODY
+
+
+def test_the_record_is_read_word_by_word():
+    header = [TIMEOUT, 3, COMBINE, -5, 11, 91, 92, 93]
+    assert len(header) == RECORD_HEADER_WORDS
+    assert Failure.from_record([*header, 0, 1, 0, 1, 77], 4) == Failure(TIMEOUT, 3, COMBINE, -5, 11, (0, 1, 0, 1))
+
+
+CASES = {
+    "timeout in dispatch": (
+        failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 1, 1)),
+        RankTimeoutError,
+        ("timeout_secs = 2.5", "rank 3 did not arrive", "ranks [2, 3] absent here", "dispatch 7 on rank 1"),
+    ),
+    "timeout in combine": (
+        failure(TIMEOUT, 0, COMBINE, per_rank=(1, 0, 0, 0)),
+        RankTimeoutError,
+        ("rank 0 did not arrive", "ranks [0] absent here", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
+    ),
+    # a rank that a peer has poisoned may itself miss nobody
+    "timeout seen by another rank": (
+        failure(TIMEOUT, 2, DISPATCH),
+        RankTimeoutError,
+        ("rank 2 did not arrive", "ranks [] absent here"),
+    ),
+    "alternation": (
+        failure(ALTERNATION, 2, DISPATCH),
+        AlternationError,
+        ("two in a row at dispatch 7 on rank 1", "first seen by rank 2", "graph", "(kwargs, index)", "op.reset()"),
+    ),
+    "mismatch": (
+        failure(MISMATCH, NOBODY, DISPATCH, STRIDES[1], STRIDES),
+        ConfigMismatchError,
+        (
+            "rank 0: max_num_tokens 16 with weights, no scales",
+            "rank 1: max_num_tokens 15 with weights, no scales",
+            "rank 2: max_num_tokens 16 with no weights, scales",
+            "rank 3: max_num_tokens 16 with weights, scales",
+            "dispatch 7 on rank 1",
+            "op.reset()",
+        ),
+    ),
+    "capacity": (
+        failure(CAPACITY, 1, DISPATCH, 40, (10, 10, 10, 10)),
+        CapacityError,
+        ("max_total_recv_tokens", "more on rank 1", "dispatch 7 on rank 1, 40 rows", "op.reset()"),
+    ),
+    "foreign indices": (
+        failure(FOREIGN, 0, COMBINE, 12),
+        ForeignIndicesError,
+        ("token 12", "combine 7 on rank 1", "topk_ids", "op.reset()"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_class_and_words(name):
+    failed, kind, words = CASES[name]
+    error = error_of(failed)
+    assert type(error) is kind
+    assert [word for word in words if word not in str(error)] == []
+    assert str(error) == f"expected {error.expected}; got {error.got}. {error.remedy}"
+
+
+def test_every_code_has_a_case():
+    assert {failed.code for failed, _, _ in CASES.values()} == {TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN}
+
+
+@pytest.mark.parametrize(("name", "missing"), [("timeout in dispatch", (3,)), ("timeout seen by another rank", (2,))])
+def test_a_timeout_accuses_the_rank_that_was_missing_first(name, missing):
+    error = error_of(CASES[name][0])
+    assert isinstance(error, RankTimeoutError)
+    assert error.missing_ranks == missing
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.missing_ranks) == (RankTimeoutError, str(error), missing)
+
+
+def test_epochs_beyond_2_to_31_are_shown_unsigned():
+    failed = Failure.from_record([TIMEOUT, 0, DISPATCH, -(2**31) + 1, 0, 0, 0, 0, 1], 1)
+    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, 1.0))
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_wire_words_say_what_they_are_made_of(max_num_tokens, has_weights, has_scales):
+    word = wire_word(max_num_tokens, has_weights, has_scales)
+    # it is compared as an int32 and must not be the 0 of memory that nobody has written
+    assert 0 < word < 2**31
+    weights, scales = "weights" if has_weights else "no weights", "scales" if has_scales else "no scales"
+    assert describe_wire_word(word) == f"max_num_tokens {max_num_tokens} with {weights}, {scales}"
+
+
+def test_wire_words_differ_where_anything_does():
+    words = {wire_word(tokens, *flags) for tokens in (1, 2, 3, 1 << 23) for flags in ((0, 0), (0, 1), (1, 0), (1, 1))}
+    assert len(words) == 16

@@ -1,0 +1,165 @@
+"""Byte layout of an op's memory: pure arithmetic, also for worlds that no machine here has."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.config import EpDispatchCombineConfig, num_owned_experts
+from ep_a2a.kernels.layout import OpLayout, Region, padded
+
+WORLD_SIZES = (1, 2, 3, 8, 72)
+BLOCKS = ("control", "dispatch", "combine", "local", "result")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rank_major": {"layout": "rank_major"},
+    "cap": {"max_total_recv_tokens": 100},
+    "cap_beyond_all": {"max_total_recv_tokens": 10**6},
+    "per_token": {"quant_type": "fp8_per_token"},
+    "per_1x128": {"quant_type": "fp8_per_1x128"},
+    "per_1x128_ue8m0": {"quant_type": "fp8_per_1x128", "scale_format": "ue8m0", "max_total_recv_tokens": 33},
+    "fp8_with_scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 5, "scale_type_size": 1},
+    "fp32_combine": {"combine_dtype": torch.float32},
+}
+
+
+def config_of(world_size: int, **changes: Any) -> EpDispatchCombineConfig:
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16,
+        "rank": 0,
+        "world_size": world_size,
+        "hidden_dim": 256,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": 4,
+        "max_num_inp_token_per_rank": 17,
+        "num_experts_per_rank": 3,
+        "num_experts_per_token": 5,
+    }
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+def every_config() -> list[Any]:
+    return [
+        pytest.param(config_of(world_size, **changes), id=f"W{world_size}-{name}")
+        for world_size in WORLD_SIZES
+        for name, changes in VARIANTS.items()
+    ]
+
+
+def fields_of(layout: OpLayout) -> list[Any]:
+    return [field for name in BLOCKS for field in getattr(layout, name).fields]
+
+
+@pytest.mark.parametrize("config", every_config())
+def test_every_region_has_one_place(config):
+    found = Counter(field.region for field in fields_of(OpLayout.of(config)))
+    # the host polls the error record, so it is not part of the op's blocks
+    assert found == Counter(set(Region) - {Region.ERROR_RECORD})
+
+
+@pytest.mark.parametrize("config", every_config())
+def test_regions_are_aligned_and_do_not_overlap(config):
+    layout = OpLayout.of(config)
+    for name in BLOCKS:
+        block = getattr(layout, name)
+        end = 0
+        for field in block.fields:
+            assert field.offset_bytes % 256 == 0
+            assert field.offset_bytes >= end
+            assert field.num_bytes == math.prod(field.shape) * field.dtype.itemsize
+            end = field.offset_bytes + field.num_bytes
+            assert block[field.region] is field
+        assert block.num_bytes >= end
+        assert block.num_bytes % 256 == 0
+
+
+@pytest.mark.parametrize("config", every_config())
+def test_sizes_by_an_independent_formula(config):
+    world, tokens, topk, hidden = config.world_size, 17, 5, 256
+    rows = world * tokens
+    if config.max_total_recv_tokens:
+        rows = min(rows, -(-config.max_total_recv_tokens // world) * world)
+    casts = config.quant_type != "none"
+    token_bytes = 1 if casts or config.data_type == torch.float8_e4m3fn else 2
+    scale_bytes = {"none": config.scale_dim, "fp8_per_token": 4, "fp8_per_1x128": 8}[config.quant_type]
+    scale_bytes //= 4 if config.scale_format == "ue8m0" else 1
+    result_bytes = 4 if config.combine_dtype == torch.float32 else 2
+    int32 = 4
+    expected = {
+        "control": [
+            int32, *[int32 * world] * 3, 2 * world * (world + 1) * int32, rows * topk * int32, rows * int32,
+        ],
+        "dispatch": [rows * hidden * token_bytes, rows * scale_bytes, rows * topk * 4],
+        "combine": [rows * hidden * result_bytes, rows * topk * 4],
+        "local": [
+            16 * int32, 8, tokens * world * int32, tokens * topk * int32, world * int32, int32, 3 * int32,
+        ],
+        "result": [tokens * hidden * result_bytes, tokens * topk * 4],
+    }  # fmt: skip
+    layout = OpLayout.of(config)
+    for name, sizes in expected.items():
+        assert getattr(layout, name).num_bytes == sum(math.ceil(size / 256) * 256 for size in sizes), name
+
+
+@pytest.mark.parametrize(("world_size", "num_experts"), [(8, 60), (8, 3), (3, 5), (72, 100), (5, 5)])
+def test_uneven_experts_do_not_change_what_is_symmetric(world_size, num_experts):
+    layouts = [
+        OpLayout.of(
+            config_of(
+                world_size,
+                rank=rank,
+                num_experts=num_experts,
+                num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
+            )
+        )
+        for rank in range(world_size)
+    ]
+    for rank, layout in enumerate(layouts):
+        for name in ("control", "dispatch", "combine", "result"):
+            assert getattr(layout, name) == getattr(layouts[0], name), (name, rank)
+        own = num_owned_experts(num_experts, world_size, rank)
+        # a rank without experts still has a word there, so that no region is empty
+        assert layout.local[Region.EXPERT_COUNTS].shape == (max(1, own),)
+
+
+def test_a_rank_may_round_its_number_of_experts_up():
+    """vLLM gives every rank the largest number; the layout goes by what the rank owns."""
+    exact = OpLayout.of(config_of(8, rank=7, num_experts=60, num_experts_per_rank=7))
+    rounded = OpLayout.of(config_of(8, rank=7, num_experts=60, num_experts_per_rank=8))
+    assert exact == rounded
+
+
+def test_a_missing_region_is_no_other_one():
+    with pytest.raises(StopIteration):
+        OpLayout.of(config_of(2)).control[Region.TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("count", "lanes"),
+    [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (32, 32), (33, 64), (72, 128), (7168, 8192)],
+)
+def test_padded(count, lanes):
+    assert padded(count) == lanes
+
+
+def test_padded_is_the_smallest_power_of_two():
+    for count in range(1, 2000):
+        lanes = padded(count)
+        assert lanes >= count
+        assert lanes & (lanes - 1) == 0
+        assert lanes == 1 or lanes // 2 < count
+
+
+def test_a_rack_with_real_sizes():
+    """72 ranks, M = 4096, H = 7168: row offsets go beyond int32, which kernels must and do allow for."""
+    config = config_of(
+        72, hidden_dim=7168, max_num_inp_token_per_rank=4096, num_experts_per_rank=4, num_experts_per_token=8
+    )
+    layout = OpLayout.of(config)
+    assert layout.dispatch[Region.TOKENS].num_bytes == 72 * 4096 * 7168 * 2 > 2**31
+    assert layout.control[Region.COUNTS].shape == (2, 72, 73)
