@@ -15,6 +15,7 @@ from ep_a2a import env
 from ep_a2a.config_file import choose_backend
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
 from ep_a2a.group_coordinator import GroupCoordinator, destroy_group, group_ranks
+from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.topology import in_the_same_node_as
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def init_dist_env(
         backend=_usable_backend(backend),
         all2all_backend=choose_backend(all2all_backend, config_file),
     )
+    check_backend_name(setup.all2all_backend)
     setup.check(data_parallel_rank, rankID)
     rank = data_parallel_rank * setup.ranks_per_replica + rankID
     if _state is not None:

@@ -103,7 +103,7 @@ def _topology(report: TopologyReport, node_of_rank: tuple[int, ...], how: str) -
     ranks_per_node = tuple(counts[node] for node in range(len(counts)))
     uneven = len(set(ranks_per_node)) > 1
     contiguous = list(node_of_rank) == sorted(node_of_rank)
-    size = f"{', '.join(map(str, ranks_per_node))} ranks" if uneven else f"{ranks_per_node[0]} rank(s) each"
+    size = f"{' and '.join(map(str, ranks_per_node))} ranks" if uneven else f"{ranks_per_node[0]} rank(s) each"
     order = "" if contiguous else ", their ranks interleaved"
     return Topology(
         world_size=len(node_of_rank),

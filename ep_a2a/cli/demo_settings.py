@@ -12,6 +12,7 @@ from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config_file import choose_backend, read_config_file
 from ep_a2a.errors import TopKError, UnsupportedError
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.managers.registry import check_backend_name
 
 TOKEN_DTYPE = torch.bfloat16
 """Dtype of the model's activations, hence of what dispatch is given and of what combine sums."""
@@ -95,6 +96,7 @@ def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
 def choose_named_backend(option: str | None) -> tuple[str, str]:
     """Name of the backend and who chose it; the order is that of config_file.choose_backend."""
     name = choose_backend(option)
+    check_backend_name(name)
     path = env.CONFIG.get()
     if option:
         return name, "named by --backend"

@@ -52,6 +52,9 @@ class DispatchCombineBase:
         """R at max_num_tokens = M."""
         return self.config.max_num_recv_tokens
 
+    def set_max_sms(self, max_sms: int) -> None:
+        """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
+
     def close(self) -> None:
         """Ends the use of the op; local and idempotent."""
 

@@ -98,9 +98,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             raise ConfigError("num_sms to be an integer >= 0", repr(num_sms))
         self._max_sms = num_sms
         for op in self.handle_cache.handles():
-            set_max_sms = getattr(op, "set_max_sms", None)
-            if set_max_sms is not None:
-                set_max_sms(num_sms)
+            op.set_max_sms(num_sms)
 
     def max_sms_used(self) -> int | None:
         """The number given to set_num_sms; None without a bound."""

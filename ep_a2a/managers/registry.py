@@ -20,7 +20,7 @@ Creator = Callable[..., "All2AllManagerBase"]
 
 _targets: dict[str, str | Creator] = {}
 _names: dict[str, str] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def register_manager(name: str, target: str | Creator, *, aliases: tuple[str, ...] = (), replace: bool = False) -> None:
@@ -54,6 +54,15 @@ def available_backends() -> tuple[str, ...]:
         return tuple(_targets)
 
 
+def check_backend_name(name: str) -> None:
+    """Returns if `name` is a backend's name or alias; UnknownNameError, with the names there are, otherwise."""
+    with _lock:
+        if name not in _names:
+            known = ", ".join(map(repr, _targets))
+            remedy = did_you_mean(name, _names) or UnknownNameError.remedy
+            raise UnknownNameError(f"a backend out of {known}", repr(name), remedy)
+
+
 def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> All2AllManagerBase:
     """The manager of backend `name`. Allocates no device memory; must be called on every rank of the group.
 
@@ -67,10 +76,7 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
         MissingPackageError: the backend wraps a package that is not installed.
     """
     with _lock:
-        if name not in _names:
-            known = ", ".join(map(repr, _targets))
-            remedy = did_you_mean(name, _names) or UnknownNameError.remedy
-            raise UnknownNameError(f"a backend out of {known}", repr(name), remedy)
+        check_backend_name(name)
         target = _targets[_names[name]]
     creator = _load(target) if isinstance(target, str) else target
     return creator(cpu_group, tcp_store_group=tcp_store_group)

@@ -261,11 +261,11 @@ def record(
     tl.store(lost, num_lost)
 
 
-ROUTES: list[Any] = [
-    pytest.param(num_tokens, topk, num_experts, world_size, routing, id=f"T{num_tokens}-K{topk}-{routing}-W{world_size}")
-    for num_tokens, topk, num_experts, world_size in ((0, 2, 8, 4), (1, 1, 1, 1), (5, 3, 60, 8), (37, 8, 13, 3))
+ROUTES = [
+    (*numbers, routing)
+    for numbers in ((0, 2, 8, 4), (1, 1, 1, 1), (5, 3, 60, 8), (37, 8, 13, 3))
     for routing in ("uniform", "out_of_range", "repeated")
-]  # fmt: skip
+]
 
 
 def shapes(topk: int, num_experts: int, world_size: int) -> dict[str, int]:
@@ -325,8 +325,8 @@ def as_int32(value: int) -> int:
 
 @pytest.mark.parametrize(
     ("epoch", "following"),
-    [(0, 1), (1, 2), (2**31 - 2, 2**31 - 1), (2**31 - 1, 2**31), (2**31, 2**31 + 1), (2**32 - 2, 2**32 - 1), (2**32 - 1, 1)],
-)  # fmt: skip
+    [(0, 1), (1, 2), (2**31 - 2, 2**31 - 1), (2**31 - 1, 2**31), (2**31, 2**31 + 1), (2**32 - 1, 1)],
+)
 def test_epochs_wrap_and_skip_zero(epoch, following):
     word, out = torch.tensor([as_int32(epoch)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     epoch_after.interpret((1,), word, out)

@@ -51,7 +51,7 @@ def test_uneven_nodes():
     assert topology.ranks_per_node == (8, 4)
     assert topology.gpu_per_node == 8
     assert topology.uneven
-    assert "8, 4 ranks" in topology.reason
+    assert "8 and 4 ranks" in topology.reason
 
 
 def test_one_rank_per_node():
