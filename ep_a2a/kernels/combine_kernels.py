@@ -162,8 +162,10 @@ def combine_kernel(
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     epoch = next_epoch(state + COMBINE_EPOCH)
     routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
+    # loaded before the atomic, so that the two are in flight together
+    phase = tl.load(state + PHASE)
     poison = poison_of(table, rank, WORLD_SIZE)
-    if (poison == 0) & (tl.load(state + PHASE) != DISPATCHED):
+    if (poison == 0) & (phase != DISPATCHED):
         poison = (ALTERNATION << 16) | rank
         fail(table, poison, 2, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
     if poison == 0:

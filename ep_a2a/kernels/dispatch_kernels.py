@@ -41,6 +41,8 @@ RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 DISPATCH_EPOCH = tl.constexpr(State.DISPATCH_EPOCH.value)
 PHASE = tl.constexpr(State.PHASE.value)
+LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
+LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 
 IDLE = tl.constexpr(0)
 DISPATCHED = tl.constexpr(1)
@@ -56,6 +58,10 @@ def finish_dispatch(
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
+    # what the previous step left, loaded while the peers are still sending
+    old_counts = tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=present, other=0)
+    old_stride = tl.load(state + LAST_STRIDE)
+    old_pad_id = tl.load(state + LAST_PAD_ID)
     poison = tl.full((), 0, tl.int32)
     if any_poisoned:
         # a program left its rows unsent, so this step must not look complete to anyone
@@ -79,7 +85,7 @@ def finish_dispatch(
             fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
         else:
             pad_unused_rows(
-                table, epoch, rank, counts, stride, pad_id, num_region_rows,
+                table, epoch, rank, old_counts, old_stride, old_pad_id, counts, stride, pad_id, num_region_rows,
                 TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
             )  # fmt: skip
             # every thread has read the previous counts before they are replaced
@@ -128,8 +134,10 @@ def dispatch_kernel(
     num_programs = tl.num_programs(0)
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     epoch = next_epoch(state + DISPATCH_EPOCH)
+    # loaded before the atomic, so that the two are in flight together
+    phase = tl.load(state + PHASE)
     poison = poison_of(table, rank, WORLD_SIZE)
-    if (poison == 0) & (tl.load(state + PHASE) != IDLE):
+    if (poison == 0) & (phase != IDLE):
         poison = (ALTERNATION << 16) | rank
         fail(table, poison, 1, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
     chunk = (num_tokens + num_programs - 1) // num_programs

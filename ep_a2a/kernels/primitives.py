@@ -159,19 +159,23 @@ def wait_all(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr,
     present = lanes < WORLD_SIZE
     flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
     poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
-    deadline = clock_ns() + tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
     late = late_lanes(flags, epoch, present)
     num_late = reduce_sum(late, 0)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
+    deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause()
         late = late_lanes(flags, epoch, present)
         num_late = reduce_sum(late, 0)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
+            now = clock_ns()
+            # the first look at the clock starts the time: waits that end before it, the common ones, never look
+            if polls == POLLS_PER_CLOCK:
+                deadline = now + tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
             accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
-            verdict = tl.where(clock_ns() > deadline, (TIMEOUT << 16) | accused, 0)
+            verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
             poison = tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys")
     tl.debug_barrier()
     return poison

@@ -63,7 +63,7 @@ def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: t
 
 @portable
 def pad_unused_rows(
-    table, epoch, rank, new_counts, stride, pad_id, num_region_rows,
+    table, epoch, rank, old_counts, old_stride, old_pad_id, new_counts, stride, pad_id, num_region_rows,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
@@ -74,11 +74,6 @@ def pad_unused_rows(
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     ids = address(table, INDICES, rank, WORLD_SIZE, tl.int32)
     lanes = tl.arange(0, WORLD_LANES)
-    old_counts = tl.load(
-        address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=lanes < WORLD_SIZE, other=0
-    )
-    old_stride = tl.load(state + LAST_STRIDE)
-    old_pad_id = tl.load(state + LAST_PAD_ID)
     if COMPACT:
         first, last = reduce_sum(new_counts, 0), reduce_sum(old_counts, 0)
         if old_pad_id != pad_id:
