@@ -162,8 +162,9 @@ class EpDispatchCombineConfig:
         self._check_dtypes()
         self._check_experts()
         if self.timeout_secs is not None:
-            bounded = 0 < self.timeout_secs < float("inf")
-            _require(bounded, "timeout_secs to be positive and finite", str(self.timeout_secs))
+            bounded = isinstance(self.timeout_secs, int | float) and 0 < self.timeout_secs <= env.MAX_TIMEOUT_SECS
+            expected = f"timeout_secs to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
+            _require(bounded, expected, repr(self.timeout_secs))
         if self.max_total_recv_tokens:
             _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
 

@@ -47,9 +47,13 @@ class Variable(Generic[T]):
             raise EnvironmentVariableError(f"{self.name} to be {self.expects}", repr(text)) from error
 
 
-def _positive_float(text: str) -> float:
+MAX_TIMEOUT_SECS = 1e9
+"""Three decades; in nanoseconds it still fits the 64 bits that kernels count with."""
+
+
+def _timeout_secs(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value <= MAX_TIMEOUT_SECS:
         raise ValueError(text)
     return value
 
@@ -63,7 +67,7 @@ CONFIG: Variable[str] = Variable(
 TIMEOUT_SECS: Variable[float] = Variable(
     "EP_A2A_TIMEOUT_SECS",
     30.0,
-    _positive_float,
+    _timeout_secs,
     "a positive number of seconds",
     "How long a kernel waits for other ranks when the op's config does not say (timeout_secs).",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import distributed_c10d
 
-from ep_a2a.errors import NotInitializedError, StateError, UnknownNameError
+from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
 from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.arena import Arena
 
@@ -85,7 +85,13 @@ def shmem_barrier_all() -> None:
 
 
 def shmem_malloc(num_bytes: int) -> torch.Tensor:
-    """Symmetric memory, uint8 [num_bytes], zeroed. Collective; lives as long as the world. MORI returns an address."""
+    """Symmetric memory, uint8 [num_bytes], zeroed. Collective; lives as long as the world. MORI returns an address.
+
+    Raises:
+        InputError: num_bytes is not positive.
+    """
+    if num_bytes <= 0:
+        raise InputError("num_bytes > 0", str(num_bytes))
     arena = default_arena()
     memory = allocate_symmetric(arena.rendezvous, arena.device, num_bytes)
     _allocations[memory.local.data_ptr()] = memory
@@ -93,10 +99,24 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
 
 
 def shmem_free(tensor: torch.Tensor) -> None:
-    """Gives memory of shmem_malloc back; local."""
-    _allocations.pop(tensor.data_ptr()).close()
+    """Gives memory of shmem_malloc back; local. InputError for any other tensor, or one that is free already."""
+    _allocation_of(tensor).close()
+    del _allocations[tensor.data_ptr()]
 
 
 def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
-    """Address at which this process reaches rank dest_pe's part of memory from shmem_malloc."""
-    return _allocations[tensor.data_ptr()].peer_addresses[dest_pe]
+    """Address at which this process reaches rank dest_pe's part of memory from shmem_malloc.
+
+    Raises:
+        InputError: the tensor is not from shmem_malloc, or there is no such rank.
+    """
+    addresses = _allocation_of(tensor).peer_addresses
+    if not 0 <= dest_pe < len(addresses):
+        raise InputError(f"dest_pe to be a rank, 0 to {len(addresses) - 1}", str(dest_pe))
+    return addresses[dest_pe]
+
+
+def _allocation_of(tensor: torch.Tensor) -> SymmetricMemory:
+    if tensor.data_ptr() not in _allocations:
+        raise InputError("a tensor that shmem_malloc returned and shmem_free has not taken", "another tensor")
+    return _allocations[tensor.data_ptr()]

@@ -66,6 +66,11 @@ class Failure:
                 f"{AlternationError.remedy} {RESET}",
             )
         if self.code == 3:
+            if not self.detail:
+                # told by another rank: per_rank holds who was late here, not what the ranks said
+                return ConfigMismatchError(
+                    "all ranks to agree on each step", f"a rank found otherwise before {where}", RESET
+                )
             words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
             return ConfigMismatchError(
                 "the same max_num_tokens, and weights and scales given or not alike, on all ranks",

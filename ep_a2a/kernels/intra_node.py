@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.combine_kernels import combine_kernel, stage_kernel
 from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.layout import padded
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.portable import PortableFunction
 
+FP8_CAPABILITY = (8, 9)
 WORD_BYTES = 4
 MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
@@ -76,6 +78,11 @@ class IntraNodeKernels:
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
         interpreted = device.type == "cpu"
+        if not interpreted and config.casts_in_dispatch and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            raise UnsupportedError(
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for the fp8 cast inside dispatch",
+                f"{torch.cuda.get_device_capability(device)}", "Use quant_type='none', or cast before dispatch.",
+            )  # fmt: skip
         self._device_sms = 0 if interpreted else torch.cuda.get_device_properties(device).multi_processor_count
         self.num_sms = self._device_sms
         self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}

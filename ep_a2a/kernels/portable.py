@@ -7,11 +7,17 @@ Restrictions that follow: device code uses core builtins and functions decorated
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import triton.language as tl
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+from ep_a2a.errors import UnsupportedError
+
+_interpreting = threading.Lock()
 
 
 class _InPlaceExecutor(GridExecutor):
@@ -26,6 +32,19 @@ class _InPlaceExecutor(GridExecutor):
 
     def _restore_args_dev(self, *args: Any) -> None:
         return None
+
+
+def _indexable(grid: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
+    """`grid` as a function, which the executor calls once it has replaced triton.language's parts.
+
+    The `__index__` that Triton 3.6 puts in refuses to work on the one-element arrays of numpy 2.4 and later.
+    """
+
+    def prepare(_: Any) -> tuple[int, ...]:
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
+        return grid
+
+    return prepare
 
 
 class PortableFunction(JITFunction):
@@ -47,8 +66,20 @@ class PortableFunction(JITFunction):
         return self.python(*args, **kwargs)
 
     def interpret(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        """Runs the programs of `grid` one after another in this process, on CPU tensors and raw addresses."""
-        _InPlaceExecutor(self.python, self.arg_names, grid)(*args, **kwargs)
+        """Runs the programs of `grid` one after another in this process, on CPU tensors and raw addresses.
+
+        Raises:
+            UnsupportedError: another thread of this process interprets a kernel; Triton's interpreter replaces parts of
+                triton.language meanwhile, so there can be only one.
+        """
+        if not _interpreting.acquire(blocking=False):
+            raise UnsupportedError(
+                "one interpreted kernel at a time in a process", "a second thread", "Use one process per rank on CPU."
+            )
+        try:
+            _InPlaceExecutor(self.python, self.arg_names, _indexable(grid))(*args, **kwargs)
+        finally:
+            _interpreting.release()
 
 
 def portable(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

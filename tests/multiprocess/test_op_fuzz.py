@@ -6,7 +6,8 @@ the processes; paste it into tests/op_matrix.py instead.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.memory.arena import Arena
 from ep_a2a.routing import ROUTINGS
-from tests.op_cases import Case, run_case
+from tests.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
 
 MAX_EXAMPLES = 25
 MAX_STEPS = 3
 LAYOUTS = ("compact", "rank_major")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
 FIRST_EPOCHS = (0, 0, 2**31 - 2, 2**32 - 2)
+PAD_IDS = (-1, -7, 0, 12345)
 
 
 @st.composite
@@ -38,7 +44,7 @@ def token_counts(draw: st.DrawFn, world_size: int, max_tokens: int) -> tuple[Any
 
 @st.composite
 def payloads(draw: st.DrawFn) -> dict[str, Any]:
-    """Hidden size, dtype, cast and scales that go together: rows are multiples of 16 bytes on the wire and in combine."""
+    """Hidden size, dtype, cast and scales that go together: rows are multiples of 16 bytes, cast or not."""
     dtype = draw(st.sampled_from(DTYPES))
     quant_type = "none"
     if dtype != FP8_DTYPE:
@@ -76,7 +82,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         with_weights=with_weights,
         combine_weights=with_weights and draw(st.booleans()),
         zero_copy=draw(st.booleans()),
-        pad_id=draw(st.sampled_from((-1, -7, 0, 12345))),
+        pad_id=draw(st.sampled_from(PAD_IDS)),
         max_num_tokens=strides,
         first_epoch=draw(st.sampled_from(FIRST_EPOCHS)),
         seed=draw(st.integers(0, 1000)),
@@ -84,17 +90,54 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fuzz(ranks: Any, world_size: int) -> None:
-    @settings(
-        max_examples=MAX_EXAMPLES,
+def fuzz(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
         derandomize=True,
         database=None,
         deadline=None,
         phases=(Phase.explicit, Phase.generate),
     )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fuzz(ranks: Any, world_size: int) -> None:
+    @fuzz(MAX_EXAMPLES)
     @given(cases(world_size))
     def run(case: Case) -> None:
         ranks(run_case, world_size, case)
+
+    run()
+
+
+def largest_total(case: Case) -> int:
+    """The most rows that any rank receives in any step."""
+    totals = [0]
+    for number in range(case.num_steps):
+        everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
+        totals += [each.total_recv for each in reference_of(case, number, everyone)]
+    return max(totals)
+
+
+def run_with_pad_ids(context: RankContext, case: Case, pad_ids: list[int]) -> None:
+    """run_case with another pad_id in every step."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        for number, pad_id in enumerate(pad_ids):
+            run_step(replace(case, pad_id=pad_id), op, number, context.device)
+        op.check()
+
+
+def test_fuzz_padding(ranks: Any) -> None:
+    """Rows without a token, where the step before had more: under another pad_id or stride, or a cap that suffices."""
+
+    @fuzz(MAX_EXAMPLES)
+    @given(cases(2), st.lists(st.sampled_from(PAD_IDS), min_size=4, max_size=7), st.booleans())
+    def run(case: Case, pad_ids: list[int], capped: bool) -> None:
+        case = replace(case, first_epoch=0, num_steps=len(pad_ids))
+        if capped and case.layout == "compact":
+            cap = max(1, largest_total(case))
+            case = replace(case, options={**case.options, "max_total_recv_tokens": cap})
+        ranks(run_with_pad_ids, 2, case, pad_ids)
 
     run()

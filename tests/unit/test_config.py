@@ -265,7 +265,13 @@ def test_impossible_values_are_named(name):
 
 @pytest.mark.parametrize("timeout_secs", [0, -1.0, float("inf"), float("nan")])
 def test_timeouts_are_positive_and_finite(timeout_secs):
-    with pytest.raises(ConfigError, match="timeout_secs to be positive and finite"):
+    with pytest.raises(ConfigError, match="timeout_secs to be a number of seconds above 0"):
+        config_of(timeout_secs=timeout_secs)
+
+
+@pytest.mark.parametrize("timeout_secs", ["30", 1e10])
+def test_timeouts_are_numbers_that_fit(timeout_secs):
+    with pytest.raises(ConfigError, match="timeout_secs"):
         config_of(timeout_secs=timeout_secs)
 
 

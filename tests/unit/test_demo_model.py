@@ -115,9 +115,9 @@ def test_who_named_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("EP_A2A_BACKEND", "naive")
     assert choose_named_backend(None) == ("naive", "named by EP_A2A_BACKEND")
     path = tmp_path / "config.toml"
-    path.write_text('all2all_backend = "mori"')
+    path.write_text('all2all_backend = "allgather_reducescatter"')
     monkeypatch.setenv("EP_A2A_CONFIG", str(path))
-    assert choose_named_backend(None) == ("mori", f"named by {path} (EP_A2A_CONFIG)")
+    assert choose_named_backend(None) == ("allgather_reducescatter", f"named by {path} (EP_A2A_CONFIG)")
     assert choose_named_backend("naive") == ("naive", "named by --backend")
 
 

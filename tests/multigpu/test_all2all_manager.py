@@ -1,0 +1,24 @@
+"""Seed 001's test of the manager on GPUs: world 8 or what there is, E = 16, top-2, against the dense layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ep_layer_cases import Layer, through_the_manager
+
+WORLD_SIZE = min(8, torch.cuda.device_count()) or 8
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["before-dispatch", "fused"])
+@pytest.mark.parametrize("quantisation", ["per_Token", "per_128x128"])
+@pytest.mark.parametrize("hidden_dim", [6144, 1024])
+def test_all2all_manager(ranks: Any, hidden_dim: int, quantisation: str, fused: bool) -> None:
+    layer = Layer(WORLD_SIZE, hidden_dim=hidden_dim, quantisation=quantisation, fused=fused)
+    ranks(through_the_manager, WORLD_SIZE, layer, device="cuda")
+
+
+def test_unquantised_tokens(ranks: Any) -> None:
+    ranks(through_the_manager, WORLD_SIZE, Layer(WORLD_SIZE, quantisation="none"), device="cuda")

@@ -1,0 +1,538 @@
+"""Symmetric memory among real processes: what is shared, what is refused, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a import shmem
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    EpA2AError,
+    HostMemoryError,
+    NotInitializedError,
+    RankTimeoutError,
+    StateError,
+    UnknownNameError,
+)
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import Arena, BlockSizes
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing import RankFailure, RankPool
+from tests.op_cases import Case, make_inputs, make_op, run_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.memory.symmetric import SymmetricMemory
+    from ep_a2a.testing import RankContext
+
+SHARED_MEMORY = Path("/dev/shm")
+NUM_BYTES = 100_000
+GIB = 1 << 30
+SHORT_TIMEOUT_SECS = 2.0
+SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared=128, record_words=10)
+
+
+def files_of(*processes: int) -> list[str]:
+    """Shared files that these processes made; other sessions of this machine have theirs there too."""
+    return [path.name for process in processes for path in SHARED_MEMORY.glob(f"ep_a2a_*_{process}_*")]
+
+
+def memory_at(address: int, num_bytes: int) -> torch.Tensor:
+    """The bytes at an address of this process, as kernels reach them."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def error_of(work: Callable[[], Any]) -> tuple[type[EpA2AError], str] | None:
+    try:
+        work()
+    except EpA2AError as error:
+        return type(error), str(error)
+    return None
+
+
+def allocate(context: RankContext, num_bytes: int = NUM_BYTES) -> SymmetricMemory:
+    return allocate_symmetric(Rendezvous(context.group), context.device, num_bytes)
+
+
+# --- one region per rank, seen by all ---
+
+
+def write_to_every_peer(context: RankContext) -> dict[str, Any]:
+    rendezvous = Rendezvous(context.group)
+    memory = allocate_symmetric(rendezvous, context.device, NUM_BYTES)
+    seen: dict[str, Any] = {
+        "zeroed": not memory.local.any(),
+        "shape": (memory.local.dtype, tuple(memory.local.shape), memory.num_bytes, len(memory.peer_addresses)),
+        "own": memory.peer_addresses[context.rank] == memory.local.data_ptr(),
+        "aligned": all(address % 4096 == 0 for address in memory.peer_addresses),
+        "kind": memory.kind,
+    }
+    rendezvous.barrier("looked at")
+    for peer, address in enumerate(memory.peer_addresses):
+        region = memory_at(address, NUM_BYTES)
+        region[context.rank] = 10 * context.rank + peer
+        region[NUM_BYTES - 1 - context.rank] = 100 + context.rank
+    rendezvous.barrier("written")
+    world = range(context.world_size)
+    seen["first"] = memory.local[: context.world_size].tolist() == [10 * source + context.rank for source in world]
+    seen["last"] = memory.local[-context.world_size :].tolist() == [100 + source for source in reversed(world)]
+    seen["rest"] = not memory.local[context.world_size : -context.world_size].any()
+    rendezvous.barrier("read")
+    memory.close()
+    memory.close()
+    seen["closed"] = memory.closed
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_rank_reaches_every_region(ranks, world_size):
+    for seen in ranks(write_to_every_peer, world_size):
+        assert seen.pop("shape") == (torch.uint8, (NUM_BYTES,), NUM_BYTES, world_size)
+        assert seen.pop("kind") == "host shared memory"
+        assert seen == dict.fromkeys(seen, True)
+
+
+def use_as_context_manager(context: RankContext) -> tuple[bool, bool, int]:
+    with allocate(context) as memory:
+        inside = memory.closed
+        kept = memory.local[:4]
+    # memory lives as long as a tensor of it: a forgotten one must not crash the process
+    kept.fill_(7)
+    return inside, memory.closed, int(kept.sum())
+
+
+def test_context_manager(ranks):
+    assert ranks(use_as_context_manager, 2) == [(False, True, 28)] * 2
+
+
+def allocate_twice(context: RankContext) -> bool:
+    with allocate(context) as first, allocate(context) as second:
+        return not set(first.peer_addresses) & set(second.peer_addresses)
+
+
+def test_regions_are_separate(ranks):
+    assert ranks(allocate_twice, 2) == [True, True]
+
+
+# --- what is refused ---
+
+
+def ask_for_unequal_sizes(context: RankContext) -> Any:
+    error = error_of(lambda: allocate(context, NUM_BYTES + (context.rank == 1)))
+    allocate(context).close()
+    return error
+
+
+def test_unequal_sizes_are_an_error_on_every_rank(ranks):
+    for kind, message in ranks(ask_for_unequal_sizes, 3):
+        assert kind is ConfigMismatchError
+        sizes = [[NUM_BYTES + (rank == 1), "cpu"] for rank in range(3)]
+        assert f"got by rank {sizes}" in message
+
+
+def ask_for_too_much(context: RankContext, greedy: tuple[int, ...]) -> Any:
+    space = os.statvfs(SHARED_MEMORY)
+    # more than the file system holds, not than is free: the kernel then refuses before it touches memory
+    too_much = space.f_blocks * space.f_frsize + GIB
+    error = error_of(lambda: allocate(context, too_much if context.rank in greedy else NUM_BYTES))
+    Rendezvous(context.group).barrier("refused")
+    left = files_of(os.getpid())
+    allocate(context).close()
+    return error, left
+
+
+def test_a_full_shared_memory_is_an_error_on_every_rank(ranks):
+    for (kind, message), left in ranks(ask_for_too_much, 3, (0, 1, 2)):
+        assert kind is HostMemoryError
+        assert "No space left" in message or os.strerror(errno.EFBIG) in message
+        assert "--shm-size" in message
+        assert left == []
+
+
+def test_one_rank_that_asks_for_too_much_is_a_mismatch(ranks):
+    for (kind, _), left in ranks(ask_for_too_much, 3, (1,)):
+        assert kind is ConfigMismatchError
+        assert left == []
+
+
+def fail_on_one_rank(context: RankContext, step: str) -> Any:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    original = getattr(host_shm, step)
+    if context.rank == 1:
+        setattr(host_shm, step, fail)
+    try:
+        error = error_of(lambda: allocate(context))
+    finally:
+        setattr(host_shm, step, original)
+    Rendezvous(context.group).barrier("failed")
+    left = files_of(os.getpid())
+    allocate(context).close()
+    return error, left
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "remedy"),
+    [("_create", "creating shared memory", "--shm-size"), ("_map", "mapping shared memory", "--ipc=host")],
+)
+def test_what_fails_on_one_rank_is_an_error_on_all(ranks, step, what, remedy):
+    results = ranks(fail_on_one_rank, 3, step)
+    for rank, ((kind, message), left) in enumerate(results):
+        assert kind is (HostMemoryError if rank == 1 else ConfigMismatchError)
+        assert "No space left" in message
+        assert left == []
+        if rank == 1:
+            assert remedy in message
+        else:
+            assert f"expected {what} to succeed on every rank; got rank 1 failed with HostMemoryError" in message
+
+
+# --- names in /dev/shm ---
+
+
+def watch_names(context: RankContext, case: Case) -> Any:
+    """What stands in /dev/shm while an op is made, and after."""
+    seen: list[tuple[str, int, int]] = []
+    original = host_shm._map
+
+    def watched(path: Path, num_bytes: int) -> torch.Tensor:
+        status = path.stat()
+        seen.append((path.name, stat.S_IMODE(status.st_mode), status.st_size - num_bytes))
+        return original(path, num_bytes)
+
+    host_shm._map = watched
+    mask = os.umask(0)
+    try:
+        with Arena(context.group, context.device) as arena:
+            op = make_op(context, case, arena)
+            # every rank has left its allocations, and its file names with them
+            arena.rendezvous.barrier("op is made")
+            left = [name for name, _, _ in seen if (SHARED_MEMORY / name).exists()]
+            run_step(case, op, 0, context.device)
+            return seen, left
+    finally:
+        os.umask(mask)
+        host_shm._map = original
+
+
+def test_files_are_private_unguessable_and_gone_while_the_op_lives(ranks):
+    results = ranks(watch_names, 2, Case(world_size=2, tokens=((3, 5),)))
+    names = [name for name, _, _ in results[0][0]]
+    # three blocks, of two ranks each
+    assert len(names) == len(set(names)) == 6
+    # 128 random bits at the end
+    assert all(re.fullmatch(r"ep_a2a_\d+_\d+_[0-9a-f]{32}", name) for name in names)
+    for seen, left in results:
+        assert [name for name, _, _ in seen] == names
+        assert {(mode, surplus) for _, mode, surplus in seen} == {(0o600, 0)}
+        assert left == []
+
+
+def files_to_clean_up(namespace: int, dead_process: int) -> dict[str, Path]:
+    names = {
+        "of a dead process": f"{namespace}_{dead_process}",
+        "of a living process": f"{namespace}_{os.getpid()}",
+        "of another container": f"{namespace + 1}_{dead_process}",
+    }
+    return {what: SHARED_MEMORY / f"ep_a2a_{name}_test{os.getpid()}" for what, name in names.items()}
+
+
+def test_files_of_dead_processes_are_removed():
+    """What a rank left that was killed between creating and unlinking; whoever allocates next removes it."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    files = files_to_clean_up(Path("/proc/self/ns/pid").stat().st_ino, process.pid)
+    try:
+        for path in files.values():
+            path.touch()
+        host_shm.remove_stale_files()
+        left = {what for what, path in files.items() if path.exists()}
+    finally:
+        for path in files.values():
+            path.unlink(missing_ok=True)
+    assert left == {"of a living process", "of another container"}
+
+
+# --- death of a rank ---
+
+
+def process_id(_context: RankContext) -> int:
+    return os.getpid()
+
+
+def die_after_a_step(context: RankContext, case: Case, dying_rank: int) -> None:
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        run_step(case, op, 0, context.device)
+        if context.rank == dying_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        inputs = make_inputs(case, 1, context.rank)
+        op.dispatch(inputs.tokens, None, None, inputs.ids)
+        op.check()
+
+
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+def test_a_killed_rank_is_named_and_leaves_nothing(layout):
+    case = Case(world_size=3, num_experts=6, layout=layout)
+    with RankPool(3, timeout_secs=60, grace_secs=20) as pool:
+        processes = pool.run(process_id)
+        with pytest.raises(RankFailure) as caught:
+            pool.run(die_after_a_step, case, 1)
+    failure = caught.value
+    assert "exit code -9" in failure.tracebacks[1]
+    assert failure.unfinished == ()
+    assert sorted(failure.errors) == [0, 2]
+    for error in failure.errors.values():
+        assert isinstance(error, RankTimeoutError)
+        assert error.missing_ranks == (1,)
+        assert "rank 1 did not arrive" in str(error)
+    assert files_of(*processes) == []
+    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
+def die_while_allocating(context: RankContext, dying_rank: int, step: str) -> Any:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if context.rank == dying_rank:
+        setattr(host_shm, step, die)
+    allocate_symmetric(Rendezvous(context.group, SHORT_TIMEOUT_SECS), context.device, NUM_BYTES)
+
+
+@pytest.mark.parametrize(("step", "label"), [("_create", "creating shared memory"), ("_map", "mapping shared memory")])
+def test_a_rank_killed_while_allocating_is_named_and_leaves_nothing(step, label):
+    with RankPool(2, timeout_secs=60, grace_secs=20) as pool:
+        processes = pool.run(process_id)
+        with pytest.raises(RankFailure) as caught:
+            pool.run(die_while_allocating, 0, step)
+    error = caught.value.errors[1]
+    assert isinstance(error, RankTimeoutError)
+    assert error.missing_ranks == (0,)
+    assert f"'{label}' within 2 s" in str(error)
+    assert files_of(*processes) == []
+
+
+# --- arenas ---
+
+
+def life_of_an_arena(context: RankContext, case: Case) -> dict[str, Any]:
+    arena = Arena(context.group, context.device)
+    seen: dict[str, Any] = {"empty": arena.num_bytes}
+    memory = arena.acquire("key", 0, SIZES)
+    seen["same"] = arena.acquire("key", 0, SIZES) is memory
+    seen["bytes"] = arena.num_bytes
+    other = arena.acquire("other", 0, SIZES)
+    seen["shared"] = other.symmetric["dispatch"] is memory.symmetric["dispatch"]
+    seen["own"] = other.symmetric["own"] is not memory.symmetric["own"]
+    seen["bytes of two"] = arena.num_bytes
+    apart = arena.acquire("key", 1, SIZES)
+    seen["apart"] = apart.symmetric["dispatch"] is not memory.symmetric["dispatch"]
+    seen["unshared"] = [arena.unshared_index(), arena.unshared_index()]
+    op = make_op(context, case, arena)
+    arena.close()
+    arena.close()
+    seen["closed"] = (arena.closed, arena.num_bytes, memory.symmetric["own"].closed, apart.symmetric["own"].closed)
+    seen["acquire"] = error_of(lambda: arena.acquire("key", 0, SIZES))
+    seen["make"] = error_of(lambda: make_op(context, case, arena))
+    inputs = make_inputs(case, 0, context.rank)
+    seen["dispatch"] = error_of(lambda: op.dispatch(inputs.tokens, None, None, inputs.ids))
+    seen["check"], seen["reset"] = error_of(op.check), error_of(op.reset)
+    return seen
+
+
+def test_arena_hands_out_shares_and_gives_back(ranks):
+    for seen in ranks(life_of_an_arena, 2, Case(world_size=2)):
+        assert seen["empty"] == 0
+        assert seen["same"]
+        assert seen["shared"]
+        assert seen["own"]
+        assert seen["apart"]
+        assert seen["bytes"] == 512 + 1024 + 64 + 128
+        assert seen["bytes of two"] == seen["bytes"] + 512 + 64
+        assert len(set(seen["unshared"])) == 2
+        assert all(index < 0 for index in seen["unshared"])
+        assert seen["closed"] == (True, 0, True, True)
+        for call in ("acquire", "make", "dispatch", "check", "reset"):
+            assert seen[call][0] is ClosedError, call
+
+
+def one_arena_after_another(context: RankContext, case: Case) -> list[int]:
+    """Each arena meets under its own generation, so that a slow rank never answers for the one before."""
+    sequences = []
+    for number in range(3):
+        if context.rank == number % context.world_size:
+            time.sleep(0.2)
+        with Arena(context.group, context.device) as arena:
+            op = make_op(context, case, arena)
+            for step in range(2):
+                run_step(case, op, step, context.device)
+            sequences.append(arena.rendezvous._sequence >> 32)
+    return sequences
+
+
+def test_arenas_one_after_another(ranks):
+    results = ranks(one_arena_after_another, 3, Case(world_size=3, num_experts=6))
+    for generations in results:
+        assert generations == results[0]
+        assert generations == sorted(set(generations))
+
+
+def two_arenas_at_once(context: RankContext, case: Case) -> None:
+    with Arena(context.group, context.device) as first, Arena(context.group, context.device) as second:
+        ops = [make_op(context, case, arena, index=0) for arena in (first, second)]
+        for step in range(2):
+            for op in ops:
+                run_step(case, op, step, context.device)
+
+
+def test_two_arenas_at_once(ranks):
+    ranks(two_arenas_at_once, 2, Case(world_size=2))
+
+
+# --- the rendezvous ---
+
+
+def meet(context: RankContext) -> dict[str, Any]:
+    rendezvous = Rendezvous(context.group, timeout_secs=20)
+    seen: dict[str, Any] = {"exchange": [rendezvous.exchange("numbers", context.rank + n) for n in range(20)]}
+    seen["labels"] = error_of(lambda: rendezvous.barrier("left" if context.rank else "right"))
+    rendezvous.timeout_secs = 1.0
+    if context.rank == 1:
+        time.sleep(1.5)
+    seen["missing"] = error_of(lambda: rendezvous.barrier("late")) if context.rank != 1 else None
+    return seen
+
+
+def test_rendezvous(ranks):
+    for rank, seen in enumerate(ranks(meet, 3)):
+        assert seen["exchange"] == [[n, n + 1, n + 2] for n in range(20)]
+        kind, message = seen["labels"]
+        assert kind is ConfigMismatchError
+        assert ("rank 0 at 'right'" if rank else "rank 1 at 'left'") in message
+        if rank != 1:
+            kind, message = seen["missing"]
+            assert kind is RankTimeoutError
+            assert "all 3 ranks at 'late' within 1 s; got no sign of rank 1." in message
+
+
+# --- MORI's shmem functions ---
+
+GROUP_NAME = "ep_a2a_test_world"
+
+
+def life_of_a_world(context: RankContext) -> dict[str, Any]:
+    torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
+    seen: dict[str, Any] = {"before": error_of(shmem.default_arena)}
+    try:
+        seen["unknown"] = error_of(lambda: shmem.shmem_torch_process_group_init("no such group", context.device))
+        seen["init"] = shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
+        seen["again"] = error_of(lambda: shmem.shmem_torch_process_group_init(GROUP_NAME, context.device))
+        arena = shmem.default_arena()
+        seen["who"] = (shmem.shmem_mype(), shmem.shmem_npes(), arena.device == context.device)
+        tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
+        seen["zeroed"] = (tensor.dtype, tuple(tensor.shape), bool(tensor.any()))
+        shmem.shmem_barrier_all()
+        for peer in range(context.world_size):
+            memory_at(shmem.shmem_ptr_p2p(tensor, peer), 4096)[context.rank] = 1 + context.rank
+        shmem.shmem_barrier_all()
+        seen["written"] = tensor[: context.world_size].tolist()
+        seen["own address"] = shmem.shmem_ptr_p2p(other, context.rank) == other.data_ptr()
+        shmem.shmem_free(tensor)
+        shmem.shmem_barrier_all()
+        seen["finalize"] = (shmem.shmem_finalize(), shmem.shmem_finalize())
+        seen["closed"] = arena.closed
+        seen["after"] = [error_of(call) for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all)]
+        seen["second life"] = shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
+        shmem.shmem_malloc(16)
+        return seen
+    finally:
+        shmem.shmem_finalize()
+        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
+
+
+def test_the_shmem_functions_of_mori(ranks):
+    for rank, seen in enumerate(ranks(life_of_a_world, 3)):
+        assert seen["before"][0] is NotInitializedError
+        assert "shmem_torch_process_group_init" in seen["before"][1]
+        assert seen["unknown"][0] is UnknownNameError
+        assert "'no such group'" in seen["unknown"][1]
+        assert "_register_process_group" in seen["unknown"][1]
+        assert seen["init"] == seen["second life"] == 0
+        assert seen["again"][0] is StateError
+        assert "shmem_finalize" in seen["again"][1]
+        assert seen["who"] == (rank, 3, True)
+        assert seen["zeroed"] == (torch.uint8, (4096,), False)
+        assert seen["written"] == [1, 2, 3]
+        assert seen["own address"]
+        assert seen["finalize"] == (0, 0)
+        assert seen["closed"]
+        assert [kind for kind, _ in seen["after"]] == [NotInitializedError] * 3
+
+
+def world_of_a_subgroup(context: RankContext) -> Any:
+    """A group without global rank 0, as MORI's users register their EP group."""
+    group = dist.new_group([1, 2])
+    if context.rank == 0:
+        return None
+    inner = context.rank - 1
+    torch._C._distributed_c10d._register_process_group(GROUP_NAME, group)
+    try:
+        shmem.shmem_torch_process_group_init(GROUP_NAME, "cpu")
+        tensor = shmem.shmem_malloc(16)
+        memory_at(shmem.shmem_ptr_p2p(tensor, 1 - inner), 16)[:] = 5 + inner
+        shmem.shmem_barrier_all()
+        return shmem.shmem_mype(), shmem.shmem_npes(), int(tensor[15])
+    finally:
+        shmem.shmem_finalize()
+        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
+        dist.destroy_process_group(group)
+
+
+def test_a_world_without_global_rank_zero(ranks):
+    assert ranks(world_of_a_subgroup, 3) == [None, (0, 2, 6), (1, 2, 5)]
+
+
+def misuse_of_a_world(context: RankContext) -> list[Any]:
+    torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
+    try:
+        shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
+        tensor = shmem.shmem_malloc(16)
+        calls = [
+            lambda: shmem.shmem_ptr_p2p(tensor, -1),
+            lambda: shmem.shmem_ptr_p2p(tensor, context.world_size),
+            lambda: shmem.shmem_ptr_p2p(torch.zeros(16), 0),
+            lambda: shmem.shmem_free(torch.zeros(16)),
+        ]
+        kinds: list[Any] = []
+        for call in calls:
+            try:
+                kinds.append(call())
+            except Exception as error:  # noqa: BLE001 - which one is the question
+                kinds.append(type(error))
+        return kinds
+    finally:
+        shmem.shmem_finalize()
+        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
+
+
+def test_misuse_of_shmem_functions_is_named(ranks):
+    for kinds in ranks(misuse_of_a_world, 2):
+        assert all(isinstance(kind, type) and issubclass(kind, EpA2AError) for kind in kinds)
