@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a import errors
+from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
@@ -269,6 +270,16 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.TooManyTokensError, dispatch(input=many), str(most))
         raised(errors.TooManyTokensError, dispatch(max_num_tokens=most + 1))
         raised(errors.TooManyTokensError, dispatch(max_num_tokens=len(x) - 1))
+        for name, values in {
+            "pad_id": (1 << 40, 1.5, None),
+            "max_num_tokens": (7.0, True),
+            "block_num": (2.5,),
+        }.items():
+            for value in values:
+                raised(errors.InputError, dispatch(**{name: value}), name)
+        scaled = make_op(context, case, arena, scale_dim=2, scale_type_size=4)
+        raised(errors.ShapeError, lambda: scaled.dispatch(x, None, torch.empty(0, device=device), ids), "scales")
+        scaled.close()
         run_step(case, op, 0, device)
 
         step = Step.dispatch(case, op, 1, device)
@@ -279,10 +290,62 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.HiddenSizeError, lambda: op.combine(rows.view(-1, hidden // 2), None, None))
         raised(errors.ShapeError, lambda: op.combine(rows, weights, None), "dispatch returned")
         raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, step.got[3]), "topk_ids")
+        raised(errors.DtypeError, lambda: op.combine(rows, [1], None), "tensor")
+        raised(errors.ShapeError, lambda: op.combine(rows.view(2, -1, hidden), None, None), "shape")
+        buffer = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+        own_rows = buffer[: len(x)]
+        raised(errors.InputError, lambda: op.combine(rows, None, None, out=own_rows), "overlap")
+        raised(errors.ShapeError, lambda: op.combine(rows, None, None, out=torch.empty_like(rows)), "out")
         step.combine()
         op.close()
         op.close()
         raised(errors.ClosedError, dispatch(), "closed")
+
+
+def combine_inputs_in_rank_major(context: RankContext, case: Case) -> None:
+    """Rows of another arrangement than dispatch's are refused, also where their number is right."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        step = Step.dispatch(case, op, 0, context.device)
+        dtype, hidden = op.config.combined_dtype, case.hidden_dim
+        buffer = op.get_registered_combine_input_buffer(dtype)
+        stride, world_size = case.stride(0) or 0, case.world_size
+        whole = buffer.view(world_size, case.max_tokens, hidden)
+        raised(errors.ShapeError, lambda: op.combine(whole, None, None), "input of shape")
+        turned = torch.zeros(stride, world_size, hidden, dtype=dtype, device=context.device)
+        raised(errors.ShapeError, lambda: op.combine(turned, None, None), "input of shape")
+        inside = buffer[1 : 1 + world_size * stride]
+        raised(errors.InputError, lambda: op.combine(inside, None, None), "overlap")
+        step.combine()
+
+
+def weights_on_some_ranks(context: RankContext, case: Case) -> None:
+    """A rank that sums weights finds out that another rank brought none."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        step = Step.dispatch(case, op, 0, context.device)
+        rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+        op.combine(rows, step.got[1] if context.rank == 0 else None, None)
+        synchronize(context)
+        arena.rendezvous.barrier("combined")
+        if context.rank == 0:
+            raised(errors.ConfigMismatchError, op.check, "weights on all ranks")
+        op.reset()
+        run_step(case, op, 1, context.device)
+
+
+def memory_of_closed_ops_is_used_again(context: RankContext, case: Case) -> None:
+    """Ops made without an index have memory of their own, which the next one gets after close."""
+    with Arena(context.group, context.device) as arena:
+        sizes = []
+        for number in range(3):
+            with make_op(context, case, arena) as op:
+                run_step(case, op, number, context.device)
+            sizes.append(arena.num_bytes)
+        assert len(set(sizes)) == 1
+        living = make_op(context, case, arena, index=0)
+        raised(errors.StateError, lambda: make_op(context, case, arena, index=0), "close it first")
+        run_step(case, living, 3, context.device)
 
 
 def construction_mismatches(context: RankContext, case: Case) -> None:
@@ -293,6 +356,10 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         other_rank = {"rank": (context.rank + 1) % case.world_size}
         raised(errors.ConfigError, lambda: make_op(context, case, arena, **other_rank))
         raised(errors.UnsupportedError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise"))
+        # what only one rank sees reaches the others at once, and the ranks stay in step
+        alone = {"kernel_type": EpDispatchCombineKernelType.InterNodeV1} if context.rank == 1 else {}
+        kind = errors.UnsupportedError if context.rank == 1 else errors.ConfigMismatchError
+        raised(kind, lambda: make_op(context, case, arena, **alone), "InterNodeV1")
         run_step(case, make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0
         if context.rank == 1:
@@ -356,6 +423,12 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "cap-overflow": (cap_overflow, Case()),
     "host-checks": (host_checks, Case(tokens=((9,),))),
     "construction-mismatches": (construction_mismatches, Case()),
+    "combine-inputs-in-rank-major": (
+        combine_inputs_in_rank_major,
+        Case(layout="rank_major", tokens=((3,),), max_num_tokens=(3,)),
+    ),
+    "weights-on-some-ranks": (weights_on_some_ranks, Case()),
+    "memory-of-closed-ops-is-used-again": (memory_of_closed_ops_is_used_again, Case()),
     "expert-counts": (expert_counts, Case(num_experts=10, topk=3)),
     "expert-counts-rank-major": (expert_counts, Case(layout="rank_major")),
     "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.cli.demo_run import PhaseSeconds, RankResult, close_rank, join, open_rank, run_step
-from ep_a2a.errors import EpA2AError, RankTimeoutError
+from ep_a2a.errors import EpA2AError, RankTimeoutError, StateError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def run_demo_ranks(
             except RankFailure as failure:
                 expected = _expected_error(failure)
                 if expected is None:
-                    raise
+                    sys.stderr.write(f"{failure}\n")
+                    headline = str(failure).partition("\n")[0]
+                    raise StateError("every rank to finish", headline, "See what the ranks said, above.") from failure
                 raise expected from failure
 
         on_phase(f"starting {settings.num_ranks} processes")

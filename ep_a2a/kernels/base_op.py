@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ep_a2a.errors import ConfigError, ConfigMismatchError, UnsupportedError
+from ep_a2a.config import Layout
+from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError, UnsupportedError
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -31,6 +32,12 @@ class DispatchCombineBase:
     def num_rows(self, max_num_tokens: int) -> int:
         """R, rows that dispatch returns for a step's max_num_tokens."""
         return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
+
+    def _lead(self, max_num_tokens: int) -> tuple[int, ...]:
+        """Leading sizes of what dispatch returns: (R,), or (W, max_num_tokens) in layout rank_major."""
+        if self.config.layout == Layout.RANK_MAJOR:
+            return (self.config.world_size, max_num_tokens)
+        return (self.num_rows(max_num_tokens),)
 
     def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
         """(source rank, token) of a value of get_dispatch_src_token_pos."""
@@ -83,26 +90,55 @@ class DispatchCombineBase:
         self._last_stream = (stream, capturing)
 
 
-def agree_on_config(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> None:
+def agree_on_config(
+    config: EpDispatchCombineConfig | None, rendezvous: Rendezvous, index: int = 0, error: EpA2AError | None = None
+) -> None:
     """Returns when all ranks of the group have come with configs that fit together. Collective.
 
+    A rank that cannot come with a config comes with its error, so that the others do not wait for it.
+
+    Args:
+        config: this rank's; None with an error.
+        rendezvous: where the ranks meet.
+        index: the op's index, equal on all ranks.
+        error: why this rank cannot go on.
+
     Raises:
+        EpA2AError: this rank's own `error`.
         UnsupportedError: combine is to be quantised.
         ConfigError: rank or world size is not the group's.
         ConfigMismatchError: a field that must be equal on all ranks is not; the error names it and the ranks.
         RankTimeoutError: ranks did not come.
     """
+    if config is not None and error is None:
+        error = _own_error(config, rendezvous)
+    fields = {} if config is None else config.shared_fields() | {"index": str(index)}
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = rendezvous.exchange("op configuration", {"fields": fields, "error": told})
+    if error is not None:
+        raise error
+    _raise_differences([each["fields"] for each in everyone if each["error"] is None])
+    failed = {rank: each["error"] for rank, each in enumerate(everyone) if each["error"] is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise ConfigMismatchError("every rank to build the op", f"rank {rank} could not: {text}", "Mend it there.")
+
+
+def _own_error(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> EpA2AError | None:
     if config.combine_quant.value != "none":
-        raise UnsupportedError(
+        return UnsupportedError(
             "a quant_type that acts on dispatch", f"{config.quant_type!r}: this version combines unquantised",
             "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
         )  # fmt: skip
     if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
-        raise ConfigError(
+        return ConfigError(
             f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",
             f"rank {config.rank} of {config.world_size}",
         )
-    everyone = rendezvous.exchange("op configuration", config.shared_fields())
+    return None
+
+
+def _raise_differences(everyone: list[dict[str, str]]) -> None:
     for name in everyone[0]:
         values = [fields.get(name, "absent") for fields in everyone]
         if len(set(values)) > 1:

@@ -13,7 +13,9 @@ from ep_a2a.kernels.primitives import (
     ERROR_CLAIMED,
     ERROR_RECORD,
     FOREIGN_INDICES,
+    NOBODY,
     STATE,
+    WEIGHTS_MISSING,
     address,
     arrive_last,
     fail,
@@ -32,6 +34,7 @@ ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
+WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
 COMBINE_EPOCH = tl.constexpr(State.COMBINE_EPOCH.value)
 PHASE = tl.constexpr(State.PHASE.value)
 
@@ -168,10 +171,25 @@ def combine_kernel(
     if (poison == 0) & (phase != DISPATCHED):
         poison = (ALTERNATION << 16) | rank
         fail(table, poison, 2, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
+    lanes = tl.arange(0, WORLD_LANES)
+    present = lanes < WORLD_SIZE
     if poison == 0:
         if program == 0:
+            if HAS_WEIGHTS:
+                # ordered by the flags: a peer that sums weights finds out whether this rank brought any
+                told = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
+                tl.store(told, lanes * 0 + epoch, mask=present)
             post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+    if HAS_WEIGHTS:
+        if poison == 0:
+            brought = tl.load(
+                address(table, WEIGHT_EPOCHS, rank, WORLD_SIZE, tl.int32) + lanes, mask=present, other=0, volatile=True
+            )
+            missing = ((brought != epoch) & present).to(tl.int32)
+            if reduce_max(missing, 0) > 0:
+                poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
+                fail(table, poison, 2, epoch, 1, missing, rank, WORLD_SIZE, WORLD_LANES)
     if poison == 0:
         num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
         for unit in range(program, num_tokens * num_blocks, num_programs):

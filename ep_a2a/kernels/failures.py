@@ -75,12 +75,18 @@ class Failure:
             return ConfigMismatchError(
                 "the same max_num_tokens, and weights and scales given or not alike, on all ranks",
                 f"{words} at {where}",
-                f"Pass the same max_num_tokens on every rank. {RESET}",
+                "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
+                f"passes empty ones, [0, K] and [0, S]. {RESET}",
             )
         if self.code == 4:
             return CapacityError(
                 "max_total_recv_tokens rows at most",
                 f"more on rank {self.accused} (seen at {where}, {self.detail} rows there if this is that rank)",
+            )
+        if self.code == 6:
+            without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
+            return ConfigMismatchError(
+                "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
             )
         return ForeignIndicesError(
             "combine's indices to be those given to this rank's dispatch", f"others at token {self.detail}, {where}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,18 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
+def check_integer(name: str, value: int) -> None:
+    """A number that kernels take as int32; InputError for anything else, booleans included."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
+        raise InputError(f"{name} to be an integer of 32 bits", repr(value))
+
+
+def check_launch(block_num: int, warp_per_block: int) -> None:
+    """A caller's launch numbers."""
+    check_integer("block_num", block_num)
+    check_integer("warp_per_block", warp_per_block)
+
+
 def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
     """Shape [rows, H] and the alignment that 16-byte accesses need."""
     if tensor.dim() != 2:
@@ -62,12 +75,15 @@ def check_dispatch(
     scales: torch.Tensor | None,
     indices: torch.Tensor,
     max_num_tokens: int,
+    pad_id: int,
 ) -> None:
     """Everything the host can see of dispatch's arguments; see EpDispatchCombineOp.dispatch for what they must be."""
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
+    check_integer("max_num_tokens", max_num_tokens)
+    check_integer("pad_id", pad_id)
     if not 1 <= max_num_tokens <= config.max_num_inp_token_per_rank:
         raise TooManyTokensError(
             f"1 <= max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}",
@@ -87,7 +103,10 @@ def _check_scales(
     config: EpDispatchCombineConfig, device: torch.device, tokens: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
     will_cast = config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
-    if scales is None or scales.numel() == 0:
+    if scales is not None and not isinstance(scales, torch.Tensor):
+        raise DtypeError("scales to be a tensor or None", type(scales).__name__)
+    # MORI's callers pass an empty tensor for no scales
+    if scales is None or (scales.numel() == 0 and (will_cast or not config.num_scales)):
         if config.casts_in_dispatch and not will_cast and tokens.shape[0]:
             raise InputError("scales with tokens that are quantised already", "none", "Pass scales [T, S].")
         return
@@ -112,23 +131,32 @@ def check_combine(
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     indices: torch.Tensor | None,
-    num_rows: int,
+    lead: tuple[int, ...],
     num_tokens: int,
-    zero_copy: bool,
 ) -> None:
-    """Everything the host can see of combine's arguments; `rows` is two-dimensional already."""
+    """Everything the host can see of combine's arguments.
+
+    Args:
+        rows, weights, indices: as given to combine.
+        lead: leading sizes of what dispatch returned, (R,) or (W, max_num_tokens).
+        num_tokens: T of the dispatch.
+    """
     check_tensor("input", rows, (config.combined_dtype,), device)
-    check_rows("input", rows, config.hidden_dim)
-    if rows.shape[0] != num_rows and not (zero_copy and rows.shape[0] >= num_rows):
+    if rows.dim() == 3 and tuple(rows.shape[:2]) != lead:
+        raise ShapeError(f"input of shape {(*lead, config.hidden_dim)}", str(tuple(rows.shape)))
+    flat = rows.flatten(0, -2) if rows.dim() == 3 else rows
+    check_rows("input", flat, config.hidden_dim)
+    num_rows = math.prod(lead)
+    if flat.shape[0] != num_rows:
         raise ShapeError(
-            f"input with one row per row that dispatch returned, {num_rows}", str(rows.shape[0]),
+            f"input with one row per row that dispatch returned, {num_rows}", str(flat.shape[0]),
             "Pass all rows, also those past total_recv; their content does not matter.",
         )  # fmt: skip
     if weights is not None:
         check_tensor("weights", weights, (torch.float32,), device)
-        if tuple(weights.shape) != (num_rows, config.topk):
+        if tuple(weights.shape) not in {(num_rows, config.topk), (*lead, config.topk)}:
             raise ShapeError(
-                f"weights in the order of the received rows, {(num_rows, config.topk)}", str(tuple(weights.shape)),
+                f"weights in the order of the received rows, {(*lead, config.topk)}", str(tuple(weights.shape)),
                 "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
             )  # fmt: skip
     if indices is not None:
@@ -137,3 +165,19 @@ def check_combine(
             raise ForeignIndicesError(
                 f"this rank's own ids, of shape {(num_tokens, config.topk)}", str(tuple(indices.shape))
             )
+
+
+def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
+    """combine's `out`: [T, H] of combine_dtype."""
+    check_tensor("out", out, (config.combined_dtype,), device)
+    check_rows("out", out, config.hidden_dim)
+    if out.shape[0] != num_tokens:
+        raise ShapeError(f"out with a row for each of the {num_tokens} tokens dispatched", str(out.shape[0]))
+
+
+def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:
+    """Raises InputError when a tensor overlaps a region that peers read or write meanwhile."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    region_first = region.data_ptr()
+    if first < region_first + region.numel() * region.itemsize and region_first < last:
+        raise InputError(f"{name} outside of {what}", "an overlap", f"Pass {name}.clone(), or memory of your own.")

@@ -47,6 +47,7 @@ class Region(enum.IntEnum):
     RESULT_WEIGHTS = 19
     ERROR_RECORD = 20
     EXPERT_COUNTS = 21
+    WEIGHT_EPOCHS = 22
 
 
 class State(enum.IntEnum):
@@ -127,6 +128,7 @@ class OpLayout:
                 (Region.DISPATCH_FLAGS, i32, (world_size,)),
                 (Region.COMBINE_FLAGS, i32, (world_size,)),
                 (Region.COUNTS, i32, (2, world_size, world_size + 1)),
+                (Region.WEIGHT_EPOCHS, i32, (world_size,)),
                 (Region.INDICES, i32, (rows, topk)),
                 (Region.SOURCE_POSITIONS, i32, (rows,)),
             ),

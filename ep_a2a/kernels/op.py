@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType, Layout
-from ep_a2a.errors import AlternationError, ClosedError, UnsupportedError
+from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure, wire_word
-from ep_a2a.kernels.inputs import check_combine, check_dispatch
+from ep_a2a.kernels.inputs import check_apart, check_combine, check_dispatch, check_launch, check_out
 from ep_a2a.kernels.intra_node import CombineArguments, DispatchArguments, IntraNodeKernels
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.op_memory import BoundMemory
@@ -49,20 +51,16 @@ class EpDispatchCombineOp(DispatchCombineBase):
             from ep_a2a.shmem import default_arena
 
             arena = default_arena()
-        if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
-            raise UnsupportedError(
-                "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
-                "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
-            )  # fmt: skip
         super().__init__(config, arena.device)
-        agree_on_config(config, arena.rendezvous)
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
+        self._closed = False
+        agree_on_config(config, arena.rendezvous, self.index, _own_error(config, arena, self.index))
         self._memory = BoundMemory(config, arena, self.index)
+        self._memory.memory.user = weakref.ref(self)
         self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
         self._num_tokens: int | None = None
         self._max_num_tokens = config.max_num_inp_token_per_rank
-        self._closed = False
         self._view_cache: dict[tuple[Any, ...], DispatchResult] = {}
         self._meet("initialising the op", self._initialize)
 
@@ -72,6 +70,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
     def _meet(self, label: str, work: Any) -> None:
         """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.arena.rendezvous.barrier(f"{label}: start")
         try:
             work()
@@ -120,7 +120,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         if self._num_tokens is not None:
             raise AlternationError("combine after dispatch", "dispatch again")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        check_dispatch(self.config, self.device, input, weights, scales, indices, limit)
+        check_dispatch(self.config, self.device, input, weights, scales, indices, limit, pad_id)
+        check_launch(block_num, warp_per_block)
         self._memory.memory.slot.enter(self)
         self._order_streams()
         has_scales = self.config.casts_in_dispatch or bool(scales is not None and self.config.num_scales)
@@ -176,24 +177,25 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self.check()
         if self._num_tokens is None:
             raise AlternationError("dispatch before combine", "combine")
-        if weights is not None and weights.numel() == 0 and self.num_rows(self._max_num_tokens):
+        check_launch(block_num, warp_per_block)
+        num_tokens, lead = self._num_tokens, self._lead(self._max_num_tokens)
+        if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
-        rows = input.flatten(0, -2) if isinstance(input, torch.Tensor) and input.dim() == 3 else input
-        zero_copy = isinstance(rows, torch.Tensor) and rows.data_ptr() == self._combine_buffer.data_ptr()
-        num_rows = self.num_rows(self._max_num_tokens)
-        device = self.device
-        if weights is not None and weights.dim() == 3:
-            weights = weights.flatten(0, -2)
-        check_combine(self.config, device, rows, weights, indices, num_rows, self._num_tokens, zero_copy)
+        zero_copy = isinstance(input, torch.Tensor) and input.data_ptr() == self._combine_buffer.data_ptr()
+        if zero_copy and input.dim() == 2:
+            input = input[: math.prod(lead)]  # noqa: A001  the whole registered buffer may be passed
+        check_combine(self.config, self.device, input, weights, indices, lead, num_tokens)
+        if not zero_copy:
+            check_apart("input", input, self._combine_buffer, "the registered buffer, but for its start")
         result = self._memory.view(Region.RESULT)
         if out is not None:
-            check_combine(self.config, device, out, None, None, self._num_tokens, self._num_tokens, False)
+            check_out(self.config, self.device, out, num_tokens)
+            check_apart("out", out, self._combine_buffer, "the registered buffer")
+            check_apart("out", out, self._memory.view(Region.TOKENS), "the received rows")
             result = out
         self._order_streams()
         self._kernels.combine(
-            CombineArguments(
-                None if zero_copy else rows, weights, indices, result, self._num_tokens, self._max_num_tokens
-            ),
+            CombineArguments(None if zero_copy else input, weights, indices, result, num_tokens, self._max_num_tokens),
             block_num, warp_per_block,
         )  # fmt: skip
         self._num_tokens = None
@@ -214,10 +216,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
     def _make_views(
         self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
     ) -> DispatchResult:
-        config, view = self.config, self._memory.view
-        lead: tuple[int, ...] = (self.num_rows(max_num_tokens),)
-        if config.layout == Layout.RANK_MAJOR:
-            lead = (config.world_size, max_num_tokens)
+        config, view, lead = self.config, self._memory.view, self._lead(max_num_tokens)
         if scale_dtype is None:
             scale_dtype = torch.float32 if config.scale_bytes == 4 else torch.uint8
         return (
@@ -288,8 +287,6 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self._num_tokens = None
         self._memory.memory.slot.leave(self)
         self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout))
@@ -299,6 +296,25 @@ class EpDispatchCombineOp(DispatchCombineBase):
         if not self._closed:
             self._closed = True
             self._memory.memory.slot.leave(self)
+            self._memory.memory.user = None
+            self.arena.give_back(self.index)
+
+
+def _own_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
+    """Why this rank cannot build the op, or None."""
+    if arena.closed:
+        return ClosedError("an open arena", "a closed one")
+    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+        return UnsupportedError(
+            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
+            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
+        )  # fmt: skip
+    if arena.in_use(config.digest(), index):
+        return StateError(
+            f"no living op of this config and index {index} in the arena", "one that has not been closed",
+            "Use that op, close it first, or give this one another index.",
+        )  # fmt: skip
+    return None
 
 
 def _first_expert(config: EpDispatchCombineConfig) -> int:

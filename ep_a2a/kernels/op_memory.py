@@ -88,6 +88,7 @@ class BoundMemory:
         self.view(Region.POISON).zero_()
         for region in (Region.COUNT_FLAGS, Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS, Region.COUNTS):
             self.view(region).zero_()
+        self.view(Region.WEIGHT_EPOCHS).zero_()
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.memory.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID

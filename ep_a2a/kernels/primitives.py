@@ -33,6 +33,7 @@ ALTERNATION = tl.constexpr(2)
 STRIDE_MISMATCH = tl.constexpr(3)
 CAPACITY = tl.constexpr(4)
 FOREIGN_INDICES = tl.constexpr(5)
+WEIGHTS_MISSING = tl.constexpr(6)
 
 # The poison word is code << 16 | accused rank; this rank number accuses nobody.
 NOBODY = tl.constexpr(0xFFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import describe_wire_word, wire_word
-from ep_a2a.kernels.inputs import check_combine, check_dispatch
+from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
 from ep_a2a.managers.op_buffers import OpBuffers
 from ep_a2a.quantization import quantize
 from ep_a2a.routing import destination_mask, expert_ranges
@@ -106,7 +107,7 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
             raise AlternationError("combine after dispatch", "dispatch again")
         config = self.config
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        check_dispatch(config, self.device, input, weights, scales, indices, limit)
+        check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
         self._order_streams()
         tokens, scales = self._travelling(input, scales)
         counts = self._agree(input.shape[0], wire_word(limit, weights is not None, scales is not None))
@@ -207,25 +208,24 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
         if self._step is None:
             raise AlternationError("dispatch before combine", "combine")
         step, config = self._step, self.config
-        num_rows, num_tokens = self.num_rows(step.max_num_tokens), step.indices.shape[0]
-        if weights is not None and weights.numel() == 0:
+        lead, num_tokens = self._lead(step.max_num_tokens), step.indices.shape[0]
+        if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
-        if weights is not None and weights.dim() == 3:
-            weights = weights.flatten(0, -2)
-        rows = input.flatten(0, -2) if isinstance(input, torch.Tensor) and input.dim() == 3 else input
-        zero_copy = isinstance(rows, torch.Tensor) and self._buffers.is_combine_input(rows)
-        check_combine(config, self.device, rows, weights, indices, num_rows, num_tokens, zero_copy)
+        if isinstance(input, torch.Tensor) and input.dim() == 2 and self._buffers.is_combine_input(input):
+            input = input[: math.prod(lead)]  # noqa: A001  the whole registered buffer may be passed
+        check_combine(config, self.device, input, weights, indices, lead, num_tokens)
+        rows = input.flatten(0, -2)
         if indices is not None and not torch.equal(indices, step.indices):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
         result = self._buffers.result if out is None else out
         if out is not None:
-            check_combine(config, self.device, out, None, None, num_tokens, num_tokens, False)
+            check_out(config, self.device, out, num_tokens)
         self._order_streams()
         self._step = None
         result[:num_tokens] = self._sum(rows, step)
         if weights is None:
             return result, None
-        self._buffers.result_weights[:num_tokens] = self._sum(weights, step)
+        self._buffers.result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), step)
         return result, self._buffers.result_weights
 
     def _sum(self, rows: torch.Tensor, step: _Step) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-from ep_a2a.errors import ConfigError, HostMemoryError, UnsupportedError
+from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError, UnsupportedError
+from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.managers.base import All2AllManagerBase, Capabilities
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.arena import Arena
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
@@ -34,6 +37,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         super().__init__(cpu_group, tcp_store_group)
         self._arena: Arena | None = None
         self._max_sms = 0
+        self._ops: WeakValueDictionary[tuple[EpDispatchCombineConfig, int], EpDispatchCombineOp] = WeakValueDictionary()
 
     @property
     def arena(self) -> Arena:
@@ -63,8 +67,17 @@ class NativeAll2AllManager(All2AllManagerBase):
             self._require_one_node(topology)
             if self._max_sms:
                 kwargs.setdefault("max_sms", self._max_sms)
-            config = config_from_handle_kwargs(kwargs, topology.internode)
-            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+            try:
+                config = config_from_handle_kwargs(kwargs, topology.internode)
+            except EpA2AError as error:
+                # the other ranks would wait for this one
+                agree_on_config(None, self.arena.rendezvous, index, error)
+                raise
+            # kwargs that say the same in other words mean the same op, not a second one on its memory
+            op = self._ops.get((config, index))
+            if op is None:
+                op = self._ops[config, index] = EpDispatchCombineOp(config, arena=self.arena, index=index)
+            return op
 
         op: EpDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
         return op

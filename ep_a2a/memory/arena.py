@@ -71,6 +71,12 @@ class OpMemory:
     local_shared: torch.Tensor
     record: torch.Tensor
     slot: Slot
+    user: weakref.ref[object] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an op that has not been closed lives on this memory."""
+        return self.user is not None and self.user() is not None
 
 
 @dataclass
@@ -95,11 +101,23 @@ class Arena:
         self._slots: dict[int, Slot] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}
         self._num_unshared = 0
+        self._free_unshared: list[int] = []
 
     def unshared_index(self) -> int:
         """An index that no other op has: for ops made without a manager, whose steps may overlap with any other's."""
+        if self._free_unshared:
+            return self._free_unshared.pop()
         self._num_unshared += 1
         return -self._num_unshared
+
+    def give_back(self, index: int) -> None:
+        """Lets an index from `unshared_index` be used again, on all ranks in the same order; others are ignored."""
+        if index < 0:
+            self._free_unshared.append(index)
+
+    def in_use(self, key: str, index: int) -> bool:
+        """Whether a living op has the memory of this key and index."""
+        return (key, index) in self._memory and self._memory[key, index].in_use
 
     def acquire(self, key: str, index: int, sizes: BlockSizes) -> OpMemory:
         """Memory for the op of this key and index; zeroed when new. Collective.

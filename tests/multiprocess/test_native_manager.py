@@ -67,6 +67,8 @@ def handles(context: RankContext) -> dict[str, Any]:
     seen["arena after"] = manager._arena is not None and op.arena is manager.arena
     seen["same"] = manager.get_handle(dict(reversed(list(kwargs.items())))) is op
     second = manager.get_handle(kwargs, 1)
+    # another way to say the same must not build a second op on the memory of the first
+    seen["other words"] = manager.get_handle({**kwargs, "layout": "compact"}) is op
     seen["another index"] = second is not op
     own, other = set(addresses_of(op)) - {0}, set(addresses_of(second)) - {0}
     seen["memory apart"] = not own & other

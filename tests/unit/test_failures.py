@@ -19,7 +19,7 @@ from ep_a2a.kernels.failures import Failure, describe_wire_word, wire_word
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 
 DISPATCH, COMBINE = 1, 2
-TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN = 1, 2, 3, 4, 5
+TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6
 NOBODY = 0xFFFF
 STRIDES = (
     wire_word(16, True, False),
@@ -38,8 +38,9 @@ def error_of(failed: Failure) -> EpA2AError:
 
 
 def test_codes_are_those_of_the_kernels():
-    codes = ("TIMEOUT", "ALTERNATION", "STRIDE_MISMATCH", "CAPACITY", "FOREIGN_INDICES")
-    assert [getattr(primitives, name).value for name in codes] == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN]
+    codes = ("TIMEOUT", "ALTERNATION", "STRIDE_MISMATCH", "CAPACITY", "FOREIGN_INDICES", "WEIGHTS_MISSING")
+    values = [getattr(primitives, name).value for name in codes]
+    assert values == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS]
     assert primitives.NOBODY.value == NOBODY
 
 
@@ -88,6 +89,21 @@ CASES = {
         CapacityError,
         ("max_total_recv_tokens", "more on rank 1", "dispatch 7 on rank 1, 40 rows", "op.reset()"),
     ),
+    "weights missing": (
+        failure(WEIGHTS, NOBODY, COMBINE, 1, (0, 1, 1, 0)),
+        ConfigMismatchError,
+        ("weights on all ranks or on none", "none on ranks [1, 2]", "combine 7 on rank 1", "op.reset()"),
+    ),
+    "weights missing, told by another rank": (
+        failure(WEIGHTS, NOBODY, COMBINE),
+        ConfigMismatchError,
+        ("weights on all ranks or on none", "none on ranks not known here", "op.reset()"),
+    ),
+    "mismatch, told by another rank": (
+        failure(MISMATCH, NOBODY, COMBINE, 0, (0, 1, 0, 0)),
+        ConfigMismatchError,
+        ("all ranks to agree", "combine 7 on rank 1", "op.reset()"),
+    ),
     "foreign indices": (
         failure(FOREIGN, 0, COMBINE, 12),
         ForeignIndicesError,
@@ -106,7 +122,14 @@ def test_class_and_words(name):
 
 
 def test_every_code_has_a_case():
-    assert {failed.code for failed, _, _ in CASES.values()} == {TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN}
+    assert {failed.code for failed, _, _ in CASES.values()} == {
+        TIMEOUT,
+        ALTERNATION,
+        MISMATCH,
+        CAPACITY,
+        FOREIGN,
+        WEIGHTS,
+    }
 
 
 @pytest.mark.parametrize(("name", "missing"), [("timeout in dispatch", (3,)), ("timeout seen by another rank", (2,))])

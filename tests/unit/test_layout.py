@@ -92,7 +92,8 @@ def test_sizes_by_an_independent_formula(config):
     int32 = 4
     expected = {
         "control": [
-            int32, *[int32 * world] * 3, 2 * world * (world + 1) * int32, rows * topk * int32, rows * int32,
+            int32, *[int32 * world] * 3, 2 * world * (world + 1) * int32, int32 * world,
+            rows * topk * int32, rows * int32,
         ],
         "dispatch": [rows * hidden * token_bytes, rows * scale_bytes, rows * topk * 4],
         "combine": [rows * hidden * result_bytes, rows * topk * 4],
