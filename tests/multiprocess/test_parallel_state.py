@@ -119,12 +119,18 @@ def life_of_a_manager(context):
 
 
 def unknown_backend(context):
-    initialise(context, context.world_size, all2all_backend="ep_a2b")
+    """Refused before any group is made; and again by a communicator whose backend was changed afterwards."""
+
+    def start():
+        initialise(context, context.world_size, all2all_backend="ep_a2b")
+
+    at_start = error_of(start)
+    initialised = is_initialized()
+    initialise(context, context.world_size)
     try:
         communicator = ep_a2a.get_ep_group().device_communicator
-        error = error_of(lambda: communicator.all2all_manager)
-        communicator.all2all_backend = "naive"
-        return error
+        communicator.all2all_backend = "ep_a2b"
+        return at_start, initialised, error_of(lambda: communicator.all2all_manager)
     finally:
         ep_a2a.destroy_dist_env()
 
@@ -233,9 +239,11 @@ def test_manager_is_lazy_replaceable_and_destroyed(ranks):
 
 
 def test_unknown_backend(ranks):
-    for kind, message in ranks(unknown_backend, 4):
-        assert kind is UnknownNameError
-        assert "Did you mean 'ep_a2a'" in message
+    for at_start, initialised, at_first_use in ranks(unknown_backend, 4):
+        assert not initialised
+        for kind, message in (at_start, at_first_use):
+            assert kind is UnknownNameError
+            assert "Did you mean 'ep_a2a'" in message
 
 
 def test_second_init_is_idempotent_or_an_error(ranks):
