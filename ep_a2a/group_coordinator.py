@@ -118,5 +118,8 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 def _make_groups(groups: Sequence[Sequence[int]], own: int, backend: str, cleanup: ExitStack) -> dist.ProcessGroup:
     made = [dist.new_group(list(members), backend=backend) for members in groups]
     group: dist.ProcessGroup = made[own]
+    if backend == "gloo":
+        # Connected here is not connected everywhere: a member that left now would break another's handshake.
+        dist.barrier(group)
     cleanup.callback(destroy_group, group)
     return group
