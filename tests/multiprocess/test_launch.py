@@ -65,10 +65,6 @@ def running(process_ids):
     return [pid for pid in process_ids if Path(f"/proc/{pid}").exists()]
 
 
-def our_directories():
-    return set(Path(tempfile.gettempdir()).glob("ep_a2a_ranks_*"))
-
-
 @pytest.fixture(scope="module")
 def pool():
     with RankPool(2, timeout_secs=60, grace_secs=1) as pool:
@@ -112,8 +108,9 @@ def test_errors_that_cannot_be_pickled_come_as_text(pool):
         pool.run(return_what_cannot_travel)
 
 
-def test_a_hanging_rank_is_killed_and_named():
-    before = our_directories()
+def test_a_hanging_rank_is_killed_and_named(tmp_path, monkeypatch):
+    # a place of its own, since other sessions on this machine have pools too
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     children_before = set(multiprocessing.active_children())
     with RankPool(2, timeout_secs=1) as pool:
         first = pool.run(process_id)
@@ -124,9 +121,10 @@ def test_a_hanging_rank_is_killed_and_named():
         assert not running(first)
         second = pool.run(process_id)
         assert not set(first) & set(second)
+        assert len(list(tmp_path.glob("ep_a2a_ranks_*"))) == 1
     assert not running(second)
     assert set(multiprocessing.active_children()) <= children_before
-    assert our_directories() <= before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dying_rank_is_named():
