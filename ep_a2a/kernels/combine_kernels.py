@@ -10,9 +10,11 @@ from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     ALTERNATION,
+    DISPATCHED,
     ERROR_CLAIMED,
     ERROR_RECORD,
     FOREIGN_INDICES,
+    IDLE,
     NOBODY,
     STATE,
     WEIGHTS_MISSING,
@@ -37,9 +39,6 @@ RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
 WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
 COMBINE_EPOCH = tl.constexpr(State.COMBINE_EPOCH.value)
 PHASE = tl.constexpr(State.PHASE.value)
-
-IDLE = tl.constexpr(0)
-DISPATCHED = tl.constexpr(1)
 
 
 @portable(do_not_specialize=["stride", "rank"], do_not_specialize_on_alignment=["weights_in"])

@@ -11,6 +11,8 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     ALTERNATION,
     CAPACITY,
+    DISPATCHED,
+    IDLE,
     NOBODY,
     STATE,
     STRIDE_MISMATCH,
@@ -43,9 +45,6 @@ DISPATCH_EPOCH = tl.constexpr(State.DISPATCH_EPOCH.value)
 PHASE = tl.constexpr(State.PHASE.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
 LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
-
-IDLE = tl.constexpr(0)
-DISPATCHED = tl.constexpr(1)
 
 
 @portable

@@ -27,6 +27,10 @@ ARRIVED = tl.constexpr(State.ARRIVED.value)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
 RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
 
+# Values of the PHASE word of STATE: what the op's next launch may be.
+IDLE = tl.constexpr(0)
+DISPATCHED = tl.constexpr(1)
+
 # Failure codes, the first word of the error record; kernels/failures.py turns them into exceptions.
 TIMEOUT = tl.constexpr(1)
 ALTERNATION = tl.constexpr(2)
