@@ -6,16 +6,16 @@ import enum
 import hashlib
 import json
 import math
-import operator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ep_a2a import env
+from ep_a2a.config_fields import MINIMUM, checked_integer
 from ep_a2a.errors import ConfigError, UnknownNameError
 
-WIRE_FORMAT_VERSION = 1
+WIRE_FORMAT_VERSION = 2
 """Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare."""
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -27,6 +27,8 @@ COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT_BYTES = 16
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
+FLAGGED_MAX_TOKENS = 128
+"""Kernels number the rows of a flagged dispatch in bytes, so there is a hard limit below 256."""
 
 
 class EpDispatchCombineKernelType(enum.Enum):
@@ -59,10 +61,13 @@ class Layout(enum.StrEnum):
 
     COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
     RANK_MAJOR: `[W, max_num_tokens, H]`, source s's rows dense from the front of block s.
+    EXPERT_MAJOR: `[E, W * max_num_tokens, H]`, the rows of each local expert dense from the front of its block, again
+        ascending by (source rank, source token); combine weighs and adds the experts' rows.
     """
 
     COMPACT = "compact"
     RANK_MAJOR = "rank_major"
+    EXPERT_MAJOR = "expert_major"
 
 
 class ScaleFormat(enum.StrEnum):
@@ -116,6 +121,10 @@ class EpDispatchCombineConfig:
         dispatch_quant_type: the cast inside dispatch when quant_type names a combine cast; None = by quant_type.
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
+        flagged_max_tokens: steps with max_num_tokens up to this are dispatched as words that are their own flags, which
+            takes one hop less and one local copy more; 0 to FLAGGED_MAX_TOKENS.
+        expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
+            the end of its block, so that grouped products can read whole tiles.
     """
 
     data_type: torch.dtype
@@ -145,10 +154,12 @@ class EpDispatchCombineConfig:
     dispatch_quant_type: str | None = field(default=None, kw_only=True)
     scale_format: str = field(default="float32", kw_only=True)
     combine_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
+    expert_alignment: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, minimum in _MINIMUM.items():
-            object.__setattr__(self, name, _integer(name, getattr(self, name), minimum))
+        for name, minimum in MINIMUM.items():
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), minimum))
         _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
         _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
         _require(
@@ -165,6 +176,11 @@ class EpDispatchCombineConfig:
             bounded = isinstance(self.timeout_secs, int | float) and 0 < self.timeout_secs <= env.MAX_TIMEOUT_SECS
             expected = f"timeout_secs to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
             _require(bounded, expected, repr(self.timeout_secs))
+        _require(
+            self.flagged_max_tokens <= FLAGGED_MAX_TOKENS,
+            f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",
+            str(self.flagged_max_tokens),
+        )
         if self.max_total_recv_tokens:
             _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
 
@@ -195,7 +211,7 @@ class EpDispatchCombineConfig:
                 f"max_token_type_size >= {widest}, the widest element to be moved",
                 str(self.max_token_type_size),
             )
-        for dtype in (self.wire_dtype, self.combined_dtype):
+        for dtype in (self.wire_dtype, self.combined_dtype, self.combine_wire_dtype):
             row_bytes = self.hidden_dim * dtype.itemsize
             _require(
                 row_bytes % ALIGNMENT_BYTES == 0,
@@ -215,6 +231,11 @@ class EpDispatchCombineConfig:
                 f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {self.dispatch_quant.value} makes them",
                 str(given),
             )
+        _require(
+            self.combine_quant != QuantType.FP8_BLOCKWISE or self.hidden_dim % FP8_GROUP_SIZE == 0,
+            f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_blockwise",
+            str(self.hidden_dim),
+        )
         if self.scale_dim:
             _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
 
@@ -227,6 +248,9 @@ class EpDispatchCombineConfig:
             f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
             str(self.num_experts_per_rank),
         )
+        if self.layout == Layout.EXPERT_MAJOR:
+            num_rows = most * self.world_size * self.max_num_inp_token_per_rank
+            _require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
 
     @property
     def topk(self) -> int:
@@ -291,6 +315,21 @@ class EpDispatchCombineConfig:
         return self.scale_type_size
 
     @property
+    def combine_wire_dtype(self) -> torch.dtype:
+        """Dtype of the rows that combine sends."""
+        return self.combined_dtype if self.combine_quant == QuantType.NONE else FP8_DTYPE
+
+    @property
+    def num_combine_scales(self) -> int:
+        """Float32 scales that combine sends with a row; 0 = none."""
+        return self.hidden_dim // FP8_GROUP_SIZE if self.combine_quant == QuantType.FP8_BLOCKWISE else 0
+
+    @property
+    def flagged_tokens(self) -> int:
+        """The largest max_num_tokens of a step that is dispatched as flagged words."""
+        return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank)
+
+    @property
     def max_num_recv_tokens_per_rank(self) -> int:
         """Rows kept per source on average: M, or MORI's share of the cap, min(ceil(cap / W), M)."""
         if not self.max_total_recv_tokens:
@@ -301,6 +340,11 @@ class EpDispatchCombineConfig:
     def max_num_recv_tokens(self) -> int:
         """R, the most rows that dispatch returns."""
         return self.world_size * self.max_num_recv_tokens_per_rank
+
+    @property
+    def max_num_expert_rows(self) -> int:
+        """The most rows that the experts work on: R, or in layout expert_major E * W * M."""
+        return self.max_num_recv_tokens * (self.num_local_experts if self.layout == Layout.EXPERT_MAJOR else 1)
 
     @property
     def timeout(self) -> float:
@@ -320,41 +364,9 @@ class EpDispatchCombineConfig:
         return hashlib.sha256(json.dumps(self.shared_fields(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-_MINIMUM = {
-    "rank": 0,
-    "world_size": 1,
-    "hidden_dim": 1,
-    "scale_dim": 0,
-    "scale_type_size": 0,
-    "max_token_type_size": 1,
-    "max_num_inp_token_per_rank": 1,
-    "num_experts_per_rank": 0,
-    "num_experts_per_token": 1,
-    "warp_num_per_block": 1,
-    "block_num": 1,
-    "max_total_recv_tokens": 0,
-    "gpu_per_node": 1,
-    "rdma_block_num": 0,
-    "num_qp_per_pe": 1,
-    "num_experts": 0,
-    "max_sms": 0,
-}
-
-
 def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
     """Experts of `rank` under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
     return num_experts // world_size + (rank < num_experts % world_size)
-
-
-def _integer(name: str, value: Any, minimum: int) -> int:
-    """A plain int of any integer type (numpy's, say), at least `minimum`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < minimum:
-        raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
-    return number
 
 
 def _text(value: Any) -> str:

@@ -71,11 +71,18 @@ TIMEOUT_SECS: Variable[float] = Variable(
     "a positive number of seconds",
     "How long a kernel waits for other ranks when the op's config does not say (timeout_secs).",
 )
+TUNING_DIR: Variable[str] = Variable(
+    "EP_A2A_TUNING_DIR",
+    "",
+    str,
+    "a folder, or none",
+    "Folder of tuned tables that count before the shipped ones (configs/*.json); none = no tables, analytic launches.",
+)
 LOG_LEVEL: Variable[str] = Variable(
     "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."
 )
 
-VARIABLES: tuple[Variable[str] | Variable[float], ...] = (BACKEND, CONFIG, TIMEOUT_SECS, LOG_LEVEL)
+VARIABLES: tuple[Variable[str] | Variable[float], ...] = (BACKEND, CONFIG, TIMEOUT_SECS, TUNING_DIR, LOG_LEVEL)
 
 
 def launcher_variable(name: str) -> str | None:

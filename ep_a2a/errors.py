@@ -168,3 +168,9 @@ class NotInitializedError(StateError):
     """Something distributed was used before it was set up."""
 
     remedy = "Call ep_a2a.init_dist_env(...) first."
+
+
+class CheckFailedError(EpA2AError, AssertionError):
+    """A benchmark's contender returned a wrong result; its times would mean nothing."""
+
+    remedy = "Its times are not shown; look at the contender, or at how the benchmark calls it."

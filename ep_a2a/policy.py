@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.tuning import TunedTables
 
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, so that what programs share is exercised; few, since they run in turn."""
 DISPATCH_WARPS = 8
+FLAGGED_WARPS = 4
 COMBINE_WARPS = 4
-COMBINE_BLOCK_ELEMENTS = 1024
-COMBINE_PROGRAMS_PER_SM = 4
-"""Programs of COMBINE_WARPS warps that fit on one multiprocessor together; all of them wait, so all must fit."""
-
-MAX_PROGRAMS = (1 << 15) - 1
-"""Programs that the arrival word of kernels/primitives.py can count."""
+COUNT_WARPS = 4
+BLOCK_ELEMENTS = 1024
+"""Elements that a program of a combine adds at once, and sends at once where few tokens must be spread over the GPU."""
+SEND_ROW_ELEMENTS = 8192
+"""Elements that a program of a combine sends at once where there are many tokens: most rows in one piece."""
+FEW_TOKENS = 64
+"""Below this max_num_tokens latency counts: work is spread thin, and launches are prepared while the one before runs.
+From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
+BULK_SENDERS = 64
+"""Programs that fill the wire then; more of them take from those that add."""
+MAX_WARPS = 32
+MAX_DISPATCH_PROGRAMS = 1024
 
 
 class Phase(enum.Enum):
-    """The launches of an op."""
+    """The launches of an op. FLAGGED_DISPATCH is the dispatch of few tokens."""
 
     DISPATCH = "dispatch"
-    STAGE = "stage"
+    FLAGGED_DISPATCH = "flagged_dispatch"
     COMBINE = "combine"
+
+
+THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBINE: 640}
+"""Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +49,136 @@ class Launch:
         num_programs: programs (thread blocks) of the grid.
         num_warps: warps of 32 threads per program.
         reason: where the numbers come from.
+        num_senders: programs that send; num_receivers: programs that receive. In phases that have the two roles the
+            first program has neither: it speaks with the peers.
+        send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
+        pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
+        dependent: the launch may be set up while the one before it on the stream still runs, where the GPU can do so.
     """
 
     num_programs: int
     num_warps: int
     reason: str
+    num_senders: int = 1
+    num_receivers: int = 1
+    send_elements: int = BLOCK_ELEMENTS
+    add_elements: int = BLOCK_ELEMENTS
+    pause_ns: int = 0
+    dependent: bool = False
 
 
 def choose_launch(
     config: EpDispatchCombineConfig,
     phase: Phase,
     num_tokens: int,
+    max_num_tokens: int,
     num_sms: int,
     block_num: int = -1,
     warp_per_block: int = -1,
+    tables: TunedTables | None = None,
 ) -> Launch:
     """Launch numbers of one call.
 
     Args:
         config: the op's; its numbers are used with launch="manual", its max_sms bounds the grid.
         phase: which kernel.
-        num_tokens: tokens that this rank brings (dispatch, combine) or may have received (stage).
+        num_tokens: tokens that this rank brings.
+        max_num_tokens: bound on every rank's tokens in this step.
         num_sms: multiprocessors of the device; 0 on CPU.
         block_num, warp_per_block: the caller's numbers, used when > 0.
+        tables: where launch="auto" looks for tuned numbers first.
     """
     if num_sms == 0:
-        return Launch(block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS, 1, "interpreter")
+        programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
+        return Launch(programs, 1, "interpreter", programs, programs)
     sms = min(num_sms, config.max_sms) if config.max_sms else num_sms
-    if phase is Phase.DISPATCH:
-        wanted, warps, most = num_tokens, DISPATCH_WARPS, sms
-    else:
-        blocks_per_token = -(-config.hidden_dim // COMBINE_BLOCK_ELEMENTS)
-        wanted, warps, most = num_tokens * blocks_per_token, COMBINE_WARPS, sms * COMBINE_PROGRAMS_PER_SM
-    reason = "analytic"
+    wish = _default(config, phase, num_tokens, max_num_tokens)
     if config.launch == "manual":
-        wanted, warps, reason = config.block_num, config.warp_num_per_block, "config"
+        wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
+    elif tables is not None:
+        wish = _tuned(wish, tables, config, phase, num_tokens, max_num_tokens)
     if block_num > 0:
-        wanted, reason = block_num, "caller"
+        wish = replace(wish, num_programs=block_num, reason="caller")
     if warp_per_block > 0:
-        warps, reason = warp_per_block, "caller"
-    # Every program may wait for other ranks, so the grid must fit on the device at once.
-    most = min(most, sms * max(1, 16 // warps)) if warps > COMBINE_WARPS else most
-    most = min(most, MAX_PROGRAMS)
-    return Launch(max(1, min(wanted, most)), 1 << (max(1, min(warps, 16)).bit_length() - 1), reason)
+        wish = replace(wish, num_warps=warp_per_block, reason="caller")
+    wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
+    return fit(wish, phase, sms * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps)))
+
+
+def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
+    """As many programs as there is work for."""
+    if phase is Phase.DISPATCH:
+        return Launch(num_tokens, DISPATCH_WARPS, "analytic")
+    few = max_num_tokens < FEW_TOKENS
+    if phase is Phase.FLAGGED_DISPATCH:
+        senders, receivers = num_tokens, config.world_size * max_num_tokens
+        return Launch(1 + senders + receivers, FLAGGED_WARPS, "analytic", senders, receivers, dependent=few)
+    blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
+    senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
+    wish = Launch(1 + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
+    return wish if few else replace(wish, num_senders=BULK_SENDERS, send_elements=SEND_ROW_ELEMENTS)
+
+
+def _tuned(
+    default: Launch,
+    tables: TunedTables,
+    config: EpDispatchCombineConfig,
+    phase: Phase,
+    num_tokens: int,
+    max_num_tokens: int,
+) -> Launch:
+    """The tuned numbers of a step, with no more programs than there is work for; else the default."""
+    found = tables.find(config, phase.value, max_num_tokens)
+    if found is None:
+        return default
+    tuned = found.entry.launch
+    default = replace(default, num_warps=tuned.num_warps, reason=found.reason)
+    if phase is Phase.DISPATCH:
+        return replace(default, num_programs=min(tuned.num_programs or num_tokens, num_tokens))
+    to_send, to_receive = num_tokens, config.world_size * max_num_tokens
+    if phase is Phase.COMBINE:
+        to_send, to_receive = to_receive * -(-config.hidden_dim // tuned.send_elements), num_tokens
+        to_receive *= -(-config.hidden_dim // tuned.add_elements)
+        default = replace(
+            default, send_elements=tuned.send_elements, add_elements=tuned.add_elements, pause_ns=tuned.pause_ns
+        )
+    senders, receivers = min(tuned.num_senders or to_send, to_send), min(tuned.num_receivers or to_receive, to_receive)
+    return replace(default, num_programs=1 + senders + receivers, num_senders=senders, num_receivers=receivers)
+
+
+def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
+    """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+    return Phase.FLAGGED_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
+
+
+def launch_shapes(
+    config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None
+) -> list[tuple[Phase, int, Launch]]:
+    """A launch of every shape that steps of at most M tokens have without a caller's numbers, with its max_num_tokens.
+
+    Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
+    """
+    most = config.max_num_inp_token_per_rank
+    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1, most}
+    sizes |= tables.turning_points() if tables is not None else set()
+    shapes: dict[tuple[Phase, int, int, int, bool], tuple[Phase, int, Launch]] = {}
+    for size in sorted(size for size in sizes if 1 <= size <= most):
+        for phase in (dispatch_phase(config, size), Phase.COMBINE):
+            launch = choose_launch(config, phase, size, size, num_sms, tables=tables)
+            shape = (phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.dependent)
+            shapes.setdefault(shape, (phase, size, launch))
+    return list(shapes.values())
+
+
+def fit(wish: Launch, phase: Phase, most: int) -> Launch:
+    """The wish with at most `most` programs, so that all are on the GPU at once.
+
+    A program waits for other ranks and for earlier programs, never for a later one. So a larger launch would end, too,
+    but those that wait would keep later ones from adding what has come.
+    """
+    if phase is Phase.DISPATCH:
+        return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
+    others = max(2, min(wish.num_programs, most) - 1)
+    senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
+    receivers = max(1, min(wish.num_receivers, others - senders))
+    return replace(wish, num_programs=1 + senders + receivers, num_senders=senders, num_receivers=receivers)

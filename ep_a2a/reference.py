@@ -6,13 +6,13 @@ difference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.config import Layout, parse_enum
-from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TooManyTokensError, TopKError
+from ep_a2a.errors import ConfigError, DtypeError, InputError, ShapeError, TooManyTokensError, TopKError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,10 @@ class DispatchReference:
 
     N = total_recv. Layout compact: the tensors have exactly N rows. Layout rank_major: they are
     `[W, max_num_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
-    positions -1, and tokens, weights and scales zeros, which no op promises.
+    positions -1, and tokens, weights and scales zeros, which no op promises. Layout expert_major: ids and source
+    positions as in rank_major; tokens `[E, W * max_num_tokens, H]`, weights `[E, W * max_num_tokens]` and scales
+    `[E, W * max_num_tokens, S]` by local expert, one row for each token that names it, with the sum of the weights that
+    its slots with that id have; past an expert's rows zeros, which an op promises up to its expert_alignment only.
 
     Attributes:
         tokens: `[N, H]`, dtype of the tokens sent, bit for bit.
@@ -36,6 +39,10 @@ class DispatchReference:
         total_recv: N.
         tokens_per_source: stride of source positions, W * M.
         layout: how the tensors are arranged.
+        expert_counts: int32 `[E]`, rows of each local expert; these three in layout expert_major only.
+        expert_rows: int64 `[N, K]`, for each slot of the received rows the row in `[E * W * max_num_tokens, ...]` that
+            its expert has it in, -1 where the id is not a local expert's.
+        slot_weights: float32 `[N, K]`, all router weights of the received rows.
     """
 
     tokens: torch.Tensor
@@ -47,11 +54,17 @@ class DispatchReference:
     total_recv: int
     tokens_per_source: int
     layout: Layout
+    expert_counts: torch.Tensor | None = None
+    expert_rows: torch.Tensor | None = None
+    slot_weights: torch.Tensor | None = None
 
     def rows_of_source(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The rows that came from rank `source`, of this reference's or an op's tensor in this reference's layout."""
+        """The rows that came from rank `source`, of this reference's or an op's tensor in this reference's layout.
+
+        In layout expert_major, of ids and source positions only.
+        """
         counts = self.counts_per_source.tolist()
-        if self.layout == Layout.RANK_MAJOR:
+        if self.layout != Layout.COMPACT:
             return tensor[source, : counts[source]]
         start = sum(counts[:source])
         return tensor[start : start + counts[source]]
@@ -90,7 +103,7 @@ def dispatch_reference(
         max_num_tokens: the most tokens that any rank may bring; rows per source in layout rank_major.
         layout: one of Layout's values.
         stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = max_num_tokens.
-        pad_id: id past the received rows of layout rank_major.
+        pad_id: id past the received rows of the layouts rank_major and expert_major.
 
     Returns:
         One DispatchReference per destination rank.
@@ -99,6 +112,7 @@ def dispatch_reference(
         DtypeError, ShapeError, TopKError, TooManyTokensError: the tensors do not fit each other or max_num_tokens.
         ConfigError: source positions do not fit int32.
         UnknownNameError: layout is not known.
+        InputError: layout expert_major without weights.
     """
     kind: Layout = parse_enum(Layout, layout, "layout")
     world_size = len(tokens)
@@ -112,24 +126,28 @@ def dispatch_reference(
     positions = [
         torch.arange(rank_ids.shape[0], dtype=torch.int32) + source * stride for source, rank_ids in enumerate(ids)
     ]
-    block_rows = max_num_tokens if kind == Layout.RANK_MAJOR else None
+    if kind == Layout.EXPERT_MAJOR and given_weights is None:
+        raise InputError("weights with layout expert_major", "none")
+    block_rows = max_num_tokens if kind != Layout.COMPACT else None
     result = []
     for destination in range(world_size):
         sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in owners]
         counts = [rows.numel() for rows in sent]
-        result.append(
-            DispatchReference(
-                tokens=_arrange(tokens, sent, block_rows, 0),
-                weights=None if given_weights is None else _arrange(given_weights, sent, block_rows, 0),
-                scales=None if given_scales is None else _arrange(given_scales, sent, block_rows, 0),
-                ids=_arrange(ids, sent, block_rows, pad_id),
-                source_positions=_arrange(positions, sent, block_rows, -1),
-                counts_per_source=torch.tensor(counts, dtype=torch.int32),
-                total_recv=sum(counts),
-                tokens_per_source=stride,
-                layout=kind,
-            )
+        received = DispatchReference(
+            tokens=_arrange(tokens, sent, block_rows, 0),
+            weights=None if given_weights is None else _arrange(given_weights, sent, block_rows, 0),
+            scales=None if given_scales is None else _arrange(given_scales, sent, block_rows, 0),
+            ids=_arrange(ids, sent, block_rows, pad_id),
+            source_positions=_arrange(positions, sent, block_rows, -1),
+            counts_per_source=torch.tensor(counts, dtype=torch.int32),
+            total_recv=sum(counts),
+            tokens_per_source=stride,
+            layout=kind,
         )
+        if kind == Layout.EXPERT_MAJOR:
+            own = (_owners(torch.arange(num_experts), num_experts, world_size) == destination).nonzero().flatten()
+            received = _by_expert(received, own.tolist())
+        result.append(received)
     return result
 
 
@@ -168,6 +186,28 @@ def combine_reference(
             sums[source][source_tokens] += rows[start : start + count].to(torch.float32)
             start += count
     return [total.to(dtype) for total in sums]
+
+
+def reduce_experts_reference(results: torch.Tensor, received: DispatchReference, dtype: torch.dtype) -> torch.Tensor:
+    """What one rank's combine of layout expert_major sends: its experts' rows, weighed and added for each received row.
+
+    Args:
+        results: the experts' `[E, W * max_num_tokens, H]`; rows past `expert_counts` are not read.
+        received: what the rank received, in layout expert_major.
+        dtype: dtype of the result.
+
+    Returns:
+        `[N, H]`: the sum over slots of weight * row in ascending order, in float32 from 0, rounded once; what
+        `combine_reference` takes.
+    """
+    assert received.expert_rows is not None
+    assert received.slot_weights is not None
+    flat = results.flatten(0, 1)
+    total = torch.zeros(received.total_recv, results.shape[2])
+    for rows, weights in zip(received.expert_rows.T, received.slot_weights.T):
+        local = rows >= 0
+        total[local] += weights[local, None] * flat[rows[local]].to(torch.float32)
+    return total.to(dtype)
 
 
 def combine_weights_reference(
@@ -251,6 +291,41 @@ def _weighted_experts(
         weight = torch.where(slots, weights.to(torch.float32), 0.0)[chosen].sum(dim=1, keepdim=True)
         out[chosen] += weight * rows
     return out
+
+
+def _by_expert(received: DispatchReference, experts: Sequence[int]) -> DispatchReference:
+    """What was received, arranged by source, arranged by `experts` instead."""
+    ids, tokens = received.valid_rows(received.ids), received.valid_rows(received.tokens)
+    assert received.weights is not None
+    slot_weights = received.valid_rows(received.weights)
+    scales = None if received.scales is None else received.valid_rows(received.scales)
+    block_rows = received.ids.shape[0] * received.ids.shape[1]
+    shape = (len(experts), block_rows)
+    by_expert = torch.zeros(*shape, tokens.shape[1], dtype=tokens.dtype)
+    weights_by_expert = torch.zeros(shape)
+    scales_by_expert = None if scales is None else torch.zeros(*shape, scales.shape[1], dtype=scales.dtype)
+    expert_rows = torch.full(ids.shape, -1, dtype=torch.int64)
+    counts = []
+    for number, expert in enumerate(experts):
+        slots = ids == expert
+        rows = slots.any(dim=1).nonzero().flatten().tolist()
+        counts.append(len(rows))
+        for place, row in enumerate(rows):
+            by_expert[number, place] = tokens[row]
+            if scales is not None and scales_by_expert is not None:
+                scales_by_expert[number, place] = scales[row]
+            for slot in slots[row].nonzero().flatten().tolist():
+                weights_by_expert[number, place] += slot_weights[row, slot]
+                expert_rows[row, slot] = number * block_rows + place
+    return replace(
+        received,
+        tokens=by_expert,
+        weights=weights_by_expert,
+        scales=scales_by_expert,
+        expert_counts=torch.tensor(counts, dtype=torch.int32),
+        expert_rows=expert_rows,
+        slot_weights=slot_weights,
+    )
 
 
 def _owners(ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:

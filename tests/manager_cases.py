@@ -259,6 +259,8 @@ def wrong_use(context: RankContext, name: str) -> None:
     to_rank_0 = torch.zeros_like(ids)
     with pytest.raises(CapacityError, match=f"at most {cap} received rows.*on rank 0"):
         small.dispatch(tokens, weights, None, to_rank_0)
+    with pytest.raises(UnsupportedError, match="expert_major"):
+        manager.get_handle(kwargs_of(case, context.rank, layout="expert_major"))
     manager.destroy()
 
 

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, num_owned_experts
+from ep_a2a.config import DISPATCH_QUANT_TYPES, FP8_DTYPE, EpDispatchCombineConfig, num_owned_experts
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.quantization import quantize
-from ep_a2a.reference import DispatchReference, combine_reference, combine_weights_reference, dispatch_reference
+from ep_a2a.quantization import dequantize, fp32_to_e4m3_bits, quantize
+from ep_a2a.reference import (
+    DispatchReference,
+    combine_reference,
+    combine_weights_reference,
+    dispatch_reference,
+    reduce_experts_reference,
+)
 from ep_a2a.routing import ROUTINGS
 
 if TYPE_CHECKING:
@@ -23,11 +29,17 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 POISON_BYTE = 0xC3
+NUM_EPOCHS = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op and the steps to run on it; `tokens` gives T by rank for each step, repeated as needed."""
+    """One op and the steps to run on it; `tokens` gives T by rank for each step, repeated as needed.
+
+    unusual: rows, weights, scales and results hold what the kernels use as marks: words with all bits set or that equal
+        an epoch, NaN, infinities.
+    split: which calls are made in halves: "" none, "all", or "mixed", which differs between ranks and steps.
+    """
 
     world_size: int = 4
     hidden_dim: int = 64
@@ -50,6 +62,8 @@ class Case:
     max_num_tokens: tuple[int | None, ...] = (None,)
     first_epoch: int = 0
     seed: int = 0
+    unusual: bool = False
+    split: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     def config(self, rank: int, /, **changes: Any) -> EpDispatchCombineConfig:
@@ -71,6 +85,21 @@ class Case:
             "timeout_secs": 60.0,
         }
         return EpDispatchCombineConfig(**{**values, **self.options, **changes})
+
+    @property
+    def cast(self) -> str:
+        """The cast inside dispatch."""
+        kind: str = self.options.get("dispatch_quant_type") or self.quant_type
+        return kind if kind in DISPATCH_QUANT_TYPES else "none"
+
+    def epoch(self, step: int) -> int:
+        """The epoch of a step of an op that has done no other ones, as an int32."""
+        epoch = (self.first_epoch + step) % NUM_EPOCHS + 1
+        return epoch - 2**32 if epoch >= 2**31 else epoch
+
+    def in_halves(self, step: int, rank: int, phase: str) -> bool:
+        """Whether a rank splits this call."""
+        return self.split == "all" or (self.split == "mixed" and (step + rank + (phase == "combine")) % 2 == 0)
 
     def num_tokens(self, step: int, rank: int) -> int:
         counts = self.tokens[step % len(self.tokens)]
@@ -101,14 +130,66 @@ def make_inputs(case: Case, step: int, rank: int) -> Inputs:
         raw = torch.randint(0, 256, (num_tokens, case.scale_dim * case.scale_dtype.itemsize), generator=generator)
         scales = raw.to(torch.uint8).view(case.scale_dtype)
     ids = ROUTINGS[case.routing](num_tokens, case.topk, case.num_experts, case.world_size, generator)
+    if case.unusual:
+        for tensor in (tokens, weights, scales):
+            if tensor is not None:
+                make_unusual(tensor, case.epoch(step), step + rank)
     return Inputs(tokens, weights, scales, ids)
+
+
+def make_unusual(rows: torch.Tensor, epoch: int, first: int) -> None:
+    """Writes the kernels' marks into rows [T, ...], in place: another kind of row for each of any eight in turn."""
+    size = 4 if rows.shape[1:].numel() * rows.element_size() % 4 == 0 else rows.element_size()
+    words = rows.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
+    marks = [epoch, epoch - 1, epoch + 1, -(2**31), 2**31 - 1, 0, -1]
+    low = [mark & (1 << (8 * size)) - 1 for mark in marks]
+    halves = [mark - (1 << (8 * size)) if size > 1 and mark >= 1 << (8 * size - 1) else mark for mark in low]
+    all_bits = halves[-1]
+    for number, row in enumerate(words):
+        kind = (number + first) % 8
+        if kind == 0:
+            row.fill_(all_bits)
+        elif kind == 1:
+            row[0] = all_bits
+        elif kind == 2:
+            row[-1] = all_bits
+        elif kind == 3:
+            row[::3] = all_bits
+        elif kind == 4:
+            for place, mark in enumerate(halves):
+                row[place :: len(halves)] = mark
+        elif kind == 5:
+            row.fill_(halves[number % 3])
+        elif kind == 6:
+            row[1:] = all_bits
+
+
+def make_results_unusual(rows: torch.Tensor, first: int) -> None:
+    """Experts' rows [N, H] with NaN (all bits set, too), infinities, large, tiny and zero numbers, in place."""
+    for number, row in enumerate(rows):
+        kind = (number + first) % 8
+        if kind == 0:
+            row.view(torch.uint8).fill_(0xFF)
+        elif kind == 1:
+            row[1::5].view(torch.int16 if row.element_size() == 2 else torch.int32).fill_(-1)
+        elif kind == 2:
+            row[number % len(row)] = torch.nan
+        elif kind == 3:
+            row[0], row[-1] = torch.inf, -torch.inf
+        elif kind == 4:
+            row *= 9000.0
+        elif kind == 5:
+            row *= 1e-5
+        elif kind == 6:
+            row.copy_(torch.zeros_like(row).copysign(row))
 
 
 def reference_of(case: Case, step: int, everyone: Sequence[Inputs]) -> list[DispatchReference]:
     tokens = [inputs.tokens for inputs in everyone]
     scales = [inputs.scales for inputs in everyone]
-    if case.quant_type != "none":
-        pairs = [quantize(x, case.quant_type, case.scale_format) for x in tokens]
+    if case.cast != "none":
+        pairs = [quantize(x, case.cast, case.scale_format) if x.dtype != FP8_DTYPE else (x, s)
+                 for x, s in zip(tokens, scales)]  # fmt: skip
         tokens, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return dispatch_reference(
         tokens,
@@ -136,14 +217,37 @@ def same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise AssertionError(f"{what}: {rows}; first: {got[first]} instead of {expected[first]}")
 
 
+def same_sums(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bit for bit, but that which NaN comes out of a sum is not defined."""
+    nan = expected.isnan()
+    found = got.cpu().isnan()
+    if found.shape == nan.shape and not torch.equal(found, nan):
+        raise AssertionError(f"{what}: NaN in {(found != nan).nonzero()[:8].tolist()} and not there, or absent")
+    same_bits(got.cpu().masked_fill(nan, 0), expected.masked_fill(nan, 0), what)
+
+
+def wire_rows(rows: torch.Tensor, combine_quant: str) -> torch.Tensor:
+    """What of experts' rows [N, H] arrives, float32: after the cast to fp8 and back, if combine has one."""
+    if combine_quant == "fp8_blockwise":
+        q, scales = quantize(rows, "fp8_per_1x128")
+        return dequantize(q, scales, "fp8_per_1x128")
+    wide = rows.to(torch.float32)
+    return fp32_to_e4m3_bits(wide).view(FP8_DTYPE).to(torch.float32) if combine_quant == "fp8_direct_cast" else wide
+
+
 def check_dispatched(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], expected: DispatchReference) -> None:
     tokens, weights, scales, ids, total = got
+    if expected.expert_counts is not None:
+        check_expert_rows(case, op, got[:3], expected)
     assert total.tolist() == [expected.total_recv], (total, expected.total_recv)
     same_bits(op.recv_counts, expected.counts_per_source.to(torch.int32), "counts")
-    same_bits(expected.valid_rows(tokens), expected.valid_rows(expected.tokens), "tokens")
     same_bits(expected.valid_rows(ids), expected.valid_rows(expected.ids), "ids")
     padding = expected.padding_rows(ids).cpu()
     assert bool((padding == case.pad_id).all()), f"padding rows hold {padding.unique()} instead of {case.pad_id}"
+    same_bits(op.get_dispatch_src_token_pos(), expected.valid_rows(expected.source_positions), "source positions")
+    if expected.expert_counts is not None:
+        return
+    same_bits(expected.valid_rows(tokens), expected.valid_rows(expected.tokens), "tokens")
     if expected.weights is None:
         assert weights is None
     else:
@@ -152,13 +256,39 @@ def check_dispatched(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], 
         assert scales is None
     else:
         same_bits(expected.valid_rows(scales), expected.valid_rows(expected.scales), "scales")
-    same_bits(op.get_dispatch_src_token_pos(), expected.valid_rows(expected.source_positions), "source positions")
+
+
+def check_expert_rows(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], expected: DispatchReference) -> None:
+    """Rows by expert, and the rows of zeros behind them: expected tensors are zero there too."""
+    assert expected.expert_counts is not None
+    same_bits(op.expert_recv_count, expected.expert_counts, "expert counts")
+    align = op.config.expert_alignment
+    for name, tensor, right in zip(
+        ("tokens", "weights", "scales"), got, (expected.tokens, expected.weights, expected.scales)
+    ):
+        if right is None:
+            assert tensor is None, name
+            continue
+        assert tensor.shape == right.shape, (name, tensor.shape, right.shape)
+        for expert, count in enumerate(expected.expert_counts.tolist()):
+            end = -(-count // align) * align
+            rows = [each[expert, :end].reshape(-1, *each.shape[2:] or (1,)) for each in (tensor, right)]
+            same_bits(rows[0], rows[1], f"{name} of local expert {expert}")
+
+
+def expert_results(case: Case, dtype: torch.dtype, reference: DispatchReference, rank: int, step: int) -> torch.Tensor:
+    """What the experts of a rank make of their rows in layout expert_major, [E, W * m, H]."""
+    generator = torch.Generator().manual_seed(11 + case.seed + 31 * step + rank)
+    return torch.randn((*reference.tokens.shape[:2], case.hidden_dim), generator=generator).to(dtype)
 
 
 def expert_rows(case: Case, dtype: torch.dtype, reference: DispatchReference, rank: int, step: int) -> torch.Tensor:
     """What the experts of a rank return for its valid rows: any numbers that every rank can recompute."""
     generator = torch.Generator().manual_seed(7 + case.seed + 31 * step + rank)
-    return torch.randn(reference.total_recv, case.hidden_dim, generator=generator).to(dtype)
+    rows = torch.randn(reference.total_recv, case.hidden_dim, generator=generator).to(dtype)
+    if case.unusual:
+        make_results_unusual(rows, step + rank)
+    return rows
 
 
 def place_rows(reference: DispatchReference, valid: torch.Tensor, target: torch.Tensor) -> None:
@@ -168,6 +298,14 @@ def place_rows(reference: DispatchReference, valid: torch.Tensor, target: torch.
     for source, count in enumerate(reference.counts_per_source.tolist()):
         reference.rows_of_source(target, source).copy_(valid[start : start + count])
         start += count
+
+
+def place_expert_rows(reference: DispatchReference, results: torch.Tensor, target: torch.Tensor) -> None:
+    """Writes the valid rows of each expert into a tensor [E, W * m, H], and poison everywhere else."""
+    target.view(torch.uint8).fill_(POISON_BYTE)
+    assert reference.expert_counts is not None
+    for block, rows, count in zip(target, results, reference.expert_counts.tolist()):
+        block[:count] = rows[:count]
 
 
 @dataclass
@@ -188,7 +326,12 @@ class Step:
         everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
         mine = everyone[op.config.rank]
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        got = op.dispatch(*inputs, max_num_tokens=case.stride(number), pad_id=case.pad_id)
+        wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
+        if case.in_halves(number, op.config.rank, "dispatch"):
+            op.dispatch_send(*inputs, **wishes)
+            got = op.dispatch_recv()
+        else:
+            got = op.dispatch(*inputs, **wishes)
         counts = [each.tokens.shape[0] for each in everyone]
         assert inputs[3] is not None
         return cls(case, op, number, device, inputs[3], counts, reference_of(case, number, everyone), got)
@@ -197,6 +340,25 @@ class Step:
         check_dispatched(self.case, self.op, self.got, self.reference[self.op.config.rank])
 
     def combine(self) -> None:
+        rows, weights, expected, sums = self.before_combine()
+        if self.case.in_halves(self.number, self.op.config.rank, "combine"):
+            self.combine_send(rows, weights)
+            self.check_combined(self.op.combine_recv(), expected, sums)
+        else:
+            self.check_combined(self.op.combine(rows, weights, self.ids), expected, sums)
+
+    def combine_send(self, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """The first half, after which its inputs belong to the caller again."""
+        weights = None if weights is None else weights.clone()
+        self.op.combine_send(rows, weights, self.ids)
+        for tensor in (rows, weights):
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(POISON_BYTE)
+
+    def before_combine(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """(rows, weights or None) for combine, (result, weight sums or None) that it must give."""
         case, op, got, rank = self.case, self.op, self.got, self.op.config.rank
         dtype = op.config.combined_dtype
         all_rows = [expert_rows(case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
@@ -206,16 +368,28 @@ class Step:
             rows = flat.view(shape)
         else:
             rows = torch.empty(shape, dtype=dtype, device=self.device)
-        place_rows(self.reference[rank], all_rows[rank].to(self.device), rows)
-        weights = got[1] if case.combine_weights else None
-        result, result_weights = op.combine(rows, weights, self.ids)
-        expected = combine_reference(all_rows, self.reference, self.counts, dtype)[rank]
-        same_bits(result[: self.counts[rank]], expected, "combine")
-        if weights is not None:
-            weight_rows = [r.valid_rows(r.weights) for r in self.reference if r.weights is not None]
-            summed = combine_weights_reference(weight_rows, self.reference, self.counts)[rank]
-            assert result_weights is not None
-            same_bits(result_weights[: self.counts[rank]], summed, "combined weights")
+        if case.layout == "expert_major":
+            results = [expert_results(case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
+            place_expert_rows(self.reference[rank], results[rank].to(self.device), rows)
+            all_rows = [reduce_experts_reference(each, r, dtype) for each, r in zip(results, self.reference)]
+        else:
+            place_rows(self.reference[rank], all_rows[rank].to(self.device), rows)
+        weights = got[1] if case.combine_weights and case.layout != "expert_major" else None
+        sent = [wire_rows(each, case.quant_type) for each in all_rows]
+        expected = combine_reference(sent, self.reference, self.counts, dtype)[rank]
+        if weights is None:
+            return rows, None, expected, None
+        weight_rows = [r.valid_rows(r.weights) for r in self.reference if r.weights is not None]
+        return rows, weights, expected, combine_weights_reference(weight_rows, self.reference, self.counts)[rank]
+
+    def check_combined(
+        self, got: tuple[torch.Tensor, torch.Tensor | None], expected: torch.Tensor, sums: torch.Tensor | None
+    ) -> None:
+        num_tokens = self.counts[self.op.config.rank]
+        same_sums(got[0][:num_tokens], expected, "combine")
+        if sums is not None:
+            assert got[1] is not None
+            same_sums(got[1][:num_tokens], sums, "combined weights")
 
 
 def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> None:

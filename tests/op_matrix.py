@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE
+from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
 from tests.op_cases import Case
 
@@ -95,7 +95,155 @@ def _contracts() -> dict[str, Case]:
     }
 
 
-CASES: dict[str, Case] = _routings() | _contracts() | _dtypes() | _casts() | _shapes() | _worlds()
+def _expert_major() -> dict[str, Case]:
+    base = Case(tokens=UNEVEN, num_steps=3, topk=3, num_experts=12, layout="expert_major")
+    small = ((3, 2, 0, 3), (16, 1, 7, 0), (1, 1, 1, 1), (0, 0, 0, 0))
+    cast = replace(base, hidden_dim=256)
+    cases = {routing: replace(base, routing=routing, seed=seed) for seed, routing in enumerate(ROUTINGS)}
+    cases |= {f"W{size}": replace(base, world_size=size, num_experts=2 * size + 1) for size in (1, 2, 3, 5)}
+    cases |= {
+        "aligned": replace(base, options={"expert_alignment": 8}),
+        "aligned-beyond-the-block": replace(base, options={"expert_alignment": 48}, topk=12, world_size=2),
+        "aligned-cast": replace(cast, quant_type="fp8_per_1x128", options={"expert_alignment": 4}),
+        "max-num-tokens": replace(
+            base, tokens=small, max_num_tokens=(3, None, 1, 4), num_steps=8, options={"expert_alignment": 4}
+        ),
+        "zero-copy": replace(base, zero_copy=True),
+        "direct": replace(base, options={"flagged_max_tokens": 0}),
+        "nobody-has-tokens": replace(base, tokens=((0,),)),
+        "few-experts": replace(base, world_size=5, num_experts=3, topk=2),
+        "K-beyond-experts": replace(base, world_size=2, topk=8, num_experts=4),
+        "K32": replace(base, world_size=2, topk=32, num_experts=40),
+        "pad-id-is-an-expert": replace(base, pad_id=1),
+        "long-rows": replace(base, world_size=2, hidden_dim=9216, num_steps=1),
+        "fp8-block-scales": replace(cast, dtype=FP8_DTYPE, scale_dim=3),
+        "fp8-byte-scales": replace(cast, dtype=FP8_DTYPE, scale_dim=5, scale_dtype=torch.uint8),
+        "fp32-combine": replace(base, options={"combine_dtype": torch.float32}),
+        "fp16": replace(base, dtype=torch.float16),
+        "ue8m0": replace(cast, quant_type="fp8_per_1x128", scale_format="ue8m0"),
+        "per-token": replace(cast, quant_type="fp8_per_token", dtype=torch.float32),
+        # more than a program numbers at once
+        "many-rows": replace(
+            base, world_size=1, max_tokens=270, tokens=((270,),), topk=17, num_experts=18, hidden_dim=8, num_steps=1
+        ),
+    }
+    return {f"expert_major-{name}": case for name, case in cases.items()}
+
+
+def _combine_quants() -> dict[str, Case]:
+    """fp8 on the wire of combine: results of every kind and dtype, in rows of one block, of many, and of a part."""
+    base = Case(world_size=2, num_experts=6, tokens=((16, 9), (0, 3), (7, 16)), num_steps=3, unusual=True)
+    cases = {}
+    for layout in LAYOUTS:
+        for position, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+            for quant in ("fp8_blockwise", "fp8_direct_cast"):
+                hidden = (128, 256, 1152)[(position + (layout == "compact") + (quant == "fp8_blockwise")) % 3]
+                name = f"{quant}-{str(dtype).removeprefix('torch.')}-{layout}-H{hidden}"
+                cases[name] = replace(base, quant_type=quant, dtype=dtype, layout=layout, hidden_dim=hidden)
+    blockwise = replace(base, quant_type="fp8_blockwise", hidden_dim=256)
+    both = {"dispatch_quant_type": "fp8_per_1x128"}
+    return cases | {
+        "fp8_blockwise-four-ranks": replace(blockwise, world_size=4, tokens=UNEVEN, split="mixed"),
+        "fp8_blockwise-ordinary": replace(blockwise, unusual=False, topk=6, hidden_dim=2048),
+        "fp8_blockwise-zero-copy": replace(blockwise, zero_copy=True, combine_weights=False),
+        "fp8_blockwise-and-cast": replace(blockwise, options=both),
+        "fp8_blockwise-and-cast-ue8m0": replace(blockwise, options=both, scale_format="ue8m0", hidden_dim=640),
+        "fp8_blockwise-fp8-tokens": replace(blockwise, dtype=FP8_DTYPE, scale_dim=2),
+        "fp8_direct_cast-and-cast": replace(
+            blockwise, quant_type="fp8_direct_cast", options={"dispatch_quant_type": "fp8_per_token"}, hidden_dim=144
+        ),
+        "fp8_direct_cast-three-ranks": replace(
+            base, quant_type="fp8_direct_cast", world_size=3, tokens=((16, 9, 0),), hidden_dim=1040, split="mixed"
+        ),
+        "fp8_direct_cast-smallest": replace(base, quant_type="fp8_direct_cast", hidden_dim=16),
+    }
+
+
+def _unusual() -> dict[str, Case]:
+    """Rows, ids, weights and scales that look like the marks by which kernels know what has arrived."""
+    base = Case(
+        world_size=2, num_experts=6, tokens=((16, 9), (16, 16), (7, 16)), num_steps=4, routing="out_of_range",
+        unusual=True, layout="rank_major",
+    )  # fmt: skip
+    fp8 = replace(base, dtype=FP8_DTYPE)
+    cases = {
+        "bf16": base,
+        "bf16-compact": replace(base, layout="compact"),
+        "fp32": replace(base, dtype=torch.float32),
+        "fp16-split": replace(base, dtype=torch.float16, split="mixed"),
+        "fp8": fp8,
+        "fp8-scales": replace(fp8, scale_dim=2, layout="compact"),
+        "fp8-byte-scales": replace(fp8, scale_dim=5, scale_dtype=torch.uint8),
+        "smallest-rows": replace(base, hidden_dim=8),
+        "smallest-rows-fp8": replace(fp8, hidden_dim=16),
+        "long-rows": replace(base, hidden_dim=9216, dtype=torch.float32, num_steps=2, tokens=((8, 9),), max_tokens=9),
+        "cast": replace(base, quant_type="fp8_per_1x128", hidden_dim=256),
+        "cast-fp32-ue8m0": replace(base, quant_type="fp8_per_token", scale_format="ue8m0", dtype=torch.float32),
+        "epoch-2**31": replace(base, first_epoch=2**31 - 3, num_steps=6),
+        "epoch-2**32": replace(base, first_epoch=2**32 - 4, num_steps=6, layout="compact"),
+        "four-ranks": replace(base, world_size=4, tokens=UNEVEN, num_experts=9),
+    }
+    return {f"unusual-{name}": case for name, case in cases.items()}
+
+
+def _halves() -> dict[str, Case]:
+    base = Case(tokens=UNEVEN, num_steps=4, world_size=3, num_experts=7)
+    return {
+        f"halves-{which}-{layout}": replace(base, split=which, layout=layout)
+        for which in ("all", "mixed")
+        for layout in LAYOUTS
+    } | {
+        "halves-nobody-has-tokens": replace(base, tokens=((0,),), split="mixed"),
+        "halves-cast": replace(base, split="mixed", quant_type="fp8_per_1x128", hidden_dim=256, combine_weights=False),
+        "halves-max-num-tokens": replace(
+            base, tokens=((3, 2, 0), (16, 1, 7)), max_num_tokens=(3, None), split="mixed", num_steps=6, pad_id=-3
+        ),
+    }
+
+
+def _both_dispatches() -> dict[str, Case]:
+    """Steps that are flagged and steps that are not, of one op."""
+    sizes = ((4, 1, 0, 3), (16, 9, 0, 5), (1, 4, 4, 2), (5, 0, 16, 16), (0, 0, 0, 0), (0, 0, 1, 0), (3, 3, 3, 3))
+    base = Case(
+        tokens=sizes, max_num_tokens=(4, 16, 4, None, 3, 5, 4), num_steps=14, options={"flagged_max_tokens": 4},
+        pad_id=-2,
+    )  # fmt: skip
+    return {
+        f"both-{name}": replace(base, **changes)
+        for name, changes in {
+            "compact": {},
+            "rank_major": {"layout": "rank_major"},
+            "unusual": {"unusual": True, "world_size": 2, "routing": "out_of_range"},
+            "unusual-rank_major-halves": {
+                "unusual": True, "world_size": 3, "num_experts": 7, "layout": "rank_major", "split": "mixed",
+            },
+            "cast": {"quant_type": "fp8_per_1x128", "hidden_dim": 256, "world_size": 2},
+            "epoch-2**32": {"first_epoch": 2**32 - 6, "world_size": 2, "layout": "rank_major"},
+        }.items()
+    }  # fmt: skip
+
+
+def _direct(cases: dict[str, Case]) -> dict[str, Case]:
+    """The same by direct writes, for steps that would otherwise be flagged."""
+    never = {"flagged_max_tokens": 0}
+    return {
+        f"{name}-direct": replace(case, options=case.options | never)
+        for name, case in cases.items()
+        if case.max_tokens <= FLAGGED_MAX_TOKENS
+    }
+
+
+def _some_routings() -> dict[str, Case]:
+    chosen = ("uniform", "out_of_range")
+    return {name: case for name, case in _routings().items() if case.routing in chosen}
+
+
+DIRECT = _direct(_some_routings() | _contracts() | _dtypes() | _casts() | _worlds() | _halves() | _unusual())
+
+CASES: dict[str, Case] = (
+    _expert_major() | _routings() | _contracts() | _dtypes() | _casts() | _shapes() | _worlds()
+    | _combine_quants() | _unusual() | _halves() | _both_dispatches() | DIRECT
+)  # fmt: skip
 
 
 def by_world_size() -> list[tuple[str, Case]]:

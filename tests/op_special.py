@@ -14,7 +14,7 @@ from ep_a2a import errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
-from ep_a2a.reference import combine_reference
+from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
 from tests.op_cases import (
@@ -28,29 +28,11 @@ from tests.op_cases import (
     run_step,
     same_bits,
 )
+from tests.op_checks import SHORT_TIMEOUT_SECS, raised, synchronize
+from tests.op_steps import STEP_BODIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-SHORT_TIMEOUT_SECS = 3.0
-
-
-def synchronize(context: RankContext) -> None:
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)
-
-
-def raised(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) -> errors.EpA2AError:
-    """The error of `kind` that `work` raises; its text must hold the words."""
-    try:
-        work()
-    except kind as error:
-        absent = [word for word in words if word not in str(error)]
-        if absent:
-            raise AssertionError(f"{absent} not in: {error}") from error
-        return error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def late_rank(context: RankContext, case: Case) -> None:
@@ -136,7 +118,7 @@ def graph(context: RankContext, case: Case) -> None:
                 captured.replay()
                 synchronize(context)
                 reference = reference_of(fresh, 0, everyone)
-                rows = [(r.valid_rows(r.tokens).float() * (0.5 + i)).to(dtype) for i, r in enumerate(reference)]
+                rows = [_results(r, 0.5 + i, dtype) for i, r in enumerate(reference)]
                 counts = [inputs.tokens.shape[0] for inputs in everyone]
                 expected = combine_reference(rows, reference, counts, dtype)[rank]
                 same_bits(held[1][0][: counts[rank]], expected, f"replay {number}")
@@ -146,6 +128,13 @@ def graph(context: RankContext, case: Case) -> None:
                 number += 1
             run_step(case, op, number, device)
         op.check()
+
+
+def _results(reference: DispatchReference, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank's combine sends when its experts multiply their rows by a factor."""
+    if reference.expert_counts is not None:
+        return reduce_experts_reference((reference.tokens.float() * factor).to(dtype), reference, dtype)
+    return (reference.valid_rows(reference.tokens).float() * factor).to(dtype)
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
@@ -390,6 +379,43 @@ def expert_counts(context: RankContext, case: Case) -> None:
             op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
 
 
+def expert_major_calls(context: RankContext, case: Case) -> None:
+    """Layout expert_major: what the host refuses, what has a fixed address, and the split calls."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        device = context.device
+        inputs = make_inputs(case, 0, context.rank)
+        x, weights, ids = (t.to(device) for t in _tensors(inputs))
+        raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
+        seen = set()
+        for number in range(4):
+            everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
+            x, weights, ids = (t.to(device) for t in _tensors(everyone[context.rank]))
+            if number % 2:
+                op.dispatch_send(x, weights, None, ids, max_num_tokens=case.stride(number))
+                got = op.dispatch_recv()
+            else:
+                got = op.dispatch(x, weights, None, ids, max_num_tokens=case.stride(number))
+            reference = reference_of(case, number, everyone)
+            check_dispatched(case, op, got, reference[context.rank])
+            seen.add((op.expert_recv_count.data_ptr(), *(t.data_ptr() for t in got if t is not None)))
+            rows = (got[0].float() * 0.5).to(op.config.combined_dtype)
+            raised(errors.InputError, lambda rows=rows, got=got: op.combine(rows, got[1], None), "weights")
+            raised(errors.ShapeError, lambda rows=rows: op.combine(rows.transpose(0, 1).contiguous(), None, None))
+            if number % 2:
+                op.combine_send(rows, None, ids)
+                rows.fill_(torch.nan)
+                result, sums = op.combine_recv()
+            else:
+                result, sums = op.combine(rows, None, ids)
+            assert sums is None
+            sent = [_results(each, 0.5, op.config.combined_dtype) for each in reference]
+            counts = [each.tokens.shape[0] for each in everyone]
+            expected = combine_reference(sent, reference, counts, op.config.combined_dtype)[context.rank]
+            same_bits(result[: counts[context.rank]], expected, f"step {number}")
+        assert len(seen) == 1
+
+
 def group_without_rank_0(context: RankContext, case: Case) -> None:
     """An op of all ranks but the first, whose store the first rank's process may host."""
     group = dist.new_group(list(range(1, context.world_size)), backend="gloo")
@@ -412,6 +438,7 @@ def fixed_addresses(context: RankContext, case: Case) -> None:
         assert len(seen) == 1
 
 
+DIRECT = {"flagged_max_tokens": 0}
 BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
     "two-interleaved-ops": (two_interleaved_ops, Case()),
@@ -419,6 +446,11 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "graph-compact": (graph, Case(tokens=((16, 9, 0, 5),))),
     "graph-rank-major": (graph, Case(tokens=((16, 9, 0, 5),), layout="rank_major", max_num_tokens=(16,))),
     "graph-cast": (graph, Case(tokens=((7, 16),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256)),
+    "graph-expert-major": (graph, Case(tokens=((16, 9, 0, 5),), layout="expert_major", topk=3)),
+    "expert-major-calls": (
+        expert_major_calls,
+        Case(tokens=((16, 9, 0, 5), (3, 3, 7, 16)), layout="expert_major", topk=3, options={"expert_alignment": 4}),
+    ),
     "device-failures": (device_failures, Case(tokens=((9,),))),
     "cap-overflow": (cap_overflow, Case()),
     "host-checks": (host_checks, Case(tokens=((9,),))),
@@ -433,4 +465,13 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "expert-counts-rank-major": (expert_counts, Case(layout="rank_major")),
     "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),
     "fixed-addresses": (fixed_addresses, Case(tokens=((16,), (3,)))),
+    "late-rank-direct": (late_rank, Case(world_size=3, num_experts=6, options=DIRECT)),
+    "graph-compact-direct": (graph, Case(world_size=2, tokens=((16, 9),), options=DIRECT)),
+    "graph-both": (
+        graph,
+        Case(world_size=2, tokens=((4, 3), (9, 16)), max_num_tokens=(4, 16), options={"flagged_max_tokens": 4}),
+    ),
+    "device-failures-direct": (device_failures, Case(world_size=2, tokens=((9,),), options=DIRECT)),
+    "cap-overflow-direct": (cap_overflow, Case(options=DIRECT)),
+    **STEP_BODIES,
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError, UnsupportedError
+from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError
+from ep_a2a.memory.streams import StreamOrder
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -27,17 +28,23 @@ class DispatchCombineBase:
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self._last_stream: tuple[Any, bool] | None = None
+        self._streams = StreamOrder()
 
     def num_rows(self, max_num_tokens: int) -> int:
         """R, rows that dispatch returns for a step's max_num_tokens."""
         return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
 
     def _lead(self, max_num_tokens: int) -> tuple[int, ...]:
-        """Leading sizes of what dispatch returns: (R,), or (W, max_num_tokens) in layout rank_major."""
-        if self.config.layout == Layout.RANK_MAJOR:
-            return (self.config.world_size, max_num_tokens)
-        return (self.num_rows(max_num_tokens),)
+        """Leading sizes of the received ids: (R,), or (W, max_num_tokens) in the other layouts than compact."""
+        if self.config.layout == Layout.COMPACT:
+            return (self.num_rows(max_num_tokens),)
+        return (self.config.world_size, max_num_tokens)
+
+    def _expert_lead(self, max_num_tokens: int) -> tuple[int, ...]:
+        """Leading sizes of the rows that the experts work on: those of the ids, or (E, R) in layout expert_major."""
+        if self.config.layout == Layout.EXPERT_MAJOR:
+            return (self.config.num_local_experts, self.num_rows(max_num_tokens))
+        return self._lead(max_num_tokens)
 
     def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
         """(source rank, token) of a value of get_dispatch_src_token_pos."""
@@ -77,18 +84,6 @@ class DispatchCombineBase:
                 f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
             )
 
-    def _order_streams(self) -> None:
-        """Puts this call behind the op's previous one when that ran on another stream."""
-        if self.device.type != "cuda":
-            return
-        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
-        if self._last_stream is not None:
-            last, last_capturing = self._last_stream
-            # a capture begins with a device synchronisation and cannot wait for streams outside of it
-            if last != stream and capturing == last_capturing:
-                stream.wait_stream(last)
-        self._last_stream = (stream, capturing)
-
 
 def agree_on_config(
     config: EpDispatchCombineConfig | None, rendezvous: Rendezvous, index: int = 0, error: EpA2AError | None = None
@@ -105,7 +100,6 @@ def agree_on_config(
 
     Raises:
         EpA2AError: this rank's own `error`.
-        UnsupportedError: combine is to be quantised.
         ConfigError: rank or world size is not the group's.
         ConfigMismatchError: a field that must be equal on all ranks is not; the error names it and the ranks.
         RankTimeoutError: ranks did not come.
@@ -125,11 +119,6 @@ def agree_on_config(
 
 
 def _own_error(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> EpA2AError | None:
-    if config.combine_quant.value != "none":
-        return UnsupportedError(
-            "a quant_type that acts on dispatch", f"{config.quant_type!r}: this version combines unquantised",
-            "Use quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
-        )  # fmt: skip
     if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
         return ConfigError(
             f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",

@@ -52,6 +52,18 @@ def e4m3_bits(values):
     return tl.where(values != values, NAN_BITS, bits.to(tl.int32)).to(tl.uint8)
 
 
+def _interpreted_widened(bits, DTYPE):
+    values = bits.to(DTYPE, bitcast=True).to(tl.float32)
+    # the interpreter takes the NaN of e4m3 for 480
+    return tl.where((bits & NAN_BITS) == NAN_BITS, float("nan"), values) if DTYPE == tl.float8e4nv else values
+
+
+@portable(interpreted=_interpreted_widened)
+def widened(bits, DTYPE: tl.constexpr):
+    """float32 values of the bit patterns of DTYPE."""
+    return bits.to(DTYPE, bitcast=True).to(tl.float32)
+
+
 @portable
 def group_scales(values, UE8M0: tl.constexpr):
     """Scales of a tile [groups, elements]: largest finite magnitude over 448, rounded up to a power of two for UE8M0.
@@ -76,3 +88,26 @@ def quantize_tile(values, UE8M0: tl.constexpr):
     """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups])."""
     scale_bits, reciprocals = group_scales(values, UE8M0)
     return e4m3_bits(values * reciprocals[:, None]), scale_bits
+
+
+def _interpreted_round_to(values, DTYPE):
+    # the interpreter truncates float32 to bf16
+    if DTYPE != tl.bfloat16:
+        return values.to(DTYPE)
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = tl.where(values != values, 0x7FC0, round_half_even(bits))
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@portable
+def round_half_even(bits):
+    """The upper 16 bits of float32 bit patterns, rounded to nearest even: bf16."""
+    # unsigned, since the carry may reach the sign bit of a large negative pattern
+    low = tl.add(bits.to(tl.int64) & 0xFFFFFFFF, 0x7FFF)
+    return (tl.add(low, (bits >> 16) & 1) >> 16) & 0xFFFF
+
+
+@portable(interpreted=_interpreted_round_to)
+def round_to(values, DTYPE: tl.constexpr):
+    """float32 values rounded to DTYPE, nearest even."""
+    return values.to(DTYPE)

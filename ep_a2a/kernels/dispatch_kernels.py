@@ -1,4 +1,4 @@
-"""IntraNode dispatch: one launch that routes, optionally casts to fp8, and writes every row where its expert reads it.
+"""IntraNode dispatch of many tokens: every row is written where its expert reads it, then one flag per peer is raised.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
 land in (source rank, source token) order. The last program to finish tells the peers and waits for them.
@@ -6,32 +6,41 @@ land in (source rank, source token) order. The last program to finish tells the 
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    ALTERNATION,
-    CAPACITY,
-    DISPATCHED,
-    IDLE,
-    NOBODY,
-    STATE,
-    STRIDE_MISMATCH,
     address,
+    after_previous_launch,
     arrive_last,
+    ask_poison,
+    begin_stage,
     fail,
+    finish_stage,
     lanes_behind,
-    next_epoch,
+    may_go_on,
     poison_of,
     post_all,
-    reduce_max,
-    reduce_sum,
     wait_all,
 )
-from ep_a2a.kernels.receive_kernels import counts_of, pad_unused_rows, post_counts, rows_before
-from ep_a2a.kernels.routing_kernels import count_rows, record_routes
-from ep_a2a.kernels.send_kernels import rows_of, send_line, send_payload, send_quantized, targets_of
+from ep_a2a.kernels.receive_kernels import (
+    accept_rows,
+    last_received,
+    post_counts,
+    receive_nothing,
+    rows_before,
+    wait_counts,
+)
+from ep_a2a.kernels.routing_kernels import count_rows, record_routes, rows_of_programs_before
+from ep_a2a.kernels.send_kernels import (
+    first_rows_of,
+    load_for_cast,
+    rows_of,
+    send_line,
+    send_payload,
+    send_quantized,
+    targets_of,
+)
 
-COUNT_FLAGS = tl.constexpr(Region.COUNT_FLAGS.value)
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
@@ -39,65 +48,30 @@ SCALES = tl.constexpr(Region.SCALES.value)
 WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
-DISPATCH_EPOCH = tl.constexpr(State.DISPATCH_EPOCH.value)
-PHASE = tl.constexpr(State.PHASE.value)
-LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
-LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
+DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
+DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
 
 
 @portable
-def finish_dispatch(
-    table, any_poisoned, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+def receive_rows(
+    table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """The last program's part: tell the peers that all rows are there, wait for theirs, publish the counts."""
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    lanes = tl.arange(0, WORLD_LANES)
-    present = lanes < WORLD_SIZE
-    # what the previous step left, loaded while the peers are still sending
-    old_counts = tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=present, other=0)
-    old_stride = tl.load(state + LAST_STRIDE)
-    old_pad_id = tl.load(state + LAST_PAD_ID)
-    poison = tl.full((), 0, tl.int32)
-    if any_poisoned:
-        # a program left its rows unsent, so this step must not look complete to anyone
-        poison += poison_of(table, rank, WORLD_SIZE)
-    else:
-        post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+    """One program's part: wait for every peer's flag and publish the counts."""
+    old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
+    if poison == 0:
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
-    counts = tl.full((WORLD_LANES,), 0, tl.int32)
     if poison == 0:
-        lines = counts_of(table, rank, epoch, WORLD_SIZE) + lanes * (WORLD_SIZE + 1)
-        counts = tl.load(lines + rank, mask=present, other=0, volatile=True)
-        words = tl.load(lines + WORLD_SIZE, mask=present, other=0, volatile=True)
-        differs = ((words != wire_word) & present).to(tl.int32)
-        if reduce_max(differs, 0) > 0:
-            poison = tl.full((), (STRIDE_MISMATCH << 16) | NOBODY, tl.int32)
-            fail(table, poison, 1, epoch, wire_word, words, rank, WORLD_SIZE, WORLD_LANES)
-    if poison == 0:
-        total = reduce_sum(counts, 0)
-        if total > row_limit:
-            poison = (CAPACITY << 16) | rank
-            fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
-        else:
-            pad_unused_rows(
-                table, epoch, rank, old_counts, old_stride, old_pad_id, counts, stride, pad_id, num_region_rows,
-                TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
-            )  # fmt: skip
-            # every thread has read the previous counts before they are replaced
-            tl.debug_barrier()
-            tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, counts, mask=present)
-            tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), total)
-            tl.store(state + PHASE, DISPATCHED)
+        poison = accept_rows(
+            table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows,
+            rank, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+        )  # fmt: skip
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-        tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, lanes * 0, mask=present)
-        tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), 0)
-    tl.store(state + DISPATCH_EPOCH, epoch)
+        receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
+    finish_stage(table, DISPATCH_RECEIVE, 0, 1, WORLD_SIZE)
 
 
 @portable(
@@ -115,6 +89,9 @@ def dispatch_kernel(
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step.
 
@@ -128,61 +105,85 @@ def dispatch_kernel(
         pad_id: id of rows without a token.
         row_limit: rows that a rank may receive this step; num_region_rows: rows of the regions.
         first_position: source position of this rank's token 0, rank * W * M.
+        SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
     """
+    if DEPENDENT_LAUNCH:
+        after_previous_launch()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    epoch = next_epoch(state + DISPATCH_EPOCH)
-    # loaded before the atomic, so that the two are in flight together
-    phase = tl.load(state + PHASE)
-    poison = poison_of(table, rank, WORLD_SIZE)
-    if (poison == 0) & (phase != IDLE):
-        poison = (ALTERNATION << 16) | rank
-        fail(table, poison, 1, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
-    chunk = (num_tokens + num_programs - 1) // num_programs
-    first = tl.minimum(program * chunk, num_tokens)
-    last = tl.minimum(first + chunk, num_tokens)
-    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
-    sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
-    next_row = tl.full((WORLD_LANES,), 0, tl.int32)
-    if poison == 0:
-        if program == 0:
-            all_counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
-            post_counts(table, all_counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES, COMPACT)
-        next_row = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
-        if COMPACT:
-            poison = wait_all(table, COUNT_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            if poison == 0:
-                next_row += rows_before(table, epoch, rank, WORLD_SIZE, WORLD_LANES)
-        else:
-            next_row += rank * stride
-    if poison == 0:
-        # rank_major may run past its own block only if a rank brought more than stride tokens, which the host refuses
-        record_routes(
-            routes, sent_ids, ids, first, last, next_row, row_limit,
-            TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS,
-        )  # fmt: skip
-        tl.debug_barrier()
-        for token in range(first, last):
-            rows = rows_of(routes, token, rank, WORLD_SIZE)
-            if GROUP > 0:
-                send_quantized(
-                    x, table, token, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES, UE8M0
-                )
+    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if SEND else DISPATCH_RECEIVE, WORLD_SIZE)
+    answer = ask_poison(table, rank, WORLD_SIZE, POISON_LANES)
+    if SEND:
+        chunk = (num_tokens + num_programs - 1) // num_programs
+        first = tl.minimum(program * chunk, num_tokens)
+        last = tl.minimum(first + chunk, num_tokens)
+        if GROUP > 0:
+            # in flight together with all that decides where the row goes
+            tile = load_for_cast(x, first, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
+        own_counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
+        first_index = rows_of_programs_before(
+            table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
+        )
+        routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
+        bases = own_counts * 0 + rank * stride
+        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+        if poison == 0:
+            if COMPACT:
+                # others wait for these counts, so they cannot wait for other programs
+                if program == 0:
+                    counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
+                    post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+                _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
+                bases = rows_before(table, rank, WORLD_SIZE, WORLD_LANES)
             else:
-                send_payload(x, table, token, rows, rank, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)
-            if SCALE_WIDTH > 0:
-                send_line(scales, table, SCALES, token, rows, rank, WORLD_SIZE, SCALE_WIDTH, SCALE_LANES, SCALE_DTYPE)
-            if HAS_WEIGHTS:
-                send_line(weights, table, WEIGHTS, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.float32)
-            send_line(ids, table, INDICES, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
-            positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, WORLD_SIZE, tl.int32)
-            for step in tl.static_range(WORLD_SIZE):
-                if rows[step] >= 0:
-                    tl.store(positions[step], first_position + token)
-    last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
-    if last:
-        finish_dispatch(
-            table, any_poisoned, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+                if program == num_programs - 1:
+                    post_counts(table, first_index + own_counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            record_routes(
+                routes, address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32), ids, first, last, first_index,
+                TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS,
+            )  # fmt: skip
+            tl.debug_barrier()
+        if poison == 0:
+            first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
+            rows = rows_of(routes, first, last, first_rows, row_limit, rank, WORLD_SIZE)
+            for token in range(first, last):
+                if GROUP > 0:
+                    send_quantized(
+                        tile, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES, UE8M0
+                    )
+                    # while this row leaves
+                    tile = load_for_cast(x, token + 1, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
+                else:
+                    send_payload(x, table, token, rows, rank, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)
+                if SCALE_WIDTH > 0:
+                    send_line(
+                        scales, table, SCALES, token, rows, rank, WORLD_SIZE, SCALE_WIDTH, SCALE_LANES, SCALE_DTYPE
+                    )
+                if HAS_WEIGHTS:
+                    send_line(weights, table, WEIGHTS, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
+                send_line(ids, table, INDICES, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
+                positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, WORLD_SIZE, tl.int32)
+                for step in tl.static_range(WORLD_SIZE):
+                    if rows[step] >= 0:
+                        tl.store(positions[step], first_position + token)
+                rows = rows_of(routes, token + 1, last, first_rows, row_limit, rank, WORLD_SIZE)
+        is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
+        if is_last:
+            poison = tl.full((), 0, tl.int32)
+            if any_poisoned:
+                # a program left its rows unsent, so this step must not look complete to anyone
+                poison += poison_of(table, rank, WORLD_SIZE)
+            else:
+                post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            finish_stage(table, DISPATCH_SEND, 0, 1, WORLD_SIZE)
+            if RECEIVE:
+                receive_rows(
+                    table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+                )  # fmt: skip
+    else:
+        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+        receive_rows(
+            table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
             TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
         )  # fmt: skip

@@ -73,7 +73,7 @@ class Failure:
                 )
             words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
             return ConfigMismatchError(
-                "the same max_num_tokens, and weights and scales given or not alike, on all ranks",
+                "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
                 f"{words} at {where}",
                 "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
                 f"passes empty ones, [0, K] and [0, S]. {RESET}",
@@ -96,11 +96,13 @@ class Failure:
 
 WEIGHTS_BIT = 1 << 24
 SCALES_BIT = 1 << 25
+CAST_BIT = 1 << 26
 
 
-def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool) -> int:
+def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
     """What all ranks must agree on in one step, as one word that travels with the counts."""
-    return max_num_tokens | (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0)
+    bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
+    return max_num_tokens | bits
 
 
 def describe_wire_word(word: int) -> str:
@@ -108,4 +110,5 @@ def describe_wire_word(word: int) -> str:
     parts = [f"max_num_tokens {word & (WEIGHTS_BIT - 1)}"]
     parts.append("weights" if word & WEIGHTS_BIT else "no weights")
     parts.append("scales" if word & SCALES_BIT else "no scales")
-    return " with ".join(parts[:2]) + ", " + parts[2]
+    parts.append("cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch")
+    return " with ".join(parts[:2]) + ", " + ", ".join(parts[2:])

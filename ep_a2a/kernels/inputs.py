@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE
+from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout
 from ep_a2a.errors import (
+    ClosedError,
     ContiguityError,
     DeviceError,
     DtypeError,
@@ -16,14 +17,35 @@ from ep_a2a.errors import (
     HiddenSizeError,
     InputError,
     ShapeError,
+    StateError,
     TooManyTokensError,
     TopKError,
+    UnsupportedError,
 )
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.errors import EpA2AError
+    from ep_a2a.memory.arena import Arena
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
+
+
+def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
+    """Why this rank cannot build the op, or None."""
+    if arena.closed:
+        return ClosedError("an open arena", "a closed one")
+    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+        return UnsupportedError(
+            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
+            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
+        )  # fmt: skip
+    if arena.in_use(config.digest(), index):
+        return StateError(
+            f"no living op of this config and index {index} in the arena", "one that has not been closed",
+            "Use that op, close it first, or give this one another index.",
+        )  # fmt: skip
+    return None
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -96,6 +118,8 @@ def check_dispatch(
     if weights is not None:
         check_tensor("weights", weights, (torch.float32,), device)
         _check_topk("weights", weights, num_tokens, config.topk)
+    elif config.layout == Layout.EXPERT_MAJOR:
+        raise InputError("weights with layout expert_major, where combine multiplies by them", "none")
     _check_scales(config, device, tokens, scales)
 
 
@@ -138,7 +162,7 @@ def check_combine(
 
     Args:
         rows, weights, indices: as given to combine.
-        lead: leading sizes of what dispatch returned, (R,) or (W, max_num_tokens).
+        lead: leading sizes of the tokens that dispatch returned, (R,), (W, max_num_tokens) or (E, R).
         num_tokens: T of the dispatch.
     """
     check_tensor("input", rows, (config.combined_dtype,), device)
@@ -153,6 +177,8 @@ def check_combine(
             "Pass all rows, also those past total_recv; their content does not matter.",
         )  # fmt: skip
     if weights is not None:
+        if config.layout == Layout.EXPERT_MAJOR:
+            raise InputError("no weights in combine with layout expert_major: dispatch has kept them", "weights")
         check_tensor("weights", weights, (torch.float32,), device)
         if tuple(weights.shape) not in {(num_rows, config.topk), (*lead, config.topk)}:
             raise ShapeError(

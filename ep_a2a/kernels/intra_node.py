@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.kernels.combine_kernels import combine_kernel, stage_kernel
+from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
-from ep_a2a.kernels.layout import padded
+from ep_a2a.kernels.expert_major import ExpertMajorKernels
+from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
+from ep_a2a.kernels.layout import padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
-from ep_a2a.policy import COMBINE_BLOCK_ELEMENTS, COMBINE_WARPS, Launch, Phase, choose_launch
+from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
+from ep_a2a.policy import COUNT_WARPS, Launch, Phase, choose_launch, dispatch_phase, fit, launch_shapes
+from ep_a2a.tuning import TunedTables, arch_name, load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.portable import PortableFunction
 
 FP8_CAPABILITY = (8, 9)
+DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+MAX_REMEMBERED_LAUNCHES = 4096
 WORD_BYTES = 4
 MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once."""
 BLOCK_ROWS = 64
 """Received rows whose ids a program looks at at once."""
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+LOOK_BACK_LANES = 2048
+"""Words that a program reads at once to learn how many rows the programs before it send."""
+
+
+class Stages(NamedTuple):
+    """What a launch does; the interpreter, which runs programs in turn, cannot do both where programs wait for rows."""
+
+    send: bool
+    receive: bool
+
+
+WHOLE = Stages(True, True)
+SEND = Stages(True, False)
+RECEIVE = Stages(False, True)
 
 
 @dataclass(frozen=True)
@@ -52,18 +70,20 @@ class CombineArguments:
     """What one combine works on.
 
     Attributes:
-        rows: received rows' results to be staged, or None when they lie in the combine region already.
+        rows: received rows' results, [R, H] of combined_dtype in received order.
         weights: [R, K] in received-row order, or None.
         ids: ids to compare with those dispatched, or None.
         result: [num_tokens, H], where the sums go.
+        expert_rows: in layout expert_major, the rows [E, W * max_num_tokens, H] that `rows` are made from.
     """
 
-    rows: torch.Tensor | None
+    rows: torch.Tensor
     weights: torch.Tensor | None
     ids: torch.Tensor | None
     result: torch.Tensor
     num_tokens: int
     max_num_tokens: int
+    expert_rows: torch.Tensor | None = None
 
 
 class IntraNodeKernels:
@@ -77,158 +97,286 @@ class IntraNodeKernels:
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
-        interpreted = device.type == "cpu"
-        if not interpreted and config.casts_in_dispatch and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        self._interpreted = device.type == "cpu"
+        casts = config.casts_in_dispatch or config.combine_quant != QuantType.NONE
+        if not self._interpreted and casts and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise UnsupportedError(
-                f"a GPU of compute capability {FP8_CAPABILITY} or later for the fp8 cast inside dispatch",
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
                 f"{torch.cuda.get_device_capability(device)}", "Use quant_type='none', or cast before dispatch.",
             )  # fmt: skip
-        self._device_sms = 0 if interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self._device_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
         self.num_sms = self._device_sms
         self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
         self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
         self._compact = {"COMPACT": config.layout == Layout.COMPACT}
+        self._can_depend = (
+            not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
+        )
+        self._tables: TunedTables | None = None
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._by_expert: ExpertMajorKernels | None = None
+        if config.layout == Layout.EXPERT_MAJOR:
+            self._by_expert = ExpertMajorKernels(config, table, device)
 
     def limit_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all."""
         self.num_sms = min(self._device_sms, max_sms) if max_sms else self._device_sms
+        self._launches.clear()
 
-    def dispatch(self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1) -> None:
-        """Launches one dispatch."""
-        launch = choose_launch(self.config, Phase.DISPATCH, args.num_tokens, self.num_sms, block_num, warp_per_block)
-        self._run(dispatch_kernel, launch, *self._dispatch_call(args))
+    def use_tables(self, tables: TunedTables) -> None:
+        """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
+        self._tables = tables
+        self._launches.clear()
 
-    def combine(self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1) -> None:
-        """Launches one combine: staging first when there is something to stage."""
-        if args.rows is not None or args.weights is not None:
+    def launch_of(
+        self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
+    ) -> Launch:
+        """Launch numbers of a call; remembered, since working them out costs host time."""
+        key = (phase, num_tokens, max_num_tokens, block_num, warp_per_block)
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= MAX_REMEMBERED_LAUNCHES:
+                self._launches.clear()
             launch = choose_launch(
-                self.config, Phase.STAGE, self.config.world_size * args.max_num_tokens, self.num_sms, -1, warp_per_block
+                self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables
             )
-            self._run(stage_kernel, launch, *self._stage_call(args))
-        launch = choose_launch(self.config, Phase.COMBINE, args.num_tokens, self.num_sms, block_num, warp_per_block)
-        self._run(combine_kernel, launch, *self._combine_call(args))
+            if self._tables is not None:
+                self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
+            self._launches[key] = launch
+        return launch
+
+    def _fitted(self, launch: Launch, phase: Phase, variant: Variant) -> Launch:
+        """The launch cut down to what the registers of its kernel leave room for, once they are known."""
+        if variant.programs_per_sm is None:
+            return launch
+        sms = min(self.num_sms, self.config.max_sms) if self.config.max_sms else self.num_sms
+        most = sms * variant.programs_per_sm
+        return launch if launch.num_programs <= most else fit(launch, phase, most)
+
+    def dispatch_phase(self, max_num_tokens: int) -> Phase:
+        """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+        return dispatch_phase(self.config, max_num_tokens)
+
+    def dispatch(
+        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one dispatch, or one of its halves."""
+        phase = self.dispatch_phase(args.max_num_tokens)
+        launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+        for part in self._parts(phase, stages):
+            variant = self._dispatch_variant(args, phase, launch, part)
+            fitted = self._fitted(launch, phase, variant)
+            self._run(variant, _programs(fitted, phase, part), self._dispatch_values(args, phase, fitted))
+        if self._by_expert is not None and stages.receive:
+            has_scales = args.scales is not None or self.config.casts_in_dispatch
+            self._by_expert.expand(args.max_num_tokens, has_scales, self.num_sms)
+
+    def combine(
+        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one combine, or one of its halves."""
+        if self._by_expert is not None and args.expert_rows is not None and stages.send:
+            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms)
+        launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+        for part in self._parts(Phase.COMBINE, stages):
+            variant = self._combine_variant(args, launch, part, in_place=stages == WHOLE)
+            fitted = self._fitted(launch, Phase.COMBINE, variant)
+            self._run(variant, _programs(fitted, Phase.COMBINE, part), self._combine_values(args, fitted))
 
     def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
-        launch = Launch(counts.numel(), COMBINE_WARPS, "one program per expert")
-        self._run(count_local_experts_kernel, launch, *self._count_call(counts, first_expert, max_num_tokens))
+        values = (self.table, self.config.rank, max_num_tokens, first_expert, counts)
+        self._run(self._count_variant(), counts.numel(), values)
 
     def compile(self) -> None:
-        """Compiles and loads every variant that a call without own launch numbers can reach; nothing is launched.
+        """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
 
-        Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
+        Nothing is launched. The halves of the split calls are compiled when they are first used. Each rank begins
+        elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
         """
-        if self.device.type == "cpu":
+        if self._interpreted:
             return
+        if self._tables is None:
+            # not before: what is wrong with a table is told to the other ranks here
+            capability = torch.cuda.get_device_capability(self.device)
+            self.use_tables(load_tables(arch_name(capability), self.config.world_size))
         variants = list(self.variants())
         for position in range(len(variants)):
-            kernel, phase, args, constants = variants[(position + self.config.rank) % len(variants)]
-            launch = choose_launch(self.config, phase, self.config.max_num_inp_token_per_rank, self.num_sms)
-            compiled = kernel.warmup(*args, grid=(1,), **constants, **_options(launch))
-            compiled._init_handles()
+            variant, values = variants[(position + self.config.rank) % len(variants)]
+            variant.compile(values)
 
-    def variants(self) -> Iterator[tuple[PortableFunction, Phase, tuple[Any, ...], dict[str, Any]]]:
-        """Every (kernel, phase, run-time arguments, constants) that calls of the op can need, with stand-in tensors."""
+    def variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        """Every (variant, run-time arguments) that whole calls of the op can need, with stand-in tensors."""
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)
+        # in layout expert_major weights always travel, and never come back
+        sent_weights = (None, floats) if self._by_expert is None else (floats,)
+        summed_weights = (None, floats) if self._by_expert is None else (None,)
         inputs = [torch.empty(16, dtype=config.data_type, device=self.device)]
         scale_options: list[torch.Tensor | None] = [None]
         if config.casts_in_dispatch:
             inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
         if config.num_scales:
             scale_options.append(word)
-        for x in inputs:
-            cast = config.casts_in_dispatch and x.dtype != FP8_DTYPE
-            for scales in [None] if cast else scale_options:
-                for weights in (None, floats):
-                    dispatch = DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
-                    yield dispatch_kernel, Phase.DISPATCH, *self._dispatch_call(dispatch)
-        yield count_local_experts_kernel, Phase.STAGE, *self._count_call(word, 0, 1)
+        shapes = launch_shapes(config, self.num_sms, self._tables)
+        for phase, tokens, launch in shapes:
+            for x in inputs if phase is not Phase.COMBINE else ():
+                cast = config.casts_in_dispatch and x.dtype != FP8_DTYPE
+                for scales in [None] if cast else scale_options:
+                    for weights in sent_weights:
+                        args = DispatchArguments(x, scales, weights, word, 0, tokens, 1, -1, 1)
+                        variant = self._dispatch_variant(args, phase, launch, WHOLE)
+                        yield variant, self._dispatch_values(args, phase, launch)
+        yield self._count_variant(), (self.table, 0, 1, 0, word)
         rows = torch.empty(16, dtype=config.combined_dtype, device=self.device)
-        for weights in (None, floats):
-            for staged in (None, rows):
-                if staged is not None or weights is not None:
-                    yield (
-                        stage_kernel,
-                        Phase.STAGE,
-                        *self._stage_call(CombineArguments(staged, weights, None, rows, 0, 1)),
-                    )
-            for ids in (None, word):
-                combine = CombineArguments(None, weights, ids, rows, 0, 1)
-                yield combine_kernel, Phase.COMBINE, *self._combine_call(combine)
+        for phase, tokens, launch in shapes:
+            for weights in summed_weights if phase is Phase.COMBINE else ():
+                for ids in (None, word):
+                    combine = CombineArguments(rows, weights, ids, rows, 0, tokens)
+                    variant = self._combine_variant(combine, launch, WHOLE, in_place=True)
+                    yield variant, self._combine_values(combine, launch)
+        if self._by_expert is not None:
+            yield from self._by_expert.variants()
 
-    def _dispatch_call(self, args: DispatchArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        config = self.config
-        cast = config.casts_in_dispatch and args.x.dtype != FP8_DTYPE
+    def _parts(self, phase: Phase, stages: Stages) -> tuple[Stages, ...]:
+        if self._interpreted and stages == WHOLE and phase is not Phase.DISPATCH:
+            return (SEND, RECEIVE)
+        return (stages,)
+
+    def _casts(self, x: torch.Tensor) -> bool:
+        return self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
+
+    def _scale_bytes(self, scales: torch.Tensor | None) -> int:
+        return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
+
+    def _dispatch_variant(self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages) -> Variant:
+        dependent = launch.dependent and self._can_depend
+        key = (phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, dependent, stages)
+        variant = self._variants.get(key)
+        if variant is None:
+            kernel = dispatch_kernel if phase is Phase.DISPATCH else flagged_dispatch_kernel
+            constants = self._dispatch_constants(args, phase, launch.num_warps, stages)
+            constants["DEPENDENT_LAUNCH"] = dependent
+            variant = self._variants[key] = Variant(kernel, constants, launch.num_warps)
+        return variant
+
+    def _dispatch_constants(
+        self, args: DispatchArguments, phase: Phase, num_warps: int, stages: Stages
+    ) -> dict[str, Any]:
+        config, cast, threads = self.config, self._casts(args.x), 32 * num_warps
         group = 0
         if cast:
             group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
         row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
-        scale_bytes = 0 if args.scales is None else config.num_scales * config.scale_bytes
-        scale_words = scale_bytes % WORD_BYTES == 0
-        x = args.x if cast else args.x.view(torch.int32)
-        scales = args.ids
+        count_words = config.world_size * (config.world_size + 1)
+        common = {
+            **self._topk, **self._world, **self._compact,
+            "NUM_EXPERTS": config.total_experts, "ROW_WORDS": row_words,
+            "GROUP": group, "GROUP_LANES": padded(max(1, group)),
+            "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
+            "UE8M0": config.scale_format == ScaleFormat.UE8M0, "HAS_WEIGHTS": args.weights is not None,
+            "COUNT_LANES": max(padded(count_words), threads),
+            "SEND": stages.send, "RECEIVE": stages.receive,
+        }  # fmt: skip
+        if phase is Phase.FLAGGED_DISPATCH:
+            return common | {
+                "SCALE_WORDS": config.num_scales, "BYTE_SCALES": config.scale_bytes == 1,
+                "HAS_SCALES": cast or args.scales is not None,
+                "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
+                "SIDE_LANES": max(padded(side_words(config)), threads),
+                "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
+            }  # fmt: skip
+        scale_width = self._scale_bytes(args.scales)
+        in_words = scale_width % WORD_BYTES == 0
+        scale_width = scale_width // WORD_BYTES if in_words else scale_width
+        return common | {
+            "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
+            "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+            "BLOCK_TOKENS": BLOCK_TOKENS, "POISON_LANES": threads,
+            "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+        }  # fmt: skip
+
+    def _dispatch_values(self, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
+        config = self.config
+        x = args.x if self._casts(args.x) else args.x.view(torch.int32)
+        scales, weights = args.ids, args.ids
         if args.scales is not None:
-            scales = args.scales.view(torch.int32 if scale_words else torch.uint8)
+            width = config.scale_bytes if phase is Phase.FLAGGED_DISPATCH else self._scale_bytes(args.scales)
+            scales = args.scales.view(torch.int32 if width % WORD_BYTES == 0 else torch.uint8)
+        if args.weights is not None:
+            weights = args.weights.view(torch.int32)
         values = (
-            x, scales, args.ids if args.weights is None else args.weights, args.ids, self.table,
+            x, scales, weights, args.ids, self.table,
             args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
             config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )  # fmt: skip
-        scale_width = scale_bytes // WORD_BYTES if scale_words else scale_bytes
-        constants = {
-            **self._topk, **self._world, **self._compact,
-            "NUM_EXPERTS": config.total_experts,
-            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
-            "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
-            "SCALE_DTYPE": tl.int32 if scale_words else tl.uint8,
-            "GROUP": group, "GROUP_LANES": padded(max(1, group)),
-            "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-            "UE8M0": config.scale_format == ScaleFormat.UE8M0,
-            "HAS_WEIGHTS": args.weights is not None, "BLOCK_TOKENS": BLOCK_TOKENS,
-        }  # fmt: skip
-        return values, constants
+        if phase is Phase.FLAGGED_DISPATCH:
+            return (*values, launch.num_senders, launch.num_receivers)
+        return values
 
-    def _count_call(
-        self, counts: torch.Tensor, first_expert: int, max_num_tokens: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
-        return (self.table, self.config.rank, max_num_tokens, first_expert, counts), constants
+    def _count_variant(self) -> Variant:
+        if ("count",) not in self._variants:
+            constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
+            self._variants["count",] = Variant(count_local_experts_kernel, constants, COUNT_WARPS)
+        return self._variants["count",]
 
-    def _stage_call(self, args: CombineArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        row_words = self.config.hidden_dim * self.config.combined_dtype.itemsize // WORD_BYTES
-        rows = self.table if args.rows is None else args.rows.view(torch.int32)
-        weights = self.table if args.weights is None else args.weights
-        values = (rows, weights, self.table, args.max_num_tokens, self.config.rank)
-        constants = {
-            "WORLD_SIZE": self.config.world_size, **self._topk, **self._compact,
-            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
-            "COPY_ROWS": args.rows is not None, "HAS_WEIGHTS": args.weights is not None,
-        }  # fmt: skip
-        return values, constants
-
-    def _combine_call(self, args: CombineArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = (
-            args.result, self.table if args.ids is None else args.ids, self.table, args.num_tokens, self.config.rank,
+    def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
+        key = (
+            Phase.COMBINE, args.weights is None, args.ids is None, launch.num_warps, launch.send_elements,
+            launch.add_elements, launch.dependent, stages, in_place,
         )  # fmt: skip
-        constants = {
-            **self._topk, **self._world,
-            "HIDDEN": self.config.hidden_dim,
-            "BLOCK": min(padded(self.config.hidden_dim), COMBINE_BLOCK_ELEMENTS),
-            "DTYPE": TRITON_DTYPES[self.config.combined_dtype],
+        variant = self._variants.get(key)
+        if variant is None:
+            constants = self._combine_constants(args, launch, stages, in_place)
+            variant = self._variants[key] = Variant(combine_kernel, constants, launch.num_warps)
+        return variant
+
+    def _combine_constants(
+        self, args: CombineArguments, launch: Launch, stages: Stages, in_place: bool
+    ) -> dict[str, Any]:
+        config, threads = self.config, 32 * launch.num_warps
+        quantized = config.combine_quant != QuantType.NONE
+        scaled = config.combine_quant == QuantType.FP8_BLOCKWISE
+        dtype = TRITON_DTYPES[config.combined_dtype]
+        blocks = [max(min(padded(config.hidden_dim), n), threads) for n in (launch.send_elements, launch.add_elements)]
+        send, add = [(n // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if scaled else (1, n) for n in blocks]
+        element = tl.int16 if config.combined_dtype.itemsize == 2 else tl.int32
+        return {
+            **self._topk, **self._world, **self._compact,
+            "WEIGHT_LANES": max(padded(config.topk), threads),
+            "HIDDEN": config.hidden_dim,
+            "SEND_GROUPS_LANES": send[0], "SEND_GROUP": send[1], "GROUPS_LANES": add[0], "GROUP": add[1],
+            "DTYPE": dtype, "WIRE_DTYPE": tl.float8e4nv if quantized else dtype,
+            "ELEMENT": tl.uint8 if quantized else element, "QUANTIZED": quantized, "SCALED": scaled,
             "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
+            "OWN_IN_PLACE": in_place and not quantized, "SEND": stages.send, "RECEIVE": stages.receive,
+            "DEPENDENT_LAUNCH": launch.dependent and self._can_depend,
         }  # fmt: skip
-        return values, constants
 
-    def _run(self, kernel: PortableFunction, launch: Launch, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        if self.device.type == "cpu":
-            kernel.interpret((launch.num_programs,), *args, **constants)
-        else:
-            kernel[(launch.num_programs,)](*args, **constants, **_options(launch))
+    def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
+        config = self.config
+        rows = args.rows
+        if config.combine_quant == QuantType.NONE:
+            rows = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)
+        return (
+            rows, self.table if args.weights is None else args.weights.view(torch.int32), args.result,
+            self.table if args.ids is None else args.ids, self.table,
+            args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
+            launch.num_senders, launch.num_receivers, launch.pause_ns,
+        )  # fmt: skip
+
+    def _run(self, variant: Variant, num_programs: int, values: tuple[Any, ...]) -> None:
+        variant.run(num_programs, values, self.device)
 
 
-def _options(launch: Launch) -> dict[str, Any]:
-    # fused multiply-add would round once where the reference rounds twice
-    return {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+def _programs(launch: Launch, phase: Phase, stages: Stages) -> int:
+    """Programs of a launch that does these stages."""
+    if stages == WHOLE:
+        return launch.num_programs
+    if phase is Phase.DISPATCH:
+        return launch.num_programs if stages.send else 1
+    return 1 + (launch.num_senders if stages.send else launch.num_receivers)

@@ -1,15 +1,18 @@
 """Byte layout of an op's memory: pure arithmetic, the one place that knows where anything lies.
 
-An op uses five blocks of memory:
+An op uses six blocks of memory:
 
-control  symmetric, the op's own: flags, counts and the expert ids that other ranks write.
+control  symmetric, the op's own: flags, counts, expert ids and flagged rows that other ranks write.
 dispatch symmetric, shared by sequential ops: the rows that other ranks write.
-combine  symmetric, shared by sequential ops: the rows that other ranks read.
-local    this rank's only: epochs and the routing record.
+combine  symmetric, shared by sequential ops: the result rows that other ranks write. Between steps every bit in it is
+         set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY).
+local    this rank's only: step counters and the routing record.
 result   this rank's only, shared by sequential ops: what combine returns.
+expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
 
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
-region; for regions of the local and result blocks only this rank's own column is set.
+region; for regions of the local, result and expert blocks only this rank's own column is set. The op's step counters
+(Stage) follow the table.
 """
 
 import enum
@@ -17,52 +20,73 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.config import EpDispatchCombineConfig, Layout
 
 REGION_ALIGNMENT_BYTES = 256
+WORD_BYTES = 4
 
 
 class Region(enum.IntEnum):
     """Rows of the address table. Device code uses the same numbers (kernels/primitives.py)."""
 
     POISON = 0
-    COUNT_FLAGS = 1
-    DISPATCH_FLAGS = 2
-    COMBINE_FLAGS = 3
-    COUNTS = 4
-    INDICES = 5
-    SOURCE_POSITIONS = 6
-    TOKENS = 7
-    SCALES = 8
-    WEIGHTS = 9
-    COMBINE_ROWS = 10
-    COMBINE_WEIGHTS = 11
-    STATE = 12
-    LIMITS = 13
-    ROUTES = 14
-    SENT_INDICES = 15
-    RECV_COUNTS = 16
-    TOTAL_RECV = 17
-    RESULT = 18
-    RESULT_WEIGHTS = 19
-    ERROR_RECORD = 20
-    EXPERT_COUNTS = 21
-    WEIGHT_EPOCHS = 22
+    DISPATCH_FLAGS = 1
+    COMBINE_FLAGS = 2
+    COUNTS = 3
+    INDICES = 4
+    SOURCE_POSITIONS = 5
+    TOKENS = 6
+    SCALES = 7
+    WEIGHTS = 8
+    COMBINE_ROWS = 9
+    COMBINE_WEIGHTS = 10
+    STATE = 11
+    LIMITS = 12
+    ROUTES = 13
+    SENT_INDICES = 14
+    RECV_COUNTS = 15
+    TOTAL_RECV = 16
+    RESULT = 17
+    RESULT_WEIGHTS = 18
+    ERROR_RECORD = 19
+    EXPERT_COUNTS = 20
+    WEIGHT_EPOCHS = 21
+    CHUNK_COUNTS = 22
+    FLAGGED_ROWS = 23
+    FLAGGED_SIDES = 24
+    COMBINE_SCALES = 25
+    EXPERT_RECV_COUNT = 26
+    EXPERT_ROWS = 27
+    EXPERT_SCALES = 28
+    EXPERT_WEIGHTS = 29
+    EXPERT_SLOTS = 30
+    REDUCED_ROWS = 31
 
 
 class State(enum.IntEnum):
     """Words of the STATE region (int32)."""
 
-    DISPATCH_EPOCH = 0
-    COMBINE_EPOCH = 1
-    ARRIVED = 2
-    PHASE = 3
-    ERROR_CLAIMED = 4
-    LAST_PAD_ID = 5
-    LAST_STRIDE = 6
+    ARRIVED = 0
+    ERROR_CLAIMED = 1
+    LAST_PAD_ID = 2
+    LAST_STRIDE = 3
+
+
+class Stage(enum.IntEnum):
+    """The four stages of a step, in order; one launch may do two of them.
+
+    Their counters (int64) lie right behind the address table, so that kernels find them without looking them up.
+    """
+
+    DISPATCH_SEND = 0
+    DISPATCH_RECEIVE = 1
+    COMBINE_SEND = 2
+    COMBINE_RECEIVE = 3
 
 
 STATE_WORDS = 16
+MAX_DISPATCH_PROGRAMS = 1024
+"""Programs of a dispatch launch that can tell each other how many rows they send (CHUNK_COUNTS)."""
 RECORD_HEADER_WORDS = 8
 
 
@@ -114,47 +138,67 @@ class OpLayout:
     combine: Block
     local: Block
     result: Block
+    expert: Block
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> "OpLayout":
-        """The layout of an op; equal on all ranks that agree on the config, but for the size of `local`."""
+        """The layout of an op; equal on all ranks that agree on the config, but for `local` and `expert`."""
         world_size, topk, max_tokens = config.world_size, config.topk, config.max_num_inp_token_per_rank
         rows, hidden_dim = config.max_num_recv_tokens, config.hidden_dim
-        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        sent_rows = world_size * max_tokens
+        reduced_rows = sent_rows if config.layout == Layout.EXPERT_MAJOR else 0
+        expert_rows = config.num_local_experts * reduced_rows
+        i32, i64, f32, u8 = torch.int32, torch.int64, torch.float32, torch.uint8
         return cls(
             control=_block(
                 (Region.POISON, i32, (1,)),
-                (Region.COUNT_FLAGS, i32, (world_size,)),
                 (Region.DISPATCH_FLAGS, i32, (world_size,)),
                 (Region.COMBINE_FLAGS, i32, (world_size,)),
-                (Region.COUNTS, i32, (2, world_size, world_size + 1)),
+                (Region.COUNTS, i64, (world_size, world_size + 1)),
                 (Region.WEIGHT_EPOCHS, i32, (world_size,)),
                 (Region.INDICES, i32, (rows, topk)),
                 (Region.SOURCE_POSITIONS, i32, (rows,)),
+                (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, hidden_dim)),
+                (Region.FLAGGED_SIDES, i64, (world_size * config.flagged_tokens, side_words(config))),
             ),
             dispatch=_block(
                 (Region.TOKENS, config.wire_dtype, (rows, hidden_dim)),
-                (Region.SCALES, torch.uint8, (rows, config.num_scales * config.scale_bytes)),
+                (Region.SCALES, u8, (rows, config.num_scales * config.scale_bytes)),
                 (Region.WEIGHTS, f32, (rows, topk)),
             ),
             combine=_block(
-                (Region.COMBINE_ROWS, config.combined_dtype, (rows, hidden_dim)),
-                (Region.COMBINE_WEIGHTS, f32, (rows, topk)),
+                (Region.COMBINE_ROWS, config.combine_wire_dtype, (sent_rows, hidden_dim)),
+                (Region.COMBINE_SCALES, f32, (sent_rows, config.num_combine_scales)),
+                (Region.COMBINE_WEIGHTS, f32, (sent_rows, topk)),
             ),
             local=_block(
                 (Region.STATE, i32, (STATE_WORDS,)),
+                (Region.CHUNK_COUNTS, i64, (MAX_DISPATCH_PROGRAMS, world_size)),
                 (Region.LIMITS, i64, (1,)),
                 (Region.ROUTES, i32, (max_tokens, world_size)),
                 (Region.SENT_INDICES, i32, (max_tokens, topk)),
                 (Region.RECV_COUNTS, i32, (world_size,)),
                 (Region.TOTAL_RECV, i32, (1,)),
                 (Region.EXPERT_COUNTS, i32, (max(1, config.num_local_experts),)),
+                (Region.EXPERT_RECV_COUNT, i32, (max(1, config.num_local_experts),)),
             ),
             result=_block(
                 (Region.RESULT, config.combined_dtype, (max_tokens, hidden_dim)),
                 (Region.RESULT_WEIGHTS, f32, (max_tokens, topk)),
             ),
+            expert=_block(
+                (Region.EXPERT_ROWS, config.wire_dtype, (expert_rows, hidden_dim)),
+                (Region.EXPERT_SCALES, u8, (expert_rows, config.num_scales * config.scale_bytes)),
+                (Region.EXPERT_WEIGHTS, f32, (expert_rows,)),
+                (Region.EXPERT_SLOTS, i32, (reduced_rows, topk)),
+                (Region.REDUCED_ROWS, config.combined_dtype, (reduced_rows, hidden_dim)),
+            ),
         )
+
+
+def side_words(config: EpDispatchCombineConfig) -> int:
+    """Words that travel beside a flagged row: a word for each scale, id and weight, and the source position."""
+    return config.num_scales + 2 * config.topk + 1
 
 
 def _aligned(num_bytes: int) -> int:

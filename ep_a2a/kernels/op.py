@@ -9,21 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.config import EpDispatchCombineKernelType, Layout
-from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, StateError, UnsupportedError
+from ep_a2a.config import FP8_DTYPE, Layout
+from ep_a2a.errors import AlternationError, ClosedError
+from ep_a2a.kernels import inputs
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure, wire_word
-from ep_a2a.kernels.inputs import check_apart, check_combine, check_dispatch, check_launch, check_out
-from ep_a2a.kernels.intra_node import CombineArguments, DispatchArguments, IntraNodeKernels
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.intra_node import RECEIVE, SEND, CombineArguments, DispatchArguments, IntraNodeKernels
+from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
-from ep_a2a.policy import Launch, Phase, choose_launch
+from ep_a2a.kernels.op_views import DispatchViews
+from ep_a2a.policy import Phase
+from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
 
-MAX_CACHED_VIEWS = 1024
+NEXT_CALL = {
+    Stage.DISPATCH_SEND: "dispatch",
+    Stage.DISPATCH_RECEIVE: "dispatch_recv",
+    Stage.COMBINE_SEND: "combine",
+    Stage.COMBINE_RECEIVE: "combine_recv",
+}
 
 
 class EpDispatchCombineOp(DispatchCombineBase):
@@ -55,17 +62,22 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
-        agree_on_config(config, arena.rendezvous, self.index, _own_error(config, arena, self.index))
+        agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
+        self._streams = self._memory.memory.slot.streams
         self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
-        self._num_tokens: int | None = None
+        self._stage = Stage.DISPATCH_SEND
+        self._sent: DispatchArguments | CombineArguments | None = None
+        self._num_tokens = 0
         self._max_num_tokens = config.max_num_inp_token_per_rank
-        self._view_cache: dict[tuple[Any, ...], DispatchResult] = {}
+        self._dispatch_views = DispatchViews(self._memory)
+        self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
+        self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)
         self._meet("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
-        self._memory.initialize(self.config.timeout)
+        self._memory.initialize(self.config.timeout, refill=False)
         self._kernels.compile()
 
     def _meet(self, label: str, work: Any) -> None:
@@ -98,7 +110,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
         Args:
             input: [T, H] of data_type, T <= max_num_tokens; or, with a fused cast, fp8 tokens that are cast already.
-            weights: [T, K] float32, or None on all ranks. They travel; nothing multiplies by them.
+            weights: [T, K] float32, or None on all ranks. They travel; nothing multiplies by them, but for combine in
+                layout expert_major, which needs them.
             scales: [T, S] of scale_type_size bytes for tokens that are quantised already, else None.
             indices: [T, K] int32 global expert ids; ids outside [0, num_experts) are dropped slots.
             block_num, warp_per_block: launch numbers when > 0. rdma_block_num is for inter-node kernels.
@@ -109,6 +122,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         Returns:
             (tokens, weights or None, scales or None, indices, total_recv). Layout compact: [R, ·], rows dense in
             (source rank, source token) order, R = W * max_num_tokens or the cap. rank_major: [W, max_num_tokens, ·].
+            expert_major: tokens [E, R, H], weights [E, R], scales [E, R, S], one row for each token that names the
+            expert, `expert_recv_count` rows of each; indices as in rank_major, [W, max_num_tokens, K].
             total_recv is int32 [1]; `recv_counts` [W] has the rows per source. Indices are global ids, all K of the
             token. Everything has a fixed address and is valid until this rank calls combine.
 
@@ -116,29 +131,76 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError: an argument does not fit; nothing was launched.
             AlternationError: the step before has not been combined.
         """
-        self.check()
-        if self._num_tokens is not None:
-            raise AlternationError("combine after dispatch", "dispatch again")
-        limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        check_dispatch(self.config, self.device, input, weights, scales, indices, limit, pad_id)
-        check_launch(block_num, warp_per_block)
-        self._memory.memory.slot.enter(self)
-        self._order_streams()
-        has_scales = self.config.casts_in_dispatch or bool(scales is not None and self.config.num_scales)
-        has_weights = weights is not None
-        self._kernels.dispatch(
-            DispatchArguments(
-                input, scales if scales is not None and scales.numel() else None, weights, indices,
-                input.shape[0], limit, wire_word(limit, has_weights, has_scales), pad_id, self.num_rows(limit),
-            ),
-            block_num, warp_per_block,
-        )  # fmt: skip
-        self._num_tokens, self._max_num_tokens = input.shape[0], limit
+        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch")
+        inputs.check_launch(block_num, warp_per_block)
+        self._streams.follow(self.device)
+        self._kernels.dispatch(args, block_num, warp_per_block)
+        self._stage = Stage.COMBINE_SEND
         if call_local_expert_count:
-            first = _first_expert(self.config)
-            self._kernels.count_local_experts(self.local_expert_count, first, limit)
-        scale_dtype = scales.dtype if scales is not None and scales.numel() else None
-        return self._views(limit, has_weights, has_scales, scale_dtype)
+            first = expert_ranges(self.config.total_experts, self.config.world_size)[self.config.rank][0]
+            self._kernels.count_local_experts(self.local_expert_count, first, args.max_num_tokens)
+        return self._views(args)
+
+    def dispatch_send(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
+    ) -> None:
+        """The first half of `dispatch`: sends, and waits for nobody (with layout compact and more than
+        flagged_max_tokens, for the other ranks' counts). Arguments and errors are those of `dispatch`.
+
+        Work that other ranks need not wait for may be launched between the halves. All ranks may mix whole and split
+        calls as they like. The halves are compiled when first used, so use them once before a graph captures them.
+        """
+        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch_send")
+        self._streams.follow(self.device)
+        self._kernels.dispatch(args, stages=SEND)
+        self._sent = args
+        self._stage = Stage.DISPATCH_RECEIVE
+
+    def dispatch_recv(self) -> DispatchResult:
+        """The second half of `dispatch`: waits for the rows of all ranks and returns them.
+
+        Raises:
+            AlternationError: there is no `dispatch_send` to finish.
+        """
+        self._expect(Stage.DISPATCH_RECEIVE, "dispatch_recv")
+        args = self._sent
+        assert isinstance(args, DispatchArguments)
+        self._streams.follow(self.device)
+        self._kernels.dispatch(args, stages=RECEIVE)
+        self._sent = None
+        self._stage = Stage.COMBINE_SEND
+        return self._views(args)
+
+    def _dispatch_arguments(
+        self,
+        tokens: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        max_num_tokens: int | None,
+        pad_id: int,
+        call: str,
+    ) -> DispatchArguments:
+        """Checks a dispatch and begins its step."""
+        self._expect(Stage.DISPATCH_SEND, call)
+        config = self.config
+        limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        inputs.check_dispatch(config, self.device, tokens, weights, scales, indices, limit, pad_id)
+        self._memory.memory.slot.enter(self)
+        if scales is not None and not (scales.numel() or (config.num_scales and not config.casts_in_dispatch)):
+            scales = None
+        has_scales = config.casts_in_dispatch or scales is not None
+        word = wire_word(limit, weights is not None, has_scales, config.casts_in_dispatch and tokens.dtype != FP8_DTYPE)
+        self._num_tokens, self._max_num_tokens = tokens.shape[0], limit
+        row_limit = self.num_rows(limit)
+        return DispatchArguments(tokens, scales, weights, indices, tokens.shape[0], limit, word, pad_id, row_limit)
 
     def combine(
         self,
@@ -158,8 +220,12 @@ class EpDispatchCombineOp(DispatchCombineBase):
         Args:
             input: one row per row that dispatch returned, of combine_dtype, in the same order: the sum of this
                 rank's experts for that row, already multiplied by the router's weights. Rows past the received ones
-                are not read. When it is the registered buffer nothing is copied.
-            weights: None, or [R, K] float32 in the order of the received rows; their sums are returned as well.
+                are not read. It is sent from where it lies. With a combine quant_type rows are cast to fp8 on the way:
+                fp8_blockwise with a scale per 128 elements, fp8_direct_cast without, saturating at 448.
+                Layout expert_major: [E, R, H], each expert's rows as they are; they are multiplied by the dispatched
+                weights and added in ascending order of a token's ids here, before they travel.
+            weights: None, or [R, K] float32 in the order of the received rows; their sums are returned as well. None in
+                layout expert_major.
             indices: None, or this rank's own ids as given to dispatch; others are an error.
             block_num, warp_per_block: launch numbers when > 0.
             use_external_inp_buf, call_reset: accepted for MORI's sake; the address decides about zero copy, and
@@ -174,58 +240,85 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
             AlternationError: there is no dispatch to combine.
         """
-        self.check()
-        if self._num_tokens is None:
-            raise AlternationError("dispatch before combine", "combine")
-        check_launch(block_num, warp_per_block)
-        num_tokens, lead = self._num_tokens, self._lead(self._max_num_tokens)
+        args = self._combine_arguments(input, weights, indices, out, "combine")
+        inputs.check_launch(block_num, warp_per_block)
+        self._streams.follow(self.device)
+        self._kernels.combine(args, block_num, warp_per_block)
+        return self._combined(args)
+
+    def combine_send(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """The first half of `combine`: sends the rows back and waits for nobody. Arguments are those of `combine`.
+
+        `input` and `weights` may be overwritten by work that is launched after this.
+        """
+        args = self._combine_arguments(input, weights, indices, out, "combine_send")
+        self._streams.follow(self.device)
+        self._kernels.combine(args, stages=SEND)
+        self._sent = args
+        self._stage = Stage.COMBINE_RECEIVE
+
+    def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The second half of `combine`: waits for this rank's rows, adds them and returns what `combine` does.
+
+        Raises:
+            AlternationError: there is no `combine_send` to finish.
+        """
+        self._expect(Stage.COMBINE_RECEIVE, "combine_recv")
+        args = self._sent
+        assert isinstance(args, CombineArguments)
+        self._streams.follow(self.device)
+        self._kernels.combine(args, stages=RECEIVE)
+        return self._combined(args)
+
+    def _combine_arguments(
+        self,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        out: torch.Tensor | None,
+        call: str,
+    ) -> CombineArguments:
+        """Checks a combine."""
+        self._expect(Stage.COMBINE_SEND, call)
+        num_tokens, lead = self._num_tokens, self._expert_lead(self._max_num_tokens)
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
-        zero_copy = isinstance(input, torch.Tensor) and input.data_ptr() == self._combine_buffer.data_ptr()
-        if zero_copy and input.dim() == 2:
-            input = input[: math.prod(lead)]  # noqa: A001  the whole registered buffer may be passed
-        check_combine(self.config, self.device, input, weights, indices, lead, num_tokens)
-        if not zero_copy:
-            check_apart("input", input, self._combine_buffer, "the registered buffer, but for its start")
-        result = self._memory.view(Region.RESULT)
+        if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
+            rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
+        inputs.check_combine(self.config, self.device, rows, weights, indices, lead, num_tokens)
+        result = self._result
         if out is not None:
-            check_out(self.config, self.device, out, num_tokens)
-            check_apart("out", out, self._combine_buffer, "the registered buffer")
-            check_apart("out", out, self._memory.view(Region.TOKENS), "the received rows")
+            inputs.check_out(self.config, self.device, out, num_tokens)
             result = out
-        self._order_streams()
-        self._kernels.combine(
-            CombineArguments(None if zero_copy else input, weights, indices, result, num_tokens, self._max_num_tokens),
-            block_num, warp_per_block,
-        )  # fmt: skip
-        self._num_tokens = None
+        inputs.check_apart("out", result, rows, "the rows to be combined")
+        expert_rows = None
+        if self.config.layout == Layout.EXPERT_MAJOR:
+            expert_rows, rows = rows, self._reduced_rows
+        return CombineArguments(rows, weights, indices, result, num_tokens, self._max_num_tokens, expert_rows)
+
+    def _combined(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ends the step."""
+        self._sent = None
+        self._stage = Stage.DISPATCH_SEND
         self._memory.memory.slot.leave(self)
-        return result, None if weights is None else self._memory.view(Region.RESULT_WEIGHTS)
+        return args.result, None if args.weights is None else self._result_weights
 
-    def _views(
-        self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
-    ) -> DispatchResult:
-        """What dispatch returns, made once for each shape: every call costs host time otherwise."""
-        key = (max_num_tokens, has_weights, has_scales, scale_dtype)
-        if key not in self._view_cache:
-            if len(self._view_cache) >= MAX_CACHED_VIEWS:
-                self._view_cache.clear()
-            self._view_cache[key] = self._make_views(*key)
-        return self._view_cache[key]
+    def _expect(self, stage: Stage, call: str) -> None:
+        """Raises what the kernels have recorded, or AlternationError when the step is elsewhere."""
+        self.check()
+        if self._stage is not stage:
+            raise AlternationError(f"{NEXT_CALL[self._stage]} next", call)
 
-    def _make_views(
-        self, max_num_tokens: int, has_weights: bool, has_scales: bool, scale_dtype: torch.dtype | None
-    ) -> DispatchResult:
-        config, view, lead = self.config, self._memory.view, self._lead(max_num_tokens)
-        if scale_dtype is None:
-            scale_dtype = torch.float32 if config.scale_bytes == 4 else torch.uint8
-        return (
-            view(Region.TOKENS, (*lead, config.hidden_dim)),
-            view(Region.WEIGHTS, (*lead, config.topk)) if has_weights else None,
-            view(Region.SCALES, (*lead, config.num_scales), scale_dtype) if has_scales else None,
-            view(Region.INDICES, (*lead, config.topk)),
-            view(Region.TOTAL_RECV),
-        )
+    def _views(self, args: DispatchArguments) -> DispatchResult:
+        """What dispatch returns."""
+        return self._dispatch_views.of(args, self._lead(args.max_num_tokens), self._expert_lead(args.max_num_tokens))
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
@@ -238,33 +331,31 @@ class EpDispatchCombineOp(DispatchCombineBase):
         return self._memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
 
     @functools.cached_property
-    def _combine_buffer(self) -> torch.Tensor:
-        return self._memory.view(Region.COMBINE_ROWS)
+    def expert_recv_count(self) -> torch.Tensor:
+        """Rows of each local expert in the last dispatch of layout expert_major, int32 [E], fixed address."""
+        return self._memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """The rows that peers read in combine, [R at max_num_tokens = M, H]; experts that write there save a copy."""
+        """Memory for combine's `input` at a fixed address: [R, H], in layout expert_major [E * R, H], R at M tokens.
+
+        Allocated by the first request. Combine sends from any memory without a copy, so this saves none; it is here for
+        callers of MORI's interface, and for experts that want an output buffer which lives as long as the op.
+        """
         self._check_buffer_request(dtype, hidden_dim)
-        return self._combine_buffer
+        return self._memory.combine_input()
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
-        positions = self._memory.view(Region.SOURCE_POSITIONS)
-        counts = self.recv_counts.tolist()
-        if self.config.layout == Layout.COMPACT:
-            return positions[: sum(counts)]
-        starts = [source * self._max_num_tokens for source in range(self.config.world_size)]
-        return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])
+        return self._dispatch_views.source_positions(self._max_num_tokens, self.recv_counts.tolist())
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """(programs, inter-node programs, warps per program) that a full-sized call would use."""
-        launch = self._launch(Phase.DISPATCH if is_dispatch else Phase.COMBINE, block_num, warp_per_block)
-        return launch.num_programs, max(0, rdma_block_num), launch.num_warps
-
-    def _launch(self, phase: Phase, block_num: int = -1, warp_per_block: int = -1) -> Launch:
         tokens = self.config.max_num_inp_token_per_rank
-        return choose_launch(self.config, phase, tokens, self._kernels.num_sms, block_num, warp_per_block)
+        phase = self._kernels.dispatch_phase(tokens) if is_dispatch else Phase.COMBINE
+        launch = self._kernels.launch_of(phase, tokens, tokens, block_num, warp_per_block)
+        return launch.num_programs, max(0, rdma_block_num), launch.num_warps
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
@@ -287,36 +378,19 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        self._num_tokens = None
+        self._end_step()
+        self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout, refill=True))
+
+    def _end_step(self) -> None:
+        self._stage, self._sent = Stage.DISPATCH_SEND, None
         self._memory.memory.slot.leave(self)
-        self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout))
 
     def close(self) -> None:
         """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
         if not self._closed:
             self._closed = True
-            self._memory.memory.slot.leave(self)
+            if self._stage is not Stage.DISPATCH_SEND or (not self.arena.closed and self._memory.failed):
+                self._memory.memory.slot.spoilt = True
+            self._end_step()
             self._memory.memory.user = None
             self.arena.give_back(self.index)
-
-
-def _own_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
-    """Why this rank cannot build the op, or None."""
-    if arena.closed:
-        return ClosedError("an open arena", "a closed one")
-    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
-        return UnsupportedError(
-            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
-            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
-        )  # fmt: skip
-    if arena.in_use(config.digest(), index):
-        return StateError(
-            f"no living op of this config and index {index} in the arena", "one that has not been closed",
-            "Use that op, close it first, or give this one another index.",
-        )  # fmt: skip
-    return None
-
-
-def _first_expert(config: EpDispatchCombineConfig) -> int:
-    small, num_large = divmod(config.total_experts, config.world_size)
-    return config.rank * small + min(config.rank, num_large)

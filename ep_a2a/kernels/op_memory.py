@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, State
+from ep_a2a.config import Layout
+from ep_a2a.errors import StateError
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
 from ep_a2a.memory.arena import BlockSizes
 
 if TYPE_CHECKING:
@@ -15,8 +18,13 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.layout import Block
     from ep_a2a.memory.arena import Arena, OpMemory
 
+logger = logging.getLogger(__name__)
+
 NS_PER_SEC = 1_000_000_000
 FIRST_PAD_ID = -1
+EMPTY_BYTE = 0xFF
+STEP_SHIFT = 16
+"""Step counters count arrivals in their lower bits (kernels/primitives.py)."""
 
 
 class BoundMemory:
@@ -31,6 +39,11 @@ class BoundMemory:
     def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
         self.config = config
         self.layout = OpLayout.of(config)
+        if config.layout == Layout.EXPERT_MAJOR:
+            logger.info(
+                "layout expert_major: %d bytes on rank %d for the rows of %d experts",
+                self.layout.expert.num_bytes, config.rank, config.num_local_experts,
+            )  # fmt: skip
         self.memory: OpMemory = arena.acquire(config.digest(), index, self._sizes())
         symmetric, layout = self.memory.symmetric, self.layout
         self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
@@ -38,11 +51,15 @@ class BoundMemory:
             (layout.dispatch, symmetric["dispatch"].local, symmetric["dispatch"].peer_addresses),
             (layout.combine, symmetric["combine"].local, symmetric["combine"].peer_addresses),
             (layout.local, self.memory.local_own, self._own_address(self.memory.local_own)),
-            (layout.result, self.memory.local_shared, self._own_address(self.memory.local_shared)),
+            (layout.result, self.memory.local_shared["result"], self._own_address(self.memory.local_shared["result"])),
+            (layout.expert, self.memory.local_shared["expert"], self._own_address(self.memory.local_shared["expert"])),
         ]
+        self._arena, self._index = arena, index
+        self._combine_input: torch.Tensor | None = None
         self.record = self.memory.record
         self._record_words = self.record.numpy()
         self.table = self._address_table(arena.device)
+        self.steps = self.table[len(Region) * config.world_size :]
 
     def _sizes(self) -> BlockSizes:
         layout = self.layout
@@ -50,8 +67,9 @@ class BoundMemory:
             own=layout.control.num_bytes,
             shared={"dispatch": layout.dispatch.num_bytes, "combine": layout.combine.num_bytes},
             local_own=layout.local.num_bytes,
-            local_shared=layout.result.num_bytes,
+            local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
             record_words=RECORD_HEADER_WORDS + self.config.world_size,
+            fill_bytes={"combine": EMPTY_BYTE},
         )
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -64,7 +82,7 @@ class BoundMemory:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
-        return table.to(device)
+        return torch.cat([table.flatten(), torch.zeros(len(Stage), dtype=torch.int64)]).to(device)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
         for block, tensor, _ in self._blocks:
@@ -83,25 +101,51 @@ class BoundMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         return tensor[field.offset_bytes : field.offset_bytes + num_bytes].view(dtype).view(shape)
 
-    def initialize(self, timeout_secs: float) -> None:
-        """Brings control words, epochs and ids into the state before the first step. Ranks meet before and after."""
-        self.view(Region.POISON).zero_()
-        for region in (Region.COUNT_FLAGS, Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS, Region.COUNTS):
-            self.view(region).zero_()
-        self.view(Region.WEIGHT_EPOCHS).zero_()
+    def combine_input(self) -> torch.Tensor:
+        """Memory for the rows that this rank's experts make, of combined_dtype, allocated when first asked for: [R, H],
+        or in layout expert_major [E * W * M, H].
+
+        Raises:
+            StateError: it does not exist yet and a graph is being captured.
+        """
+        if self._combine_input is None:
+            if self.memory.local_own.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "the registered buffer to exist before a graph captures it", "the first request for it",
+                    "Call get_registered_combine_input_buffer before the capture.",
+                )  # fmt: skip
+            config = self.config
+            shape, dtype = (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype
+            num_bytes = math.prod(shape) * dtype.itemsize
+            memory = self._arena.shared_local(self._index, "combine_input", num_bytes)
+            self._combine_input = memory[:num_bytes].view(dtype).view(shape)
+        return self._combine_input
+
+    def initialize(self, timeout_secs: float, *, refill: bool) -> None:
+        """Brings the memory into the state before the first step. Ranks meet before and after.
+
+        Args:
+            timeout_secs: bound of every wait.
+            refill: also the blocks that the op shares, which no step of any op may be using then.
+        """
+        self.memory.symmetric["own"].local.zero_()
+        self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.memory.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
         self.view(Region.LIMITS).fill_(int(timeout_secs * NS_PER_SEC))
+        self.steps.zero_()
         self.record.zero_()
+        if refill or self.memory.slot.spoilt:
+            self.memory.slot.refill()
         if self.memory.local_own.is_cuda:
             torch.cuda.synchronize(self.memory.local_own.device)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes `epoch` (int32, wrapping) the last finished step, on every rank alike; for tests of the wrap."""
+        """Makes `epoch` (uint32) that of the last finished step, on every rank alike; for tests of the wrap."""
+        self.steps.fill_(epoch << STEP_SHIFT)
         word = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-        self.view(Region.STATE)[[State.DISPATCH_EPOCH, State.COMBINE_EPOCH]] = word
-        for region in (Region.COUNT_FLAGS, Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
+        for region in (Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
             self.view(region).fill_(word)
 
     @property

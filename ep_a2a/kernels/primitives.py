@@ -2,11 +2,15 @@
 
 The patterns, and why they are enough (docs/memory-model.md has the proof):
 
+begin_stage  reads the op's step counters; finish_stage moves one on when all programs of the launch have come there.
 arrive_last  all programs of a launch add one to a counter; the last to arrive has acquired what the others released.
 post_all     one release per peer of an epoch into that peer's flag word: whoever acquires the epoch sees all writes
              that this rank ordered before the post.
 wait_all     acquires the flag word of every peer until each has reached the epoch, or the op is poisoned, or time is
              up. Epochs grow by one and wrap, so flags are compared by wrapping difference.
+flagged      a word of 8 bytes that carries 4 bytes of payload and the epoch: it is there when its epoch is. No fence.
+EMPTY        an element with all bits set has not arrived: payloads never contain one, readers leave one behind.
+overdue      the one verdict of a wait that goes on for too long, the same in all threads of a program.
 fail         the first failure of an op on this rank: recorded for the host, then told to every peer.
 
 No inline assembly runs in the interpreter; the few functions that need it name a Python twin.
@@ -16,7 +20,7 @@ import time
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Region, State
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Region, Stage, State
 from ep_a2a.kernels.portable import portable
 
 POISON = tl.constexpr(Region.POISON.value)
@@ -27,9 +31,14 @@ ARRIVED = tl.constexpr(State.ARRIVED.value)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
 RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
 
-# Values of the PHASE word of STATE: what the op's next launch may be.
-IDLE = tl.constexpr(0)
-DISPATCHED = tl.constexpr(1)
+NUM_REGIONS = tl.constexpr(len(Region))
+NUM_STAGES = tl.constexpr(len(Stage))
+
+# A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
+STEP_UNIT = tl.constexpr(1 << 16)
+STEP_SHIFT = tl.constexpr(16)
+
+EMPTY = tl.constexpr(-1)
 
 # Failure codes, the first word of the error record; kernels/failures.py turns them into exceptions.
 TIMEOUT = tl.constexpr(1)
@@ -55,20 +64,43 @@ def _host_clock_ns() -> int:
     return time.monotonic_ns()
 
 
-def _host_pause() -> None:
-    # Interpreted ranks share few cores: without yielding, the waiting ranks starve the one they wait for.
-    time.sleep(INTERPRETER_PAUSE_SECS)
-
-
 @portable(interpreted=_host_clock_ns)
 def clock_ns():
     """Nanoseconds of a clock that all programs of this rank share."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@portable(interpreted=_host_pause)
-def pause():
-    """Lets others run between two polls; nothing on a GPU, where the poll itself takes a trip to memory."""
+def _interpreted_pause(_pause_ns: object) -> None:
+    # Interpreted ranks share few cores: without yielding, the waiting ranks starve the one they wait for.
+    time.sleep(INTERPRETER_PAUSE_SECS)
+
+
+@portable(interpreted=_interpreted_pause)
+def pause(pause_ns):
+    """Sleeps between two polls, about `pause_ns` on a GPU.
+
+    Where many programs wait, their polls would take bandwidth from what they wait for.
+    """
+    if pause_ns > 0:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause_ns], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+def _nothing() -> None:
+    """An interpreted launch begins when the one before it has ended."""
+
+
+@portable(interpreted=_nothing)
+def after_previous_launch():
+    """Waits for the end of the launch before this one, and lets the next one be prepared meanwhile.
+
+    Programmatic dependent launch: the GPU sets up a launch while the one before it still runs. All that a launch does
+    comes after this wait, so nothing else changes (CUDA C++ programming guide, "Programmatic Dependent Launch").
+    """
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @portable
@@ -102,10 +134,58 @@ def running_sum(values, axis: tl.constexpr):
 
 
 @portable
-def next_epoch(word):
-    """The epoch after the one in `word`. Wraps, and skips 0, the value of memory that nobody has written."""
-    epoch = tl.add(tl.load(word), 1, sanitize_overflow=False)
-    return tl.where(epoch == 0, 1, epoch)
+def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """(epoch of the op's current step, non-zero when `stage` is not the next one of the step).
+
+    A counter has one value for all programs of a launch, however many of them have finished already: it moves on when
+    the last one does. Epochs are 1 to 2**32 - 1, and then 1 again: 0 is what memory holds that nobody has written.
+    """
+    steps = table + NUM_REGIONS * WORLD_SIZE
+    done = tl.load(steps + stage) >> STEP_SHIFT
+    out_of_order = done - done
+    for other in tl.static_range(NUM_STAGES):
+        finished = tl.load(steps + other) >> STEP_SHIFT
+        out_of_order = out_of_order | (finished - done - (1 if other < stage else 0))
+    # done modulo 2**32 - 1, since 2**32 is 1 there
+    folded = (done & 0xFFFFFFFF) + (done >> 32)
+    folded = tl.where(folded >= 0xFFFFFFFF, folded - 0xFFFFFFFF, folded)
+    return (folded + 1).to(tl.int32), out_of_order
+
+
+@portable
+def ask_poison(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
+    """This rank's poison word in every lane: a question whose answer `may_go_on` waits for.
+
+    Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
+    has threads each lane is read by one thread, and their reduction is one verdict for all.
+    """
+    word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
+    return tl.load(word + tl.arange(0, LANES) * 0, volatile=True)
+
+
+@portable
+def may_go_on(
+    table, answer, phase: tl.constexpr, epoch, out_of_order, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
+):
+    """The poison word that this launch starts with, 0 to go on; a launch out of its order fails here.
+
+    Args:
+        answer: from ask_poison.
+    """
+    poison = reduce_max(answer, 0)
+    if (poison == 0) & (out_of_order != 0):
+        poison = ((ALTERNATION << 16) | rank).to(tl.int32)
+        fail(table, poison, phase, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
+    return poison
+
+
+@portable
+def finish_stage(table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: tl.constexpr):
+    """Counts this program's arrival at the end of a stage; all of a launch add up to one step. Nobody waits for it."""
+    counter = table + NUM_REGIONS * WORLD_SIZE + stage
+    share = tl.where(program == 0, STEP_UNIT - num_programs + 1, 1)
+    tl.debug_barrier()
+    tl.atomic_add(counter, tl.cast(share, tl.int64), sem="relaxed", scope="gpu")
 
 
 @portable
@@ -154,36 +234,63 @@ def late_lanes(flags, epoch, present):
 
 
 @portable
+def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr):
+    """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
+
+    All threads of a program get one verdict, the old value of one compare-and-swap on the poison word: threads read
+    different clocks. `accused` is the rank to be named when time is up.
+    """
+    now = clock_ns()
+    # the first look at the clock starts the time: waits that end before it, the common ones, never look
+    if polls == POLLS_PER_CLOCK:
+        deadline = now + tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
+    verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
+    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
+    return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
+
+
+@portable
 def wait_all(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Waits until every peer's flag has reached `epoch`. 0 when all came, else the poison word.
 
-    All threads of a program leave with one verdict: arrival is a reduction over all lanes, and time is up when one
-    compare-and-swap on the poison word says so, whose old value every thread receives. Threads read different clocks.
+    All threads of a program leave with one verdict: arrival is a reduction over all lanes.
     """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
     flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
-    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     late = late_lanes(flags, epoch, present)
     num_late = reduce_sum(late, 0)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
-        pause()
+        pause(0)
         late = late_lanes(flags, epoch, present)
         num_late = reduce_sum(late, 0)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            now = clock_ns()
-            # the first look at the clock starts the time: waits that end before it, the common ones, never look
-            if polls == POLLS_PER_CLOCK:
-                deadline = now + tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
             accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
-            verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
-            poison = tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys")
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE)
     tl.debug_barrier()
     return poison
+
+
+@portable
+def flagged(payload, epoch):
+    """Words [.] int64 that carry 4 bytes of payload (int32) and the epoch. Stored with `cache_modifier=".wt"`."""
+    return (tl.cast(payload, tl.int64) & 0xFFFFFFFF) | (tl.cast(epoch, tl.int64) << 32)
+
+
+@portable
+def payload_of(words):
+    """The payload (int32) of flagged words."""
+    return (words & 0xFFFFFFFF).to(tl.int32)
+
+
+@portable
+def epoch_of(words):
+    """The epoch (int32) of flagged words."""
+    return (words >> 32).to(tl.int32)
 
 
 @portable

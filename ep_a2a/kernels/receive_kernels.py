@@ -4,12 +4,28 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import STATE, address, post_all, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import (
+    CAPACITY,
+    NOBODY,
+    POLLS_PER_CLOCK,
+    STATE,
+    STRIDE_MISMATCH,
+    address,
+    epoch_of,
+    fail,
+    flagged,
+    overdue,
+    pause,
+    payload_of,
+    reduce_max,
+    reduce_min,
+    reduce_sum,
+)
 
-COUNT_FLAGS = tl.constexpr(Region.COUNT_FLAGS.value)
 COUNTS = tl.constexpr(Region.COUNTS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
+TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
 LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 
@@ -18,36 +34,133 @@ BLOCK_PAD_ROWS = tl.constexpr(16)
 
 
 @portable
-def counts_of(table, rank, epoch, WORLD_SIZE: tl.constexpr):
-    """Pointer to the count matrix [source, W + 1] that belongs to an epoch, at `rank` (which may be a vector)."""
-    return address(table, COUNTS, rank, WORLD_SIZE, tl.int32) + (epoch & 1) * (WORLD_SIZE * (WORLD_SIZE + 1))
-
-
-@portable
-def post_counts(
-    table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COMPACT: tl.constexpr
-):
+def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Tells every rank how many rows this rank sends to each rank, and what it believes all ranks agree on.
 
-    Layout compact waits for the counts before it sends; otherwise they are ordered by the flags of the whole dispatch.
+    The words are flagged: line `rank` of COUNTS [W, W + 1] at every peer, the last word of a line being `wire_word`.
     """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
-    for peer in range(WORLD_SIZE):
-        line = counts_of(table, peer, epoch, WORLD_SIZE) + rank * (WORLD_SIZE + 1)
-        tl.store(line + lanes, counts, mask=present)
-        tl.store(line + WORLD_SIZE, wire_word)
-    if COMPACT:
-        post_all(table, COUNT_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+    lines = address(table, COUNTS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int64) + rank * (WORLD_SIZE + 1)
+    words = flagged(counts, epoch)[None, :] + (lanes * 0)[:, None]
+    mask = present[:, None] & present[None, :]
+    tl.store(lines[:, None] + lanes[None, :], words, mask=mask, cache_modifier=".wt")
+    tl.store(lines + WORLD_SIZE, flagged(lanes * 0 + wire_word, epoch), mask=present, cache_modifier=".wt")
 
 
 @portable
-def rows_before(table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def look_at_counts(words, epoch, lanes, WORLD_SIZE: tl.constexpr):
+    """(how many words of COUNTS are not of this epoch, their payload)."""
+    inside = lanes < WORLD_SIZE * (WORLD_SIZE + 1)
+    seen = tl.load(words + lanes, mask=inside, other=0, volatile=True)
+    late = ((epoch_of(seen) != epoch) & inside).to(tl.int32)
+    return late, payload_of(seen)
+
+
+@portable
+def wait_counts(table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr):
+    """Waits until every rank's line of COUNTS is of this epoch.
+
+    COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
+    the lanes is one verdict for all.
+
+    Returns:
+        (counts, poison): payload of the words, [COUNT_LANES], line by line; the poison word when they did not come.
+    """
+    lanes = tl.arange(0, COUNT_LANES)
+    words = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
+    late, counts = look_at_counts(words, epoch, lanes, WORLD_SIZE)
+    num_late = reduce_sum(late, 0)
+    poison = tl.full((), 0, tl.int32)
+    polls = tl.full((), 0, tl.int32)
+    deadline = tl.full((), 0, tl.int64)
+    while (num_late > 0) & (poison == 0):
+        pause(0)
+        late, counts = look_at_counts(words, epoch, lanes, WORLD_SIZE)
+        num_late = reduce_sum(late, 0)
+        polls += 1
+        if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
+            accused = reduce_min(tl.where(late > 0, lanes // (WORLD_SIZE + 1), WORLD_SIZE), 0)
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE)
+    return counts, poison
+
+
+@portable
+def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """([WORLD_LANES] rows for this rank by source, [WORLD_LANES] wire words), once every line has come."""
+    lanes = tl.arange(0, WORLD_LANES)
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
+    present = lanes < WORLD_SIZE
+    counts = tl.load(lines + rank, mask=present, other=0, volatile=True)
+    words = tl.load(lines + WORLD_SIZE, mask=present, other=0, volatile=True)
+    return payload_of(counts), payload_of(words)
+
+
+@portable
+def rows_before(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """[WORLD_LANES]: at each destination, the rows of all sources below this rank (layout compact)."""
     lanes = tl.arange(0, WORLD_LANES)
-    matrix = counts_of(table, rank, epoch, WORLD_SIZE) + lanes[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
     mask = (lanes < rank)[:, None] & (lanes < WORLD_SIZE)[None, :]
-    return reduce_sum(tl.load(matrix, mask=mask, other=0, volatile=True), 0)
+    return reduce_sum(payload_of(tl.load(lines, mask=mask, other=0, volatile=True)), 0)
+
+
+@portable
+def last_received(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """(rows by source [WORLD_LANES], stride, pad_id) of the previous step, loaded before this one is waited for."""
+    lanes = tl.arange(0, WORLD_LANES)
+    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
+    counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes
+    return (
+        tl.load(counts, mask=lanes < WORLD_SIZE, other=0),
+        tl.load(state + LAST_STRIDE),
+        tl.load(state + LAST_PAD_ID),
+    )
+
+
+@portable
+def accept_rows(
+    table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    COMPACT: tl.constexpr,
+):  # fmt: skip
+    """Publishes what this rank has received, once every rank's counts are there. Returns the poison word of a failure.
+
+    One program of a step does this.
+
+    Args:
+        old_counts, old_stride, old_pad_id: from last_received.
+    """
+    lanes = tl.arange(0, WORLD_LANES)
+    present = lanes < WORLD_SIZE
+    recv_counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes
+    counts, words = counts_from(table, rank, WORLD_SIZE, WORLD_LANES)
+    poison = tl.full((), 0, tl.int32)
+    total = reduce_sum(counts, 0)
+    if reduce_max(((words != wire_word) & present).to(tl.int32), 0) > 0:
+        poison = tl.full((), (STRIDE_MISMATCH << 16) | NOBODY, tl.int32)
+        fail(table, poison, 1, epoch, wire_word, words, rank, WORLD_SIZE, WORLD_LANES)
+    elif total > row_limit:
+        poison = ((CAPACITY << 16) | rank).to(tl.int32)
+        fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
+    else:
+        pad_unused_rows(
+            table, rank, old_counts, old_stride, old_pad_id, counts, stride, pad_id, num_region_rows,
+            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+        )  # fmt: skip
+    # every thread has read the previous counts before they are replaced
+    tl.debug_barrier()
+    tl.store(recv_counts, tl.where(poison == 0, counts, 0), mask=present)
+    tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
+    return poison
+
+
+@portable
+def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """Publishes that a failed step has brought nothing."""
+    lanes = tl.arange(0, WORLD_LANES)
+    tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, lanes * 0, mask=lanes < WORLD_SIZE)
+    tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), 0)
 
 
 @portable
@@ -63,7 +176,7 @@ def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: t
 
 @portable
 def pad_unused_rows(
-    table, epoch, rank, old_counts, old_stride, old_pad_id, new_counts, stride, pad_id, num_region_rows,
+    table, rank, old_counts, old_stride, old_pad_id, new_counts, stride, pad_id, num_region_rows,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +197,7 @@ def pad_unused_rows(
             # rows lie elsewhere now: pad all that were used, but for the rows that this step has filled
             for block in range(WORLD_SIZE):
                 pad_block_rows(
-                    table, ids, epoch, rank, block, old_counts, old_stride, old_pad_id != pad_id, stride, pad_id,
+                    table, ids, rank, block, old_counts, old_stride, old_pad_id != pad_id, stride, pad_id,
                     num_region_rows, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES,
                 )  # fmt: skip
         else:
@@ -105,7 +218,7 @@ def pad_unused_rows(
 
 @portable
 def pad_block_rows(
-    table, ids, epoch, rank, block, old_counts, old_stride, all_rows, stride, pad_id, num_region_rows,
+    table, ids, rank, block, old_counts, old_stride, all_rows, stride, pad_id, num_region_rows,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
 ):  # fmt: skip
     """Pads one source's rows of the previous step, or a W-th of all rows, where this step has put no token."""
@@ -113,12 +226,12 @@ def pad_block_rows(
     share = num_region_rows // WORLD_SIZE
     first = tl.where(all_rows, block * share, block * old_stride)
     count = tl.where(all_rows, share, reduce_sum(tl.where(lanes == block, old_counts, 0), 0))
-    lines = counts_of(table, rank, epoch, WORLD_SIZE) + rank
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + rank
     for offset in range(0, count, PAD_ROWS):
         index = offset + tl.arange(0, PAD_ROWS)
         rows = first + index
         source = rows // stride
-        filled = tl.load(lines + source * (WORLD_SIZE + 1), mask=source < WORLD_SIZE, other=0)
+        filled = payload_of(tl.load(lines + source * (WORLD_SIZE + 1), mask=source < WORLD_SIZE, other=0))
         unused = (index < count) & (rows % stride >= filled)
         where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
         values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id

@@ -2,8 +2,11 @@
 
 import triton.language as tl
 
+from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, epoch_of, flagged, payload_of, reduce_sum, running_sum
+
+CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 
 LARGE_TILE = tl.constexpr(8)
 
@@ -62,32 +65,94 @@ def count_rows(
 
 
 @portable
-def record_routes(
-    routes, sent_ids, ids, first, last, next_row, row_limit, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+def byte_counts(
+    ids, token, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes routes[token, rank] = row at that rank, or -1, for tokens first ... last - 1, and copies their ids.
+    """Rows of at most TOKENS < 256 tokens per rank, a byte per rank, eight ranks in each int64 of the tuples.
 
-    Args:
-        next_row: [WORLD_LANES], row that the next token for each rank gets.
-        row_limit: rows at or beyond it do not exist; they are recorded as -1.
+    One reduction serves eight ranks, and a rank's count is a shift away, without a trip through memory.
 
     Returns:
-        The number of rows that fell beyond the limit.
+        (before, own): rows of tokens 0 ... token - 1; rows (0 or 1) of `token` itself.
+    """
+    tokens = tl.arange(0, TOKENS)
+    before = ()
+    own = ()
+    for first_rank in tl.static_range(0, WORLD_SIZE, 8):
+        hits = tl.full((TOKENS,), 0, tl.int64)
+        for k in tl.static_range(TOPK):
+            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
+            place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
+            here = (place >= 0) & (place < 8)
+            bit = tl.full((TOKENS,), 1, tl.int64) << tl.where(here, place * 8, 0).to(tl.int64)
+            hits = hits | tl.where(here, bit, 0)
+        before = before + (reduce_sum(tl.where(tokens < token, hits, 0), 0),)
+        own = own + (reduce_sum(tl.where(tokens == token, hits, 0), 0),)
+    return before, own
+
+
+@portable
+def byte_of(counts, rank_lanes, WORLD_SIZE: tl.constexpr):
+    """The counts of the given ranks (a vector or a scalar) out of byte_counts's tuple."""
+    found = (rank_lanes * 0).to(tl.int32)
+    for group in tl.static_range((WORLD_SIZE + 7) // 8):
+        place = rank_lanes - group * 8
+        here = (place >= 0) & (place < 8)
+        shift = tl.where(here, place * 8, 0).to(tl.int64)
+        found += tl.where(here, ((counts[group] >> shift) & 0xFF).to(tl.int32), 0)
+    return found
+
+
+@portable
+def record_routes(
+    routes, sent_ids, ids, first, last, next_index, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Writes routes[token, rank] for tokens first ... last - 1, and copies their ids.
+
+    A route is the row's index among the rows that this rank sends to that rank, or -1.
+
+    Args:
+        next_index: [WORLD_LANES], index that the next token for each rank gets.
     """
     ranks = tl.arange(0, WORLD_LANES)
-    num_lost = tl.full((), 0, tl.int32)
     for start in range(first, last, TOKENS):
         hits = destinations(ids, start, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
-        rows = next_row[None, :] + running_sum(hits, 0) - hits
-        lost = (hits > 0) & (rows >= row_limit)
+        indices = next_index[None, :] + running_sum(hits, 0) - hits
         tokens = start + tl.arange(0, TOKENS)
         where = tl.cast(tokens[:, None], tl.int64) * WORLD_SIZE + ranks[None, :]
         inside = (tokens < last)[:, None] & (ranks < WORLD_SIZE)[None, :]
-        tl.store(routes + where, tl.where((hits > 0) & (rows < row_limit), rows, -1), mask=inside)
+        tl.store(routes + where, tl.where(hits > 0, indices, -1), mask=inside)
         for k in tl.static_range(TOPK):
             slot = tl.cast(tokens, tl.int64) * TOPK + k
             tl.store(sent_ids + slot, tl.load(ids + slot, mask=tokens < last, other=-1), mask=tokens < last)
-        next_row += reduce_sum(hits, 0)
-        num_lost += reduce_sum(reduce_sum(lost.to(tl.int32), 0), 0)
-    return num_lost
+        next_index += reduce_sum(hits, 0)
+
+
+@portable
+def rows_of_programs_before(
+    table, epoch, own, program, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr
+):
+    """Tells the other programs of this launch this one's rows per rank; returns the sum over the programs before it.
+
+    Every program tells before it waits, failed or not, and waits only for programs that started before it.
+
+    Args:
+        own: [WORLD_LANES], rows that this program's tokens send to each rank.
+        PROGRAM_LANES: programs looked at at once; times WORLD_LANES at least the threads of a program, so that one
+            thread reads each word and the reduction is one verdict for all.
+    """
+    ranks = tl.arange(0, WORLD_LANES)
+    told = address(table, CHUNK_COUNTS, rank, WORLD_SIZE, tl.int64)
+    tl.store(told + program * WORLD_SIZE + ranks, flagged(own, epoch), mask=ranks < WORLD_SIZE)
+    before = tl.full((PROGRAM_LANES, WORLD_LANES), 0, tl.int32)
+    for start in range(0, program, PROGRAM_LANES):
+        programs = start + tl.arange(0, PROGRAM_LANES)
+        mask = (programs < program)[:, None] & (ranks < WORLD_SIZE)[None, :]
+        where = told + programs[:, None] * WORLD_SIZE + ranks[None, :]
+        words = tl.load(where, mask=mask, other=0, volatile=True)
+        while reduce_sum(reduce_sum(((epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
+            words = tl.load(where, mask=mask, other=0, volatile=True)
+        before += payload_of(words)
+    return reduce_sum(before, 0)

@@ -5,22 +5,38 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address
+from ep_a2a.kernels.primitives import address, reduce_sum
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
 
 
 @portable
-def rows_of(routes, token, rank, WORLD_SIZE: tl.constexpr):
-    """A token's row at every rank, -1 for none, as a tuple that begins with this rank.
+def first_rows_of(bases, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """A vector [WORLD_LANES] over ranks as a tuple of scalars that begins with this rank."""
+    lanes = tl.arange(0, WORLD_LANES)
+    first_rows = ()
+    for step in tl.static_range(WORLD_SIZE):
+        first_rows = first_rows + (reduce_sum(tl.where(lanes == (rank + step) % WORLD_SIZE, bases, 0), 0),)
+    return first_rows
+
+
+@portable
+def rows_of(routes, token, end, first_rows, row_limit, rank, WORLD_SIZE: tl.constexpr):
+    """A token's row at every rank, -1 for none and from token `end` on, as a tuple that begins with this rank.
 
     Beginning elsewhere on each rank spreads the load over the links; a tuple lets all loads be in flight together.
+
+    Args:
+        first_rows: where this rank's rows begin at every rank, a tuple of the same order.
+        row_limit: rows at or beyond it do not exist.
     """
     rows = ()
     for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        rows = rows + (tl.load(routes + tl.cast(token, tl.int64) * WORLD_SIZE + peer),)
+        route = routes + tl.cast(token, tl.int64) * WORLD_SIZE + (rank + step) % WORLD_SIZE
+        index = tl.load(route, mask=token < end, other=-1)
+        row = first_rows[step] + index
+        rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
     return rows
 
 
@@ -74,18 +90,29 @@ def send_payload(
 
 
 @portable
+def load_for_cast(
+    x, token, end, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr
+):
+    """A token's row as a tile [groups, elements]; zeros from token `end` on, which is not read."""
+    groups = tl.arange(0, GROUPS_LANES)
+    elements = tl.arange(0, GROUP_LANES)
+    mask = (groups < HIDDEN // GROUP)[:, None] & (elements < GROUP)[None, :]
+    row_start = tl.multiple_of(x + tl.cast(token, tl.int64) * HIDDEN, 16)
+    offsets = groups[:, None] * GROUP + elements[None, :]
+    return tl.load(row_start + offsets, mask=mask & (offsets * 0 + token < end), other=0.0)
+
+
+@portable
 def send_quantized(
-    x, table, token, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
+    values, table, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """Casts a token's row to fp8 and sends bytes and scales."""
+    """Casts a row's tile to fp8 and sends bytes and scales."""
     groups = tl.arange(0, GROUPS_LANES)
     elements = tl.arange(0, GROUP_LANES)
     num_groups: tl.constexpr = HIDDEN // GROUP
     offsets = groups[:, None] * GROUP + elements[None, :]
     mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    row_start = tl.multiple_of(x + tl.cast(token, tl.int64) * HIDDEN, 16)
-    values = tl.load(row_start + offsets, mask=mask, other=0.0)
     targets = targets_of(table, TOKENS, rows, rank, HIDDEN, WORLD_SIZE, tl.uint8)
     bits, scale_bits = quantize_tile(values.to(tl.float32), UE8M0)
     for step in tl.static_range(WORLD_SIZE):

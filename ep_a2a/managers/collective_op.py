@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, Layout
+from ep_a2a.config import FP8_DTYPE, Layout, QuantType
 from ep_a2a.errors import (
     AlternationError,
     CapacityError,
     ClosedError,
     ConfigMismatchError,
+    EpA2AError,
     ForeignIndicesError,
+    UnsupportedError,
 )
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import describe_wire_word, wire_word
 from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
+from ep_a2a.managers.halves import SecondHalfDoesAll
 from ep_a2a.managers.op_buffers import OpBuffers
 from ep_a2a.quantization import quantize
 from ep_a2a.routing import destination_mask, expert_ranges
@@ -48,7 +51,7 @@ class _Step:
     slots: torch.Tensor
 
 
-class CollectiveDispatchCombineOp(DispatchCombineBase):
+class CollectiveDispatchCombineOp(SecondHalfDoesAll, DispatchCombineBase):
     """EpDispatchCombineOp's interface and contract on a RowExchange instead of kernels.
 
     Received rows, ids, weights, scales and positions are bit for bit those of EpDispatchCombineOp. Combine adds in
@@ -64,12 +67,12 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
     Raises:
         ConfigError: config and group disagree on rank or world size.
         ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
-        UnsupportedError: quant_type asks for a quantised combine.
+        UnsupportedError: quant_type asks for a quantised combine, or layout is expert_major.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
         super().__init__(config, device)
-        agree_on_config(config, exchange.groups.rendezvous)
+        agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))
         self._exchange = exchange
         self._buffers = OpBuffers(config, device)
         self._step: _Step | None = None
@@ -108,7 +111,7 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
         config = self.config
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
-        self._order_streams()
+        self._streams.follow(self.device)
         tokens, scales = self._travelling(input, scales)
         counts = self._agree(input.shape[0], wire_word(limit, weights is not None, scales is not None))
         gather = functools.partial(self._exchange.gather_rows, counts=counts)
@@ -220,7 +223,7 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
         result = self._buffers.result if out is None else out
         if out is not None:
             check_out(config, self.device, out, num_tokens)
-        self._order_streams()
+        self._streams.follow(self.device)
         self._step = None
         result[:num_tokens] = self._sum(rows, step)
         if weights is None:
@@ -238,6 +241,11 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
     def recv_counts(self) -> torch.Tensor:
         """Rows received from each source in the last dispatch, int32 [W], fixed address."""
         return self._buffers.recv_counts
+
+    @property
+    def expert_recv_count(self) -> torch.Tensor:
+        """Not here: collectives do not have layout expert_major."""
+        raise UnsupportedError("layout expert_major", self.config.layout, "Use the backend 'ep_a2a' with that layout.")
 
     @property
     def local_expert_count(self) -> torch.Tensor:
@@ -266,3 +274,18 @@ class CollectiveDispatchCombineOp(DispatchCombineBase):
     def close(self) -> None:
         """Ends the use of the op; local and idempotent. Its tensors live as long as somebody holds them."""
         self._closed = True
+
+
+def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
+    """Why this op cannot be built, or None."""
+    if config.layout == Layout.EXPERT_MAJOR:
+        return UnsupportedError(
+            "layout 'compact' or 'rank_major'", "'expert_major', which collectives do not have",
+            "Use the backend 'ep_a2a', or sort the rows by their ids.",
+        )  # fmt: skip
+    if config.combine_quant is QuantType.NONE:
+        return None
+    return UnsupportedError(
+        "a quant_type that acts on dispatch", f"{config.quant_type!r}: collectives combine unquantised",
+        "Use the backend 'ep_a2a', or quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
+    )  # fmt: skip

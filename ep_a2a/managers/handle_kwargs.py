@@ -44,6 +44,8 @@ EXTRA_KWARGS = (
     "combine_dtype",
     "max_total_recv_tokens",
     "use_external_inp_buf",
+    "expert_alignment",
+    "flagged_max_tokens",
 )
 """Ours: passed through to the config field of the same name."""
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.errors import AlternationError, ClosedError
+from ep_a2a.errors import AlternationError, ClosedError, StateError
 from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.streams import StreamOrder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,27 +27,61 @@ class BlockSizes:
     """Bytes of an op's memory; symmetric sizes must be equal on all ranks.
 
     Attributes:
-        own: symmetric, never shared. shared: symmetric, by role. local_own, local_shared: this rank's only.
+        own: symmetric, never shared. shared: symmetric, by role. local_own: this rank's only, never shared.
+        local_shared: this rank's only, by role.
         record_words: int32 words of the error record that kernels write and the host polls.
+        fill_bytes: by shared role, the value of every byte between steps; ops keep to it, and `Slot.spoilt` says when
+            one could not. Blocks of other roles hold anything.
     """
 
     own: int
     shared: dict[str, int]
     local_own: int
-    local_shared: int
+    local_shared: dict[str, int]
     record_words: int
+    fill_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class Slot:
-    """Memory that ops of one index share; at most one of them may be between dispatch and combine."""
+    """Memory that ops of one index share; at most one of them may be between dispatch and combine.
+
+    Attributes:
+        spoilt: an op was closed in the middle of a step, so that shared blocks may not hold their fill byte.
+        streams: order among the calls on this memory, whichever op makes them.
+    """
 
     def __init__(self) -> None:
         self.symmetric: dict[str, list[SymmetricMemory]] = {}
-        self.local: list[torch.Tensor] = []
+        self.local: dict[str, list[torch.Tensor]] = {}
+        self.spoilt = False
+        self.streams = StreamOrder()
+        self._fill_bytes: dict[str, int] = {}
         self._user: weakref.ref[object] | None = None
 
+    def refill(self) -> None:
+        """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
+        for role, value in self._fill_bytes.items():
+            for block in self.symmetric.get(role, []):
+                block.local.fill_(value)
+        self.spoilt = False
+
+    def fill_new(self, role: str, block: SymmetricMemory, value: int) -> None:
+        """Fills a new block and remembers with what."""
+        self._fill_bytes[role] = value
+        block.local.fill_(value)
+
     def enter(self, op: object) -> None:
-        """Marks the slot as used by an op's step; AlternationError when another op's step is not over."""
+        """Marks the slot as used by an op's step.
+
+        Raises:
+            AlternationError: another op's step is not over.
+            StateError: the memory was left in the middle of a step.
+        """
+        if self.spoilt:
+            raise StateError(
+                "memory between two steps", "an op that shared it was closed in the middle of a step",
+                "Call reset() of this op on every rank.",
+            )  # fmt: skip
         user = None if self._user is None else self._user()
         if user is not None and user is not op:
             raise AlternationError(
@@ -68,7 +103,7 @@ class OpMemory:
 
     symmetric: dict[str, SymmetricMemory]
     local_own: torch.Tensor
-    local_shared: torch.Tensor
+    local_shared: dict[str, torch.Tensor]
     record: torch.Tensor
     slot: Slot
     user: weakref.ref[object] | None = None
@@ -129,32 +164,42 @@ class Arena:
             raise ClosedError("an open arena", "a closed one")
         if (key, index) not in self._memory:
             slot = self._slots.setdefault(index, Slot())
-            symmetric = {role: self._shared(slot, role, num_bytes) for role, num_bytes in sizes.shared.items()}
+            symmetric = {
+                role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
+                for role, num_bytes in sizes.shared.items()
+            }
             symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
             self._memory[key, index] = OpMemory(
                 symmetric,
                 torch.zeros(sizes.local_own, dtype=torch.uint8, device=self.device),
-                self._shared_local(slot, sizes.local_shared),
+                {role: self._shared_local(slot, role, num_bytes) for role, num_bytes in sizes.local_shared.items()},
                 torch.zeros(sizes.record_words, dtype=torch.int32, pin_memory=self.device.type == "cuda"),
                 slot,
             )
             logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
         return self._memory[key, index]
 
-    def _shared(self, slot: Slot, role: str, num_bytes: int) -> SymmetricMemory:
+    def _shared(self, slot: Slot, role: str, num_bytes: int, fill_byte: int | None) -> SymmetricMemory:
         blocks = slot.symmetric.setdefault(role, [])
         for block in blocks:
             if block.num_bytes >= num_bytes:
                 return block
         blocks.append(allocate_symmetric(self.rendezvous, self.device, num_bytes))
+        if fill_byte is not None:
+            slot.fill_new(role, blocks[-1], fill_byte)
         return blocks[-1]
 
-    def _shared_local(self, slot: Slot, num_bytes: int) -> torch.Tensor:
-        for tensor in slot.local:
+    def shared_local(self, index: int, role: str, num_bytes: int) -> torch.Tensor:
+        """Memory of this rank, uint8, that ops of `index` share for `role`; local."""
+        return self._shared_local(self._slots[index], role, num_bytes)
+
+    def _shared_local(self, slot: Slot, role: str, num_bytes: int) -> torch.Tensor:
+        tensors = slot.local.setdefault(role, [])
+        for tensor in tensors:
             if tensor.numel() >= num_bytes:
                 return tensor
-        slot.local.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
-        return slot.local[-1]
+        tensors.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
+        return tensors[-1]
 
     def _all_symmetric(self) -> list[SymmetricMemory]:
         shared = [block for slot in self._slots.values() for blocks in slot.symmetric.values() for block in blocks]
@@ -163,7 +208,7 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank holds for ops now, symmetric and local."""
-        local = sum(tensor.numel() for slot in self._slots.values() for tensor in slot.local)
+        local = sum(t.numel() for slot in self._slots.values() for tensors in slot.local.values() for t in tensors)
         own = sum(memory.local_own.numel() for memory in self._memory.values())
         return sum(block.num_bytes for block in self._all_symmetric()) + local + own
 

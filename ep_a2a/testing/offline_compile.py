@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _TYPE_NAMES = {
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.int64: "i64",
     torch.uint8: "u8",
     torch.bfloat16: "bf16",

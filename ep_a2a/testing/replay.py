@@ -23,9 +23,9 @@ class _Recorder:
         if name not in ("dispatch", "combine", "count_local_experts"):
             return method
 
-        def run(*args: Any) -> None:
-            self._calls.append(lambda: method(*args))
-            method(*args)
+        def run(*args: Any, **options: Any) -> None:
+            self._calls.append(lambda: method(*args, **options))
+            method(*args, **options)
 
         return run
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 MAX_EXAMPLES = 25
 MAX_STEPS = 3
-LAYOUTS = ("compact", "rank_major")
+MAX_TOKENS = 8
+LAYOUTS = ("compact", "rank_major", "expert_major")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
 FIRST_EPOCHS = (0, 0, 2**31 - 2, 2**32 - 2)
 PAD_IDS = (-1, -7, 0, 12345)
@@ -44,15 +45,16 @@ def token_counts(draw: st.DrawFn, world_size: int, max_tokens: int) -> tuple[Any
 
 @st.composite
 def payloads(draw: st.DrawFn) -> dict[str, Any]:
-    """Hidden size, dtype, cast and scales that go together: rows are multiples of 16 bytes, cast or not."""
+    """Hidden size, dtype, casts and scales that go together: rows are multiples of 16 bytes, cast or not."""
     dtype = draw(st.sampled_from(DTYPES))
     quant_type = "none"
     if dtype != FP8_DTYPE:
         quant_type = draw(st.sampled_from(("none", "none", "fp8_per_token", "fp8_per_1x128")))
-    if quant_type == "fp8_per_1x128":
+    combine_quant = draw(st.sampled_from(("none", "none", "fp8_blockwise", "fp8_direct_cast")))
+    if quant_type == "fp8_per_1x128" or combine_quant == "fp8_blockwise":
         hidden_dim = draw(st.sampled_from((128, 256)))
     else:
-        step = 16 if quant_type != "none" or dtype == FP8_DTYPE else 8
+        step = 16 if quant_type != "none" or combine_quant != "none" or dtype == FP8_DTYPE else 8
         hidden_dim = step * draw(st.integers(1, 96 // step))
     chosen: dict[str, Any] = {"dtype": dtype, "quant_type": quant_type, "hidden_dim": hidden_dim}
     if quant_type != "none":
@@ -60,22 +62,33 @@ def payloads(draw: st.DrawFn) -> dict[str, Any]:
     elif draw(st.booleans()):
         chosen["scale_dim"] = draw(st.integers(1, 5))
         chosen["scale_dtype"] = draw(st.sampled_from((torch.float32, torch.uint8)))
+    options: dict[str, Any] = {}
+    if combine_quant != "none":
+        chosen["quant_type"] = combine_quant
+        if quant_type != "none":
+            options["dispatch_quant_type"] = quant_type
     if quant_type == "none" and draw(st.booleans()):
-        chosen["options"] = {"combine_dtype": torch.float32}
-    return chosen
+        options["combine_dtype"] = torch.float32
+    # of at most MAX_TOKENS tokens: none, some, or all steps are flagged
+    options["flagged_max_tokens"] = draw(st.sampled_from((0, 1, 3, MAX_TOKENS, 128)))
+    return chosen | {"options": options, "unusual": draw(st.booleans())}
 
 
 @st.composite
 def cases(draw: st.DrawFn, world_size: int) -> Case:
-    max_tokens = draw(st.integers(1, 8))
+    max_tokens = draw(st.integers(1, MAX_TOKENS))
     tokens, strides = draw(token_counts(world_size, max_tokens))
-    with_weights = draw(st.booleans())
+    layout = draw(st.sampled_from(LAYOUTS))
+    payload = draw(payloads())
+    if layout == "expert_major":
+        payload.setdefault("options", {})["expert_alignment"] = draw(st.integers(1, 5))
+    with_weights = layout == "expert_major" or draw(st.booleans())
     return Case(
         world_size=world_size,
         topk=draw(st.integers(1, 8)),
         num_experts=draw(st.integers(1, 13)),
         max_tokens=max_tokens,
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=layout,
         routing=draw(st.sampled_from(sorted(ROUTINGS))),
         tokens=tokens,
         num_steps=len(tokens),
@@ -86,7 +99,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         max_num_tokens=strides,
         first_epoch=draw(st.sampled_from(FIRST_EPOCHS)),
         seed=draw(st.integers(0, 1000)),
-        **draw(payloads()),
+        split=draw(st.sampled_from(("", "all", "mixed"))),
+        **payload,
     )
 
 

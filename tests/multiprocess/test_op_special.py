@@ -18,6 +18,8 @@ def test_special(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("layout", ["compact", "rank_major"])
-def test_missing_rank(ranks: Any, phase: str, layout: str) -> None:
-    case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False)
+@pytest.mark.parametrize("flagged_max_tokens", [0, 128])
+def test_missing_rank(ranks: Any, phase: str, layout: str, flagged_max_tokens: int) -> None:
+    options = {"flagged_max_tokens": flagged_max_tokens}
+    case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False, options=options)
     ranks(missing_rank, case.world_size, case, phase)

@@ -58,6 +58,8 @@ OWN_FIELDS = [
     ("dispatch_quant_type", None),
     ("scale_format", "float32"),
     ("combine_dtype", None),
+    ("flagged_max_tokens", 128),
+    ("expert_alignment", 1),
 ]
 INTEGER_MINIMUM = {
     "rank": 0,
@@ -76,6 +78,8 @@ INTEGER_MINIMUM = {
     "rdma_block_num": 0,
     "num_qp_per_pe": 1,
     "num_experts": 0,
+    "flagged_max_tokens": 0,
+    "expert_alignment": 1,
     "max_sms": 0,
 }
 
@@ -201,6 +205,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
         r"source positions below 2\*\*31 = W \* W \* M; got 2592000000",
     ),
     "no expert at all": ({"num_experts_per_rank": 0}, "at least one expert in all; got none"),
+    "more flagged tokens than kernels can number": (
+        {"flagged_max_tokens": 129},
+        "flagged_max_tokens <= 128; got 129",
+    ),
     "another rank's number of experts": (
         {"num_experts": 60, "num_experts_per_rank": 9},
         r"num_experts_per_rank to be 8 \(linear ownership of 60 experts by rank 1\); got 9",
@@ -244,6 +252,14 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
         {"max_total_recv_tokens": 64, "layout": "rank_major"},
         "layout 'compact' with max_total_recv_tokens; got 'rank_major'",
     ),
+    "a cap on blocks by expert": (
+        {"max_total_recv_tokens": 64, "layout": "expert_major"},
+        "layout 'compact' with max_total_recv_tokens; got 'expert_major'",
+    ),
+    "more rows by expert than an int32 counts": (
+        {"layout": "expert_major", "max_num_inp_token_per_rank": 1 << 23, "num_experts_per_rank": 33},
+        r"at most 2\*\*31 rows E \* W \* M in layout expert_major; got 2214592512",
+    ),
     "a kernel type by number": ({"kernel_type": 0}, "kernel_type to be an EpDispatchCombineKernelType; got 0"),
     "a combine cast in dispatch": (
         {"dispatch_quant_type": "fp8_blockwise"},
@@ -278,7 +294,7 @@ def test_timeouts_are_numbers_that_fit(timeout_secs):
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ("layout", "'compact', 'rank_major'"),
+        ("layout", "'compact', 'rank_major', 'expert_major'"),
         ("quant_type", "'none', 'fp8_per_token', 'fp8_per_1x128', 'fp8_direct_cast', 'fp8_blockwise'"),
         ("dispatch_quant_type", "'none', 'fp8_per_token'"),
         ("scale_format", "'float32', 'ue8m0'"),
@@ -340,6 +356,8 @@ SHARED_CHANGES: dict[str, Any] = {
     "dispatch_quant_type": "fp8_per_token",
     "scale_format": "ue8m0",
     "combine_dtype": torch.float32,
+    "flagged_max_tokens": 64,
+    "expert_alignment": 16,
 }
 OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts"}
 

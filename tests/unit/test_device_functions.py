@@ -12,11 +12,12 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile
-from ep_a2a.kernels.combine_kernels import round_to
+from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
+from ep_a2a.kernels.combine_send_kernels import never_empty
+from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import late_lanes, next_epoch
-from ep_a2a.kernels.routing_kernels import count_rows, owner_of, record_routes
+from ep_a2a.kernels.primitives import begin_stage, epoch_of, finish_stage, flagged, late_lanes, payload_of
+from ep_a2a.kernels.routing_kernels import byte_counts, byte_of, count_rows, owner_of, record_routes
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 
@@ -251,14 +252,22 @@ def count(
 
 @portable
 def record(
-    routes, sent_ids, ids, first, last, start_rows, row_limit, lost, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    routes, sent_ids, ids, first, last, start_rows, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     next_row = tl.load(start_rows + tl.arange(0, WORLD_LANES))
-    num_lost = record_routes(
-        routes, sent_ids, ids, first, last, next_row, row_limit, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS
-    )
-    tl.store(lost, num_lost)
+    record_routes(routes, sent_ids, ids, first, last, next_row, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
+
+
+@portable
+def count_in_bytes(
+    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token, lanes = tl.program_id(0), tl.arange(0, WORLD_LANES)
+    before, own = byte_counts(ids, token, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS)
+    tl.store(before_out + token * WORLD_LANES + lanes, byte_of(before, lanes, WORLD_SIZE))
+    tl.store(own_out + token * WORLD_LANES + lanes, byte_of(own, lanes, WORLD_SIZE))
 
 
 ROUTES = [
@@ -286,52 +295,154 @@ def test_counts_and_routes_are_cumulative_sums_of_the_mask(num_tokens, topk, num
         count.interpret((1,), ids, first, last, counts, **constants)
         assert counts.tolist() == mask[first:last].sum(0).tolist() + [0] * (lanes - world_size)
         routes = torch.full((num_tokens, world_size), 77, dtype=torch.int32)
-        sent_ids, lost = torch.full_like(ids, 77), torch.full((1,), 77, dtype=torch.int32)
-        record.interpret((1,), routes, sent_ids, ids, first, last, start_rows, INT_MAX, lost, **constants)
+        sent_ids = torch.full_like(ids, 77)
+        record.interpret((1,), routes, sent_ids, ids, first, last, start_rows, **constants)
         rows = start_rows[:world_size] + mask[first:last].cumsum(0) - 1
         assert torch.equal(routes[first:last], torch.where(mask[first:last], rows, -1).to(torch.int32))
         assert torch.equal(sent_ids[first:last], ids[first:last])
-        assert lost.tolist() == [0]
         outside = torch.ones(num_tokens, dtype=torch.bool)
         outside[first:last] = False
         assert (routes[outside] == 77).all()
         assert (sent_ids[outside] == 77).all()
 
 
-@pytest.mark.parametrize("row_limit", [0, 1, 10, 37])
-def test_rows_beyond_the_limit_are_recorded_as_lost(row_limit):
-    ids = ROUTINGS["uniform"](37, 2, 8, 4, torch.Generator().manual_seed(3))
-    mask = destination_mask(ids, 8, 4)
-    routes, lost = torch.full((37, 4), 77, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    start_rows = torch.tensor([0, 0, 5, 40], dtype=torch.int32)
-    record.interpret((1,), routes, torch.zeros_like(ids), ids, 0, 37, start_rows, row_limit, lost, **shapes(2, 8, 4))
-    rows = start_rows + mask.cumsum(0) - 1
-    kept = mask & (rows < row_limit)
-    assert torch.equal(routes, torch.where(kept, rows, -1).to(torch.int32))
-    assert lost.tolist() == [int((mask & ~kept).sum())]
+@pytest.mark.parametrize("num_tokens", [0, 1, 37, 64])
+@pytest.mark.parametrize(
+    ("topk", "num_experts", "world_size"), [(2, 8, 4), (8, 13, 3), (1, 1, 1), (5, 40, 9), (3, 100, 72)]
+)
+def test_counts_in_bytes_are_the_same_counts(num_tokens, topk, num_experts, world_size):
+    """A byte per rank, eight ranks to a word: also for worlds that fill several words, and for the token after all."""
+    ids = ROUTINGS["out_of_range"](num_tokens, topk, num_experts, world_size, torch.Generator().manual_seed(5))
+    mask = destination_mask(ids, num_experts, world_size).to(torch.int32)
+    constants = shapes(topk, num_experts, world_size) | {"TOKENS": 64}
+    lanes = constants["WORLD_LANES"]
+    before, own = (torch.full((num_tokens + 1, lanes), 77, dtype=torch.int32) for _ in range(2))
+    ids = ids if num_tokens else torch.zeros(1, topk, dtype=torch.int32)
+    count_in_bytes.interpret((num_tokens + 1,), ids, num_tokens, before, own, **constants)
+    nothing = torch.zeros(1, world_size, dtype=torch.int32)
+    assert torch.equal(before[:, :world_size], torch.cat([nothing, mask.cumsum(0).to(torch.int32)]))
+    assert torch.equal(own[:, :world_size], torch.cat([mask, nothing]))
+
+
+def test_128_tokens_to_one_rank_fit_a_byte():
+    ids = torch.zeros(128, 2, dtype=torch.int32)
+    before, own = (torch.zeros(129, 1, dtype=torch.int32) for _ in range(2))
+    count_in_bytes.interpret((129,), ids, 128, before, own, **shapes(2, 4, 1) | {"TOKENS": 128})
+    assert before.flatten().tolist() == list(range(129))
+    assert own.flatten().tolist() == [1] * 128 + [0]
 
 
 # --- epochs and flags ---
-
-
-@portable
-def epoch_after(word, out):
-    tl.store(out, next_epoch(word))
 
 
 def as_int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
+@portable
+def begin(table, out, STAGE: tl.constexpr):
+    epoch, out_of_order = begin_stage(table, STAGE, 1)
+    tl.store(out, epoch)
+    tl.store(out + 1, (out_of_order != 0).to(tl.int32))
+
+
+def table_of_one_rank(steps: list[int]) -> torch.Tensor:
+    """An address table of one rank with its step counters behind it; no region has an address."""
+    return torch.tensor([0] * len(Region) + steps, dtype=torch.int64)
+
+
+def begun(steps: list[int], stage: int) -> list[int]:
+    table, out = table_of_one_rank(steps), torch.full((2,), 77, dtype=torch.int32)
+    before = table.clone()
+    begin.interpret((1,), table, out, STAGE=stage)
+    assert torch.equal(table, before)
+    return out.tolist()
+
+
 @pytest.mark.parametrize(
-    ("epoch", "following"),
-    [(0, 1), (1, 2), (2**31 - 2, 2**31 - 1), (2**31 - 1, 2**31), (2**31, 2**31 + 1), (2**32 - 1, 1)],
-)
-def test_epochs_wrap_and_skip_zero(epoch, following):
-    word, out = torch.tensor([as_int32(epoch)], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    epoch_after.interpret((1,), word, out)
-    assert out.tolist() == [as_int32(following)]
-    assert word.tolist() == [as_int32(epoch)]
+    ("done", "epoch"),
+    [
+        (0, 1), (1, 2), (2**31 - 2, 2**31 - 1), (2**31 - 1, 2**31), (2**31, 2**31 + 1), (2**32 - 2, 2**32 - 1),
+        (2**32 - 1, 1), (2**32, 2), (2 * (2**32 - 1) - 1, 2**32 - 1), (2 * (2**32 - 1), 1), (2**47 - 1, 2**15),
+    ],
+)  # fmt: skip
+def test_epochs_wrap_and_skip_zero(done, epoch):
+    """By definition: steps are counted from 1 to 2**32 - 1 and again; arrivals in the lower bits do not matter."""
+    assert epoch == done % (2**32 - 1) + 1
+    for arrivals in (0, 1, 2**16 - 1):
+        assert begun([done << 16 | arrivals] * 4, 0) == [as_int32(epoch), 0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("position", range(4))
+def test_a_stage_comes_after_those_before_it(stage, position):
+    """`position` stages of step 6 are over: only the next one is in order, and all of a step have one epoch."""
+    steps = [6 - (number >= position) << 16 for number in range(4)]
+    epoch, out_of_order = begun(steps, stage)
+    assert out_of_order == (stage != position)
+    if stage == position:
+        assert epoch == 6
+
+
+@portable
+def finish(table, out, STAGE: tl.constexpr):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, _ = begin_stage(table, STAGE, 1)
+    tl.store(out + program, epoch)
+    finish_stage(table, STAGE, program, num_programs, 1)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 300])
+@pytest.mark.parametrize("done", [0, 7, 2**31 - 1, 2**32 - 1])
+def test_a_counter_moves_on_once_for_a_launch(num_programs, done):
+    """Every program of a launch reads one epoch, however many have finished before it."""
+    table, out = table_of_one_rank([done << 16] * 4), torch.zeros(num_programs, dtype=torch.int32)
+    for launch in range(3):
+        finish.interpret((num_programs,), table, out, STAGE=1)
+        expected = as_int32((done + launch) % (2**32 - 1) + 1)
+        assert out.tolist() == [expected] * num_programs
+        steps = [done << 16, done + launch + 1 << 16, done << 16, done << 16]
+        assert table[len(Region) :].tolist() == steps
+
+
+@portable
+def flag_words(payloads, epochs, words_out, payloads_out, epochs_out, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    words = flagged(tl.load(payloads + lanes), tl.load(epochs + lanes))
+    tl.store(words_out + lanes, words)
+    tl.store(payloads_out + lanes, payload_of(words))
+    tl.store(epochs_out + lanes, epoch_of(words))
+
+
+def test_flagged_words_carry_any_payload_and_any_epoch():
+    values = [0, 1, 2, -1, INT_MIN, INT_MAX, 0x7FC00000, as_int32(0xFFC00000), as_int32(2**32 - 2)]
+    pairs = torch.tensor([(a, b) for a in values for b in values] + [(0, 0)] * 47, dtype=torch.int32)
+    payloads, epochs = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    words = torch.zeros(128, dtype=torch.int64)
+    payloads_out, epochs_out = torch.full((2, 128), 77, dtype=torch.int32)
+    flag_words.interpret((1,), payloads, epochs, words, payloads_out, epochs_out, LANES=128)
+    assert torch.equal(payloads_out, payloads)
+    assert torch.equal(epochs_out, epochs)
+    assert len(set(words.tolist())) == len(set(map(tuple, pairs.tolist())))
+
+
+@portable
+def without_empty(values, out, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    tl.store(out + lanes, never_empty(tl.load(values + lanes)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_only_the_nan_with_all_bits_set_is_replaced(dtype):
+    kind = torch.int16 if dtype.itemsize == 2 else torch.int32
+    patterns = torch.arange(-(2**15), 2**15).to(kind)
+    patterns[0], patterns[1] = torch.iinfo(kind).min, torch.iinfo(kind).max
+    out = torch.zeros_like(patterns)
+    without_empty.interpret((1,), patterns, out, LANES=2**16)
+    is_empty = patterns == -1
+    assert torch.equal(out[~is_empty], patterns[~is_empty])
+    assert (out != -1).all()
+    assert out[is_empty].view(dtype).isnan().all()
 
 
 @portable

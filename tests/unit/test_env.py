@@ -12,7 +12,7 @@ from ep_a2a.cli.log import set_up_logging
 from ep_a2a.errors import EnvironmentVariableError
 from tests.unit.test_config import config_of
 
-NAMES = ("EP_A2A_BACKEND", "EP_A2A_CONFIG", "EP_A2A_TIMEOUT_SECS", "EP_A2A_LOG_LEVEL")
+NAMES = ("EP_A2A_BACKEND", "EP_A2A_CONFIG", "EP_A2A_TIMEOUT_SECS", "EP_A2A_TUNING_DIR", "EP_A2A_LOG_LEVEL")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,14 @@ def test_all_variables_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("variable", "default"), [(env.BACKEND, ""), (env.CONFIG, ""), (env.TIMEOUT_SECS, 30.0), (env.LOG_LEVEL, "WARNING")]
+    ("variable", "default"),
+    [
+        (env.BACKEND, ""),
+        (env.CONFIG, ""),
+        (env.TIMEOUT_SECS, 30.0),
+        (env.TUNING_DIR, ""),
+        (env.LOG_LEVEL, "WARNING"),
+    ],
 )
 def test_defaults(variable, default, monkeypatch):
     assert variable.get() == variable.default == default

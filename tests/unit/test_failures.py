@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -25,7 +26,7 @@ STRIDES = (
     wire_word(16, True, False),
     wire_word(15, True, False),
     wire_word(16, False, True),
-    wire_word(16, True, True),
+    wire_word(16, True, True, True),
 )
 
 
@@ -76,10 +77,10 @@ CASES = {
         failure(MISMATCH, NOBODY, DISPATCH, STRIDES[1], STRIDES),
         ConfigMismatchError,
         (
-            "rank 0: max_num_tokens 16 with weights, no scales",
+            "rank 0: max_num_tokens 16 with weights, no scales, not cast inside dispatch",
             "rank 1: max_num_tokens 15 with weights, no scales",
             "rank 2: max_num_tokens 16 with no weights, scales",
-            "rank 3: max_num_tokens 16 with weights, scales",
+            "rank 3: max_num_tokens 16 with weights, scales, cast inside dispatch",
             "dispatch 7 on rank 1",
             "op.reset()",
         ),
@@ -149,14 +150,16 @@ def test_epochs_beyond_2_to_31_are_shown_unsigned():
 @pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("has_scales", [False, True])
-def test_wire_words_say_what_they_are_made_of(max_num_tokens, has_weights, has_scales):
-    word = wire_word(max_num_tokens, has_weights, has_scales)
+@pytest.mark.parametrize("cast", [False, True])
+def test_wire_words_say_what_they_are_made_of(max_num_tokens, has_weights, has_scales, cast):
+    word = wire_word(max_num_tokens, has_weights, has_scales, cast)
     # it is compared as an int32 and must not be the 0 of memory that nobody has written
     assert 0 < word < 2**31
     weights, scales = "weights" if has_weights else "no weights", "scales" if has_scales else "no scales"
-    assert describe_wire_word(word) == f"max_num_tokens {max_num_tokens} with {weights}, {scales}"
+    casts = "cast inside dispatch" if cast else "not cast inside dispatch"
+    assert describe_wire_word(word) == f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {casts}"
 
 
 def test_wire_words_differ_where_anything_does():
-    words = {wire_word(tokens, *flags) for tokens in (1, 2, 3, 1 << 23) for flags in ((0, 0), (0, 1), (1, 0), (1, 1))}
-    assert len(words) == 16
+    flags = list(itertools.product((False, True), repeat=3))
+    assert len({wire_word(tokens, *each) for tokens in (1, 2, 3, 1 << 23) for each in flags}) == 32

@@ -23,8 +23,10 @@ MAX_IMPORT_SECS = 0.2
 # A module may import its own layer and those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "ep_a2a", "ep_a2a.config", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology", "ep_a2a.topology_report",
+        "ep_a2a", "ep_a2a.config", "ep_a2a.config_fields", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
+        "ep_a2a.topology_report",
         "ep_a2a.routing", "ep_a2a.reference", "ep_a2a.quantization", "ep_a2a.policy", "ep_a2a.tuning",
+        "ep_a2a.tuning_parse",
     ),
     ("ep_a2a.memory", "ep_a2a.shmem"),
     ("ep_a2a.kernels", "ep_a2a.ops"),
@@ -170,7 +172,12 @@ def test_the_foundation_imports_only_itself():
 
 def test_triton_is_imported_by_kernels_and_for_testing_only():
     users = {name for name in MODULES if any(one.split(".")[0] == "triton" for one in imported_modules(name))}
-    assert all(name.startswith(("ep_a2a.kernels.", "ep_a2a.testing.")) for name in users)
+    # benchmarks have device code of their own: a limit that shared the kernels' code would share their mistakes
+    device_code = ("ep_a2a.kernels.", "ep_a2a.testing.")
+    assert all(
+        name.startswith(device_code) or (name.startswith("ep_a2a.bench.") and name.endswith("_kernels"))
+        for name in users
+    )
 
 
 def reads_environment(node: ast.AST) -> bool:

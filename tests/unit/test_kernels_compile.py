@@ -15,27 +15,33 @@ import triton
 
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.kernels.intra_node import IntraNodeKernels
-from ep_a2a.policy import Phase, choose_launch
+from ep_a2a.policy import Phase, choose_launch, fit
 from ep_a2a.testing.offline_compile import compile_offline
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-Variant = tuple[Any, Phase, tuple[Any, ...], dict[str, Any]]
+    from ep_a2a.kernels.variants import Variant
 
 AMPERE, HOPPER = 80, 90
 NUM_SMS = 132
 REGISTERS_PER_SM = 65536
 SHARED_BYTES_PER_SM = 227 * 1024
+PROGRAMS_PER_SM = 32
+THREADS_PER_SM = 2048
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
-    ("none", "compact"): ("dispatch-has_weights",),
-    ("none", "rank_major"): ("dispatch", "dispatch-has_weights"),
-    ("fp8_per_1x128", "compact"): ("dispatch-cast128-has_weights", "dispatch-scales56-has_weights"),
-    ("fp8_per_1x128", "rank_major"): ("dispatch-cast128", "dispatch-has_weights"),
-    ("fp8_per_token", "compact"): ("dispatch-cast7168-has_weights",),
+    ("none", "compact"): ("dispatch-has_weights", "flagged_dispatch-has_weights"),
+    ("none", "rank_major"): ("dispatch", "dispatch-has_weights", "flagged_dispatch"),
+    ("fp8_per_1x128", "compact"): (
+        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "flagged_dispatch-cast128-has_weights",
+    ),
+    ("fp8_per_1x128", "rank_major"): ("dispatch-cast128", "dispatch-has_weights", "flagged_dispatch-scales56"),
+    ("fp8_per_token", "compact"): ("dispatch-cast7168-has_weights", "flagged_dispatch-cast7168-has_weights"),
     ("fp8_per_token", "rank_major"): ("dispatch-scales1",),
-}
+    ("fp8_blockwise", "compact"): ("combine-has_weights-check_indices-quantized-scaled",),
+    ("fp8_direct_cast", "rank_major"): ("combine-quantized",),
+}  # fmt: skip
 
 
 def config_of(**changes: Any) -> EpDispatchCombineConfig:
@@ -55,36 +61,45 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
-def variants_of(config: EpDispatchCombineConfig) -> list[Variant]:
-    table = torch.zeros(32, config.world_size, dtype=torch.int64)
-    return list(IntraNodeKernels(config, table, torch.device("cpu")).variants())
+def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[Any, ...]]]:
+    """What a device of NUM_SMS multiprocessors would be given."""
+    kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    kernels.num_sms = NUM_SMS
+    return list(kernels.variants())
+
+
+def kind_of(variant: Variant) -> str:
+    return str(variant.kernel.__name__.removesuffix("_kernel"))
+
+
+def is_dispatch(variant: Variant) -> bool:
+    return kind_of(variant).endswith("dispatch")
 
 
 def named(variant: Variant) -> str:
-    kernel, _, _, constants = variant
-    marks = [f"scales{constants['SCALE_WIDTH']}"] if constants.get("SCALE_WIDTH") else []
-    marks += [f"cast{constants['GROUP']}"] if constants.get("GROUP") else []
-    marks += [name for name in ("COPY_ROWS", "HAS_WEIGHTS", "CHECK_INDICES") if constants.get(name)]
-    return "-".join([kernel.__name__.removesuffix("_kernel"), *marks]).lower()
+    constants = variant.constants
+    num_scales = constants.get("SCALE_WIDTH") or (constants.get("HAS_SCALES") and constants["SCALE_WORDS"])
+    marks = [f"cast{constants['GROUP']}"] if is_dispatch(variant) and constants["GROUP"] else []
+    marks += [f"scales{num_scales}"] if num_scales and not marks else []
+    marks += [name for name in ("HAS_WEIGHTS", "CHECK_INDICES", "QUANTIZED", "SCALED") if constants.get(name)]
+    return "-".join([kind_of(variant), *marks]).lower()
 
 
 def chosen() -> list[Any]:
     cases = []
-    for (quant, layout), dispatches in DISPATCHES.items():
+    for (quant, layout), names in DISPATCHES.items():
         config = config_of(quant_type=quant, layout=layout)
-        variants = {named(variant): variant for variant in variants_of(config)}
-        names = list(dispatches)
+        variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
+        wanted = list(names)
         if quant == "none":
-            # what follows dispatch does not know about casts: test_casts_change_dispatch_only
-            names += [name for name in variants if not name.startswith("dispatch")]
-        cases += [pytest.param(config, variants[name], id=f"{quant}-{layout}-{name}") for name in names]
+            # what follows dispatch does not know about its casts: test_casts_change_dispatch_only
+            wanted += [name for name, (variant, _) in variants.items() if not is_dispatch(variant)]
+        cases += [pytest.param(config, *variants[name], id=f"{quant}-{layout}-{name}") for name in wanted]
     return cases
 
 
-def compiled(config: EpDispatchCombineConfig, variant: Variant, capability: int) -> dict[str, Any]:
-    kernel, phase, args, constants = variant
-    launch = choose_launch(config, phase, config.max_num_inp_token_per_rank, NUM_SMS)
-    return compile_offline(kernel, args, constants, launch.num_warps, capability)
+def compiled(variant: Variant, args: tuple[Any, ...], capability: int) -> dict[str, Any]:
+    return compile_offline(variant.kernel, args, variant.constants, variant.num_warps, capability)
 
 
 def vector_accesses(ptx: str) -> tuple[int, int]:
@@ -102,66 +117,119 @@ def resources(cubin: bytes, directory: Path) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(REG|SHARED|LOCAL):(\d+)", text)}
 
 
-@pytest.mark.parametrize(("config", "variant"), chosen())
-def test_every_variant_compiles_for_hopper(config, variant, tmp_path):
-    _, phase, _, constants = variant
-    asm = compiled(config, variant, HOPPER)
+@pytest.mark.parametrize(("config", "variant", "args"), chosen())
+def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
+    asm = compiled(variant, args, HOPPER)
     loads, stores = vector_accesses(asm["ptx"])
-    moves_rows = phase is Phase.DISPATCH or phase is Phase.COMBINE or constants.get("COPY_ROWS")
-    if moves_rows:
+    if kind_of(variant) != "count_local_experts":
         assert loads > 0
         assert stores > 0
-    if phase is Phase.COMBINE:
-        # one load for each rank that a row may come from
-        assert loads == config.world_size
-    _check_co_residency(config, phase, asm["cubin"], tmp_path)
+    _check_co_residency(config, variant, asm["cubin"], tmp_path)
 
 
-def _check_co_residency(config: EpDispatchCombineConfig, phase: Phase, cubin: bytes, directory: Path) -> None:
-    """All programs of a full launch wait for other ranks, so all must fit on the device together."""
-    launch = choose_launch(config, phase, config.world_size * config.max_num_inp_token_per_rank, NUM_SMS)
-    programs_per_sm = -(-launch.num_programs // NUM_SMS)
+def _check_co_residency(config: EpDispatchCombineConfig, variant: Variant, cubin: bytes, directory: Path) -> None:
+    """Programs of a full launch wait for other ranks, so all must fit on the device together."""
     used = resources(cubin, directory)
-    assert used["REG"] * 32 * launch.num_warps * programs_per_sm <= REGISTERS_PER_SM
-    assert used["SHARED"] * programs_per_sm <= SHARED_BYTES_PER_SM
     assert used["LOCAL"] == 0
+    phases = {"dispatch": Phase.DISPATCH, "flagged_dispatch": Phase.FLAGGED_DISPATCH, "combine": Phase.COMBINE}
+    if kind_of(variant) not in phases:
+        return
+    _check_fit(config, phases[kind_of(variant)], variant.num_warps, used)
+
+
+def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, used: dict[str, int]) -> None:
+    """The largest launch, cut down by the kernel's registers as IntraNodeKernels does it, is on the GPU at once."""
+    tokens = config.max_num_inp_token_per_rank
+    launch = choose_launch(config, phase, tokens, tokens, NUM_SMS)
+    assert launch.num_warps == num_warps
+    assert used["REG"] * 32 * num_warps <= REGISTERS_PER_SM
+    launch = fit(launch, phase, NUM_SMS * (REGISTERS_PER_SM // (used["REG"] * 32 * num_warps)))
+    programs_per_sm = -(-launch.num_programs // NUM_SMS)
+    assert programs_per_sm <= PROGRAMS_PER_SM
+    assert 32 * num_warps * programs_per_sm <= THREADS_PER_SM
+    assert used["REG"] * 32 * num_warps * programs_per_sm <= REGISTERS_PER_SM
+    assert used["SHARED"] * programs_per_sm <= SHARED_BYTES_PER_SM
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 4, 16, 32])
+@pytest.mark.parametrize("kind", ["dispatch", "flagged_dispatch", "combine"])
+def test_the_callers_warps_fit_too(kind, num_warps, tmp_path):
+    """Other numbers of warps are other variants: their registers must allow as many programs as the policy gives."""
+    phase = Phase(kind)
+    config = config_of(launch="manual", block_num=1 << 16, warp_num_per_block=num_warps, hidden_dim=1024)
+    variant, args = next((v, a) for v, a in variants_of(config) if named(v) in (f"{kind}-has_weights", kind))
+    assert variant.num_warps == num_warps
+    _check_fit(config, phase, num_warps, resources(compiled(variant, args, HOPPER)["cubin"], tmp_path))
+
+
+def test_one_thread_reads_each_word_that_a_program_waits_for():
+    """Where a reduction over lanes is one verdict for all threads, lanes must be at least the threads of a program."""
+    for num_warps in (1, 4, 16, 32):
+        for world_size, hidden_dim in ((2, 8), (8, 7168)):
+            config = config_of(
+                launch="manual", warp_num_per_block=num_warps, hidden_dim=hidden_dim, world_size=world_size,
+                num_experts_per_token=2,
+            )  # fmt: skip
+            for variant, _ in variants_of(config):
+                constants, kind = variant.constants, kind_of(variant)
+                lanes = {
+                    "dispatch": ("COUNT_LANES", "POISON_LANES"),
+                    "flagged_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
+                    "combine": ("WEIGHT_LANES",),
+                }.get(kind, ())
+                assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, num_warps)
+                if kind == "combine":
+                    assert constants["GROUPS_LANES"] * constants["GROUP"] >= 32 * variant.num_warps
+                if kind == "dispatch":
+                    assert constants["PROGRAM_LANES"] * constants["WORLD_LANES"] >= 32 * variant.num_warps
 
 
 def test_casts_change_dispatch_only():
     """Why the other kernels are compiled for one quant type: they are the same with all."""
 
     def others(quant: str) -> list[Any]:
-        found = variants_of(config_of(quant_type=quant))
         return [
-            (kernel.__name__, constants, [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args])
-            for kernel, phase, args, constants in found
-            if phase is not Phase.DISPATCH
-        ]
+            (kind_of(variant), variant.constants, variant.num_warps,
+             [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args])
+            for variant, args in variants_of(config_of(quant_type=quant))
+            if not is_dispatch(variant)
+        ]  # fmt: skip
 
     assert others("none") == others("fp8_per_1x128") == others("fp8_per_token")
 
 
 @pytest.mark.parametrize(
     ("quant", "num_dispatch"),
-    [("none", 2), ("fp8_per_1x128", 6), ("fp8_per_token", 6)],
+    [("none", 2), ("fp8_per_1x128", 6), ("fp8_per_token", 6), ("fp8_blockwise", 2), ("fp8_direct_cast", 2)],
 )
-def test_variants_are_all_that_calls_can_reach(quant, num_dispatch):
+@pytest.mark.parametrize(
+    ("tokens", "flagged", "kinds"),
+    [
+        (4096, 128, {"dispatch", "flagged_dispatch"}), (128, 128, {"flagged_dispatch"}), (129, 128, {"dispatch",
+         "flagged_dispatch"}), (16, 0, {"dispatch"}),
+    ],
+)  # fmt: skip
+def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, kinds):
     """With and without weights; with a cast also fp8 tokens that come cast, with scales or (no tokens) without."""
-    variants = variants_of(config_of(quant_type=quant))
+    config = config_of(quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged)
+    variants = [variant for variant, _ in variants_of(config)]
     names = [named(variant) for variant in variants]
-    assert len(set(names)) == len(names) == num_dispatch + 1 + 3 + 4
-    assert sum(variant[1] is Phase.DISPATCH for variant in variants) == num_dispatch
+    assert len(set(names)) == len(names) == num_dispatch * len(kinds) + 1 + 4
+    found = [kind_of(variant) for variant in variants if is_dispatch(variant)]
+    assert sorted(found) == sorted([*kinds] * num_dispatch)
 
 
 @pytest.mark.parametrize("hidden_dim", [2880, 3080])
 def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
     """Masks must not spoil the vectors: gpt-oss has 2880 elements in a row."""
     config = config_of(hidden_dim=hidden_dim, layout="rank_major", world_size=2, num_experts_per_token=2)
-    for variant in variants_of(config):
-        kernel, _, _, constants = variant
-        if constants.get("HAS_WEIGHTS") is False and not constants.get("CHECK_INDICES"):
-            loads, stores = vector_accesses(compiled(config, variant, HOPPER)["ptx"])
-            assert (loads > 0, stores > 0) == (True, True), kernel.__name__
+    seen = set()
+    for variant, args in variants_of(config):
+        if variant.constants.get("HAS_WEIGHTS") is False and not variant.constants.get("CHECK_INDICES"):
+            seen.add(kind_of(variant))
+            loads, stores = vector_accesses(compiled(variant, args, HOPPER)["ptx"])
+            assert (loads > 0, stores > 0) == (True, True), kind_of(variant)
+    assert seen == {"dispatch", "flagged_dispatch", "combine"}
 
 
 def test_a_rack_and_an_older_gpu():
@@ -170,15 +238,14 @@ def test_a_rack_and_an_older_gpu():
         world_size=72, layout="rank_major", hidden_dim=2048, num_experts_per_rank=4, num_experts_per_token=2
     )
     seen = set()
-    for variant in variants_of(config):
-        kernel, phase, _, constants = variant
-        if constants.get("HAS_WEIGHTS") is not True and not constants.get("CHECK_INDICES"):
-            seen.add(kernel.__name__)
-            ptx = compiled(config, variant, AMPERE)["ptx"]
+    for variant, args in variants_of(config):
+        if variant.constants.get("HAS_WEIGHTS") is not True and not variant.constants.get("CHECK_INDICES"):
+            seen.add(kind_of(variant))
+            ptx = compiled(variant, args, AMPERE)["ptx"]
             assert ".target sm_80" in ptx
-            if phase is not Phase.STAGE or constants.get("COPY_ROWS"):
+            if kind_of(variant) != "count_local_experts":
                 assert min(vector_accesses(ptx)) > 0
-    assert seen == {"dispatch_kernel", "stage_kernel", "combine_kernel", "count_local_experts_kernel"}
+    assert seen == {"dispatch", "flagged_dispatch", "combine", "count_local_experts"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
@@ -187,19 +254,22 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
         data_type=dtype, world_size=3, hidden_dim=144, num_experts_per_token=3, num_experts_per_rank=5,
         scale_dim=5, scale_type_size=1,
     )  # fmt: skip
-    for variant in variants_of(config):
-        _, phase, _, constants = variant
-        if phase is not Phase.DISPATCH or (constants["HAS_WEIGHTS"] and constants["SCALE_WIDTH"]):
-            assert ".target sm_80" in compiled(config, variant, AMPERE)["ptx"]
+    for variant, args in variants_of(config):
+        constants = variant.constants
+        has_scales = constants.get("SCALE_WIDTH") or constants.get("HAS_SCALES")
+        if not is_dispatch(variant) or (constants["HAS_WEIGHTS"] and has_scales):
+            assert ".target sm_80" in compiled(variant, args, AMPERE)["ptx"]
 
 
-def test_the_fused_cast_needs_a_newer_gpu():
+@pytest.mark.parametrize("kind", ["dispatch", "flagged_dispatch", "combine"])
+def test_casts_need_a_newer_gpu(kind):
     """What docs/memory-model.md says of older GPUs; the integer conversion is the interpreter's only."""
-    config = config_of(quant_type="fp8_per_token", hidden_dim=256, world_size=2, num_experts_per_token=2)
-    cast = next(variant for variant in variants_of(config) if variant[3].get("GROUP"))
-    assert "e4m3x2" in compiled(config, cast, HOPPER)["ptx"]
+    quant = "fp8_direct_cast" if kind == "combine" else "fp8_per_token"
+    config = config_of(quant_type=quant, hidden_dim=256, world_size=2, num_experts_per_token=2)
+    variant, args = next((v, a) for v, a in variants_of(config) if kind_of(v) == kind)
+    assert "e4m3x2" in compiled(variant, args, HOPPER)["ptx"]
     with pytest.raises(triton.compiler.errors.CompilationError) as caught:
-        compiled(config, cast, AMPERE)
+        compiled(variant, args, AMPERE)
     cause: BaseException = caught.value
     while cause.__cause__ is not None:
         cause = cause.__cause__

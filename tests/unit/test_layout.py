@@ -13,10 +13,12 @@ from ep_a2a.config import EpDispatchCombineConfig, num_owned_experts
 from ep_a2a.kernels.layout import OpLayout, Region, padded
 
 WORLD_SIZES = (1, 2, 3, 8, 72)
-BLOCKS = ("control", "dispatch", "combine", "local", "result")
+BLOCKS = ("control", "dispatch", "combine", "local", "result", "expert")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank_major": {"layout": "rank_major"},
+    "expert_major": {"layout": "expert_major"},
+    "expert_major_cast": {"layout": "expert_major", "quant_type": "fp8_per_1x128"},
     "cap": {"max_total_recv_tokens": 100},
     "cap_beyond_all": {"max_total_recv_tokens": 10**6},
     "per_token": {"quant_type": "fp8_per_token"},
@@ -24,6 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per_1x128_ue8m0": {"quant_type": "fp8_per_1x128", "scale_format": "ue8m0", "max_total_recv_tokens": 33},
     "fp8_with_scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 5, "scale_type_size": 1},
     "fp32_combine": {"combine_dtype": torch.float32},
+    "blockwise_combine": {"quant_type": "fp8_blockwise"},
+    "direct_combine_and_cast": {"quant_type": "fp8_direct_cast", "dispatch_quant_type": "fp8_per_1x128"},
+    "few_flagged": {"flagged_max_tokens": 9},
+    "none_flagged": {"flagged_max_tokens": 0, "max_num_inp_token_per_rank": 17},
+    "byte_scales": {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
 }
 
 
@@ -84,23 +91,35 @@ def test_sizes_by_an_independent_formula(config):
     rows = world * tokens
     if config.max_total_recv_tokens:
         rows = min(rows, -(-config.max_total_recv_tokens // world) * world)
-    casts = config.quant_type != "none"
-    token_bytes = 1 if casts or config.data_type == torch.float8_e4m3fn else 2
-    scale_bytes = {"none": config.scale_dim, "fp8_per_token": 4, "fp8_per_1x128": 8}[config.quant_type]
+    cast = config.dispatch_quant_type or config.quant_type
+    combines = {"fp8_direct_cast", "fp8_blockwise"}
+    token_bytes = 2 if cast in combines | {"none"} and config.data_type != torch.float8_e4m3fn else 1
+    scale_bytes = {"fp8_per_token": 4, "fp8_per_1x128": 8}.get(cast, config.scale_dim)
     scale_bytes //= 4 if config.scale_format == "ue8m0" else 1
+    # scales travel as words beside a flagged row, or as one word for each byte
+    scale_words = scale_bytes // 4 if scale_bytes % 4 == 0 else scale_bytes
     result_bytes = 4 if config.combine_dtype == torch.float32 else 2
-    int32 = 4
+    wire_bytes = 1 if config.quant_type in combines else result_bytes
+    num_combine_scales = 2 if config.quant_type == "fp8_blockwise" else 0
+    flagged, sent = world * min(tokens, config.flagged_max_tokens), world * tokens
+    int32, int64 = 4, 8
     expected = {
         "control": [
-            int32, *[int32 * world] * 3, 2 * world * (world + 1) * int32, int32 * world,
+            int32, int32 * world, int32 * world, world * (world + 1) * int64, int32 * world,
             rows * topk * int32, rows * int32,
+            flagged * hidden * token_bytes, flagged * (scale_words + 2 * topk + 1) * int64,
         ],
         "dispatch": [rows * hidden * token_bytes, rows * scale_bytes, rows * topk * 4],
-        "combine": [rows * hidden * result_bytes, rows * topk * 4],
+        "combine": [sent * hidden * wire_bytes, sent * num_combine_scales * 4, sent * topk * 4],
         "local": [
-            16 * int32, 8, tokens * world * int32, tokens * topk * int32, world * int32, int32, 3 * int32,
+            16 * int32, 1024 * world * int64, int64, tokens * world * int32, tokens * topk * int32, world * int32,
+            int32, 3 * int32, 3 * int32,
         ],
         "result": [tokens * hidden * result_bytes, tokens * topk * 4],
+        "expert": [
+            3 * rows * hidden * token_bytes, 3 * rows * scale_bytes, 3 * rows * 4, rows * topk * int32,
+            rows * hidden * result_bytes,
+        ] if config.layout == "expert_major" else [0],
     }  # fmt: skip
     layout = OpLayout.of(config)
     for name, sizes in expected.items():
@@ -163,4 +182,7 @@ def test_a_rack_with_real_sizes():
     )
     layout = OpLayout.of(config)
     assert layout.dispatch[Region.TOKENS].num_bytes == 72 * 4096 * 7168 * 2 > 2**31
-    assert layout.control[Region.COUNTS].shape == (2, 72, 73)
+    assert layout.control[Region.COUNTS].shape == (72, 73)
+    # at most 128 tokens of each rank are ever flagged
+    assert layout.control[Region.FLAGGED_ROWS].shape == (72 * 128, 7168)
+    assert layout.combine[Region.COMBINE_ROWS].num_bytes == 72 * 4096 * 7168 * 2

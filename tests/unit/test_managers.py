@@ -269,6 +269,8 @@ def test_our_own_kwargs_are_passed_through():
         "combine_dtype": torch.float16,
         "use_external_inp_buf": False,
         "max_total_recv_tokens": 0,
+        "expert_alignment": 1,
+        "flagged_max_tokens": 16,
     }
     assert set(extra) == set(EXTRA_KWARGS)
     config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.policy import INTERPRETED_PROGRAMS, Launch, Phase, choose_launch
+from ep_a2a.policy import INTERPRETED_PROGRAMS, MAX_DISPATCH_PROGRAMS, THREADS_PER_SM, Launch, Phase, choose_launch
 
 H200_SMS = 132
-# Registers let 16 warps of these kernels stay on a multiprocessor, in at most 4 programs.
-WARPS_PER_SM = 16
-PROGRAMS_PER_SM = 4
+WITH_ROLES = [Phase.FLAGGED_DISPATCH, Phase.COMBINE]
+# one that speaks with the peers, one that sends, one that receives
+LEAST_WITH_ROLES = 3
 
 
 def config_of(**changes: Any) -> EpDispatchCombineConfig:
@@ -38,112 +38,162 @@ def numbers(launch: Launch) -> tuple[int, int]:
     return launch.num_programs, launch.num_warps
 
 
+def threads(launch: Launch) -> int:
+    return 32 * launch.num_warps * launch.num_programs
+
+
+def check_roles(launch: Launch, phase: Phase) -> None:
+    if phase in WITH_ROLES:
+        assert launch.num_programs == 1 + launch.num_senders + launch.num_receivers
+    assert min(launch.num_senders, launch.num_receivers) >= 1
+
+
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096])
 def test_interpreted_launches_are_few_programs(phase, num_tokens):
-    assert choose_launch(config_of(), phase, num_tokens, 0) == Launch(INTERPRETED_PROGRAMS, 1, "interpreter")
-    assert choose_launch(config_of(launch="manual"), phase, num_tokens, 0).num_programs == INTERPRETED_PROGRAMS
+    few = INTERPRETED_PROGRAMS
+    expected = Launch(few, 1, "interpreter", few, few)
+    assert choose_launch(config_of(), phase, num_tokens, 4096, 0) == expected
+    assert choose_launch(config_of(launch="manual"), phase, num_tokens, 4096, 0) == expected
+    # more than one, so that what programs share is exercised
+    assert few > 1
 
 
-def test_interpreted_launches_take_the_callers_number_if_it_is_small():
+@pytest.mark.parametrize("phase", Phase)
+def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
     for block_num in (1, 2, 3, 4):
-        assert choose_launch(config_of(), Phase.DISPATCH, 16, 0, block_num, 8) == Launch(block_num, 1, "interpreter")
+        expected = Launch(block_num, 1, "interpreter", block_num, block_num)
+        assert choose_launch(config_of(), phase, 16, 16, 0, block_num, 8) == expected
     # seed 000's example asks for 80
     for block_num in (-1, 0, 5, 80):
-        assert choose_launch(config_of(), Phase.DISPATCH, 16, 0, block_num).num_programs == INTERPRETED_PROGRAMS
+        assert choose_launch(config_of(), phase, 16, 16, 0, block_num).num_programs == INTERPRETED_PROGRAMS
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
+def test_dispatch_has_one_program_per_token(num_tokens):
+    launch = choose_launch(config_of(), Phase.DISPATCH, num_tokens, 4096, H200_SMS)
+    assert (launch.num_programs, launch.reason) == (max(1, num_tokens), "analytic")
+
+
+@pytest.mark.parametrize("num_sms", [1, 20, H200_SMS, 10_000])
+def test_dispatch_has_no_more_programs_than_fit_and_can_tell_each_other(num_sms):
+    launch = choose_launch(config_of(), Phase.DISPATCH, 1 << 20, 1 << 20, num_sms)
+    assert threads(launch) <= THREADS_PER_SM[Phase.DISPATCH] * num_sms
+    assert num_sms <= launch.num_programs <= MAX_DISPATCH_PROGRAMS or launch.num_programs == MAX_DISPATCH_PROGRAMS
+
+
+@pytest.mark.parametrize("phase", WITH_ROLES)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_programs"), [(0, 1), (1, 1), (16, 16), (132, 132), (133, 132), (4096, 132)]
+    ("num_tokens", "max_num_tokens"), [(0, 1), (1, 1), (0, 128), (3, 3), (128, 128), (4096, 4096), (1, 4096)]
 )
-def test_dispatch_has_one_program_per_token_up_to_one_per_multiprocessor(num_tokens, num_programs):
-    launch = choose_launch(config_of(), Phase.DISPATCH, num_tokens, H200_SMS)
-    assert launch == Launch(num_programs, 8, "analytic")
+def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
+    launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
+    check_roles(launch, phase)
+    assert launch.reason == "analytic"
+    assert threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
+    if num_tokens <= 1:
+        # a token is sent and added by no more programs than its row has blocks of work
+        own = launch.num_senders if phase is Phase.FLAGGED_DISPATCH else launch.num_receivers
+        least = min(launch.send_elements, launch.add_elements)
+        assert own <= (1 if phase is Phase.FLAGGED_DISPATCH else -(-7168 // least))
 
 
-@pytest.mark.parametrize("phase", [Phase.STAGE, Phase.COMBINE])
-@pytest.mark.parametrize(
-    ("hidden_dim", "num_tokens", "num_programs"),
-    [(7168, 0, 1), (7168, 1, 7), (7168, 75, 525), (7168, 76, 528), (7168, 4096, 528), (1024, 5, 5), (1032, 5, 10)],
-)
-def test_combine_has_one_program_per_block_of_elements(phase, hidden_dim, num_tokens, num_programs):
-    launch = choose_launch(config_of(hidden_dim=hidden_dim), phase, num_tokens, H200_SMS)
-    assert launch == Launch(num_programs, 4, "analytic")
+def test_few_flagged_tokens_have_a_program_for_every_row():
+    launch = choose_launch(config_of(world_size=2), Phase.FLAGGED_DISPATCH, 4, 5, H200_SMS)
+    assert (launch.num_senders, launch.num_receivers) == (4, 10)
 
 
-def test_manual_launches_take_the_configs_numbers():
-    config = config_of(launch="manual", block_num=80, warp_num_per_block=16)
-    assert choose_launch(config, Phase.DISPATCH, 1, H200_SMS) == Launch(80, 16, "config")
+@pytest.mark.parametrize("phase", Phase)
+def test_manual_launches_take_the_configs_numbers(phase):
+    config = config_of(launch="manual", block_num=80, warp_num_per_block=4)
+    launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
+    assert (launch.num_programs, launch.num_warps, launch.reason) == (80, 4, "config")
+    check_roles(launch, phase)
     # MORI's 80 blocks of 16 warps: one program of 16 warps fits on a multiprocessor
-    assert choose_launch(config, Phase.COMBINE, 1, H200_SMS) == Launch(80, 16, "config")
-    many = config_of(launch="manual", block_num=1000, warp_num_per_block=4)
-    assert numbers(choose_launch(many, Phase.DISPATCH, 1, H200_SMS)) == (132, 4)
-    assert numbers(choose_launch(many, Phase.COMBINE, 1, H200_SMS)) == (528, 4)
+    wide = choose_launch(config_of(launch="manual", block_num=80, warp_num_per_block=16), phase, 4096, 4096, H200_SMS)
+    assert numbers(wide) == (80, 16)
+    many = config_of(launch="manual", block_num=10_000, warp_num_per_block=4)
+    assert threads(choose_launch(many, phase, 4096, 4096, H200_SMS)) <= THREADS_PER_SM[phase] * H200_SMS
 
 
-def test_automatic_launches_ignore_the_configs_numbers():
+@pytest.mark.parametrize("phase", Phase)
+def test_automatic_launches_ignore_the_configs_numbers(phase):
     config = config_of(block_num=3, warp_num_per_block=2)
-    assert choose_launch(config, Phase.DISPATCH, 4096, H200_SMS) == Launch(132, 8, "analytic")
+    assert choose_launch(config, phase, 4096, 4096, H200_SMS) == choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
 
 
+@pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("launch", ["auto", "manual"])
-def test_the_callers_numbers_come_first(launch):
+def test_the_callers_numbers_come_first(phase, launch):
     config = config_of(launch=launch, block_num=64, warp_num_per_block=16)
-    assert choose_launch(config, Phase.DISPATCH, 1, H200_SMS, 80, 8) == Launch(80, 8, "caller")
-    assert choose_launch(config, Phase.COMBINE, 4096, H200_SMS, 20) == Launch(
-        20, 4 if launch == "auto" else 16, "caller"
-    )
-    assert choose_launch(config, Phase.DISPATCH, 4096, H200_SMS, warp_per_block=4).num_warps == 4
+    assert numbers(choose_launch(config, phase, 4096, 4096, H200_SMS, 80, 8)) == (80, 8)
+    given_ = choose_launch(config, phase, 4096, 4096, H200_SMS, 20)
+    default = choose_launch(config, phase, 4096, 4096, H200_SMS)
+    assert (given_.num_programs, given_.num_warps, given_.reason) == (20, default.num_warps, "caller")
+    assert choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4).num_warps == 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "given_"), [(1, 1), (2, 2), (3, 2), (7, 4), (8, 8), (12, 8), (16, 16), (24, 16), (64, 16)]
+    ("asked", "given_"), [(1, 1), (2, 2), (3, 2), (7, 4), (8, 8), (12, 8), (16, 16), (24, 16), (32, 32), (64, 32)]
 )
-def test_warps_are_a_power_of_two_up_to_sixteen(asked, given_):
-    assert choose_launch(config_of(), Phase.DISPATCH, 64, H200_SMS, warp_per_block=asked).num_warps == given_
+@pytest.mark.parametrize("phase", Phase)
+def test_warps_are_a_power_of_two_up_to_a_thousand_threads(phase, asked, given_):
+    assert choose_launch(config_of(), phase, 64, 64, H200_SMS, warp_per_block=asked).num_warps == given_
 
 
+@pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize(("max_sms", "sms"), [(0, 132), (1, 1), (20, 20), (132, 132), (500, 132)])
-def test_max_sms_bounds_every_grid(max_sms, sms):
-    config = config_of(max_sms=max_sms)
-    assert choose_launch(config, Phase.DISPATCH, 4096, H200_SMS).num_programs == sms
-    assert choose_launch(config, Phase.COMBINE, 4096, H200_SMS).num_programs == 4 * sms
-    manual = config_of(max_sms=max_sms, launch="manual", block_num=1000)
-    assert choose_launch(manual, Phase.DISPATCH, 4096, H200_SMS).num_programs <= 2 * sms
-    assert choose_launch(config, Phase.DISPATCH, 4096, H200_SMS, 1000).num_programs == sms
+def test_max_sms_bounds_every_grid(phase, max_sms, sms):
+    for config in (config_of(max_sms=max_sms), config_of(max_sms=max_sms, launch="manual", block_num=1000)):
+        for block_num in (-1, 1000):
+            launch = choose_launch(config, phase, 4096, 4096, H200_SMS, block_num)
+            least = 32 * launch.num_warps * (LEAST_WITH_ROLES if phase in WITH_ROLES else 1)
+            assert threads(launch) <= max(least, THREADS_PER_SM[phase] * sms)
+            assert launch == choose_launch(config_of(max_sms=0, launch=config.launch, block_num=1000), phase, 4096,
+                                           4096, sms, block_num)  # fmt: skip
 
 
 def test_a_rack_of_72_ranks():
     config = config_of(world_size=72, num_experts_per_rank=4, gpu_per_node=72)
     for phase in Phase:
-        launch = choose_launch(config, phase, 72 * 4096, H200_SMS)
-        assert launch.num_programs == H200_SMS * (1 if phase is Phase.DISPATCH else 4)
+        launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
+        check_roles(launch, phase)
+        # a full device has work for all of it
+        assert THREADS_PER_SM[phase] * H200_SMS * 0.9 <= threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
 @given(
     phase=st.sampled_from(Phase),
-    num_tokens=st.integers(0, 1 << 20),
+    max_num_tokens=st.integers(1, 1 << 20),
+    share=st.floats(0, 1),
     num_sms=st.integers(1, 200),
     max_sms=st.sampled_from([0, 1, 7, 64, 300]),
     launch=st.sampled_from(["auto", "manual"]),
     config_numbers=st.tuples(st.integers(1, 5000), st.integers(1, 64)),
     call_numbers=st.tuples(st.integers(-1, 5000), st.integers(-1, 64)),
     world_size=st.sampled_from([1, 3, 8, 72]),
+    hidden_dim=st.sampled_from([8, 256, 7168]),
 )
 def test_no_grid_exceeds_what_fits(
-    phase, num_tokens, num_sms, max_sms, launch, config_numbers, call_numbers, world_size
+    phase, max_num_tokens, share, num_sms, max_sms, launch, config_numbers, call_numbers, world_size, hidden_dim
 ):
-    """Every program may wait for other ranks: one that is not resident would never let the others go on."""
+    """Programs wait for other ranks: those that are not resident must not be needed to let the others go on."""
     config = config_of(
-        world_size=world_size, max_sms=max_sms, launch=launch,
+        world_size=world_size, max_sms=max_sms, launch=launch, hidden_dim=hidden_dim,
         block_num=config_numbers[0], warp_num_per_block=config_numbers[1],
     )  # fmt: skip
-    chosen = choose_launch(config, phase, num_tokens, num_sms, *call_numbers)
+    arguments = (phase, int(max_num_tokens * share), max_num_tokens, num_sms, *call_numbers)
+    chosen = choose_launch(config, *arguments)
     sms = min(num_sms, max_sms or num_sms)
-    assert 1 <= chosen.num_programs <= PROGRAMS_PER_SM * sms
-    assert chosen.num_warps in (1, 2, 4, 8, 16)
-    assert chosen.num_programs * chosen.num_warps <= WARPS_PER_SM * sms
+    assert chosen.num_warps in (1, 2, 4, 8, 16, 32)
+    check_roles(chosen, phase)
+    programs_per_sm = max(1, THREADS_PER_SM[phase] // (32 * chosen.num_warps))
+    least = LEAST_WITH_ROLES if phase in WITH_ROLES else 1
+    assert 1 <= chosen.num_programs <= max(least, programs_per_sm * sms)
+    if phase is Phase.DISPATCH:
+        assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
     assert chosen.reason in ("analytic", "config", "caller")
+    assert min(chosen.send_elements, chosen.add_elements) >= 1
     # the same question has the same answer: ranks and replays must not differ
-    assert chosen == choose_launch(config, phase, num_tokens, num_sms, *call_numbers)
+    assert chosen == choose_launch(config, *arguments)

@@ -1,0 +1,50 @@
+"""Contenders by name. Their modules, and the libraries behind them, are loaded when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from ep_a2a.bench.contender import Contender
+
+LIMIT = "wire_limit"
+OURS = "ep_a2a"
+
+CONTENDERS = {
+    LIMIT: ("wire_limit", "WireLimitContender"),
+    OURS: ("ours", "OpContender"),
+    "ep_a2a_bounded": ("ours", "BoundedOpContender"),
+    "ep_a2a_precast": ("ours", "PrecastOpContender"),
+    "ep_a2a_staged": ("ours", "StagedOpContender"),
+    "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
+    "nccl_all_to_all": ("nccl", "AllToAllContender"),
+    "flashinfer": ("flashinfer", "FlashInferContender"),
+    "deepep": ("deepep", "DeepEPContender"),
+}
+"""Module of this package and class, by name, in the order of reports."""
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raises what is wrong with a choice of contenders.
+
+    Raises:
+        UnknownNameError: a name is not in CONTENDERS.
+    """
+    for name in names:
+        if name not in CONTENDERS:
+            raise UnknownNameError(f"contenders out of {', '.join(CONTENDERS)}", repr(name))
+
+
+def make_contender(name: str) -> Contender:
+    """The contender of this name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    check_names((name,))
+    module, class_name = CONTENDERS[name]
+    contender: Contender = getattr(importlib.import_module(f"ep_a2a.bench.{module}"), class_name)()
+    return contender

@@ -1,0 +1,157 @@
+"""What a benchmark moves: shapes, choices, the seeded inputs of every rank, and the bytes they put on the wire."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ep_a2a.config import FP8_GROUP_SIZE, QuantType
+from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
+
+INPUT_SCALE = 0.1
+"""Standard deviation of the tokens' elements."""
+_MAX_CACHED_ROUTINGS = 4
+_SCALE_BYTES = 4
+_FP8_BYTES = 1
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One rank's tokens.
+
+    Attributes:
+        x: `[T, H]` of the workload's dtype.
+        ids: global expert ids, int32 `[T, K]`, -1 = dropped.
+        weights: router weights, float32 `[T, K]`, each row with sum 1.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One point of a sweep, the same on all ranks. Every rank brings num_tokens tokens.
+
+    Attributes:
+        world_size: W, ranks.
+        num_tokens: T, tokens of each rank.
+        max_num_tokens: M >= T, what buffers and strides are made for.
+        hidden_dim: H. topk: K. num_experts: experts over all ranks, owned linearly.
+        dtype: of the tokens given to dispatch and of the rows that combine sums.
+        quant_type: cast on the dispatch wire: "none", "fp8_per_1x128" or "fp8_per_token".
+        combine_quant: cast on the combine wire: "none", "fp8_blockwise" (1x128 scales) or "fp8_direct_cast".
+        layout: how contenders that can choose arrange received rows.
+        routing: a name in ep_a2a.routing.ROUTINGS.
+        max_sms: bound on the multiprocessors of contenders that have one; 0 = none.
+        seed: of tokens, ids and weights.
+    """
+
+    world_size: int
+    num_tokens: int
+    max_num_tokens: int
+    hidden_dim: int = 7168
+    topk: int = 8
+    num_experts: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    quant_type: str = "none"
+    combine_quant: str = "none"
+    layout: str = "compact"
+    routing: str = "uniform"
+    max_sms: int = 0
+    seed: int = 1234
+
+    def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
+        """The rank's tokens, ids and weights; drawn on the CPU, so that they are the same on every machine."""
+        generator = torch.Generator().manual_seed(self._seed_of(rank, "tokens"))
+        x = torch.randn(self.num_tokens, self.hidden_dim, generator=generator) * INPUT_SCALE
+        weights = torch.rand(self.num_tokens, self.topk, generator=generator) + 1.0 / self.topk
+        weights /= weights.sum(1, keepdim=True)
+        return Inputs(x.to(self.dtype).to(device), self.ids(rank).to(device), weights.to(device))
+
+    def ids(self, rank: int) -> torch.Tensor:
+        """The rank's expert ids, int32 `[T, K]` on the CPU; a fresh tensor."""
+        return _all_ids(self)[rank].clone()
+
+    def num_distinct_ranks(self, rank: int) -> torch.Tensor:
+        """Ranks that each of the rank's tokens goes to, int32 `[T]`: what identity experts multiply it by."""
+        return num_distinct_ranks(self.ids(rank), self.num_experts, self.world_size)
+
+    def traffic(self, *, deduplicate: bool = True) -> torch.Tensor:
+        """Rows that each rank sends to each in dispatch, int64 `[W, W]`, own ones included; combine's is transposed."""
+        return traffic_matrix(_all_ids(self), self.num_experts, self.world_size, deduplicate=deduplicate)
+
+    @property
+    def dispatch_row_bytes(self) -> int:
+        """Bytes of one token on the dispatch wire with its scales, without ids and weights."""
+        scales = {QuantType.FP8_PER_TOKEN: 1, QuantType.FP8_PER_1X128: self.hidden_dim // FP8_GROUP_SIZE}
+        return self._row_bytes(self.quant_type, scales)
+
+    @property
+    def combine_row_bytes(self) -> int:
+        """Bytes of one row on the combine wire with its scales."""
+        scales = {QuantType.FP8_DIRECT_CAST: 0, QuantType.FP8_BLOCKWISE: self.hidden_dim // FP8_GROUP_SIZE}
+        return self._row_bytes(self.combine_quant, scales)
+
+    @functools.cached_property
+    def busiest_remote_rows(self) -> int:
+        """The most rows that any rank sends to, or receives from, all others; one row per token and rank."""
+        remote = self.traffic()
+        remote.fill_diagonal_(0)
+        return int(torch.maximum(remote.sum(0), remote.sum(1)).max())
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Bytes that the busiest rank must send or receive in dispatch, whichever is more."""
+        return self.busiest_remote_rows * self.dispatch_row_bytes
+
+    @property
+    def combine_bytes(self) -> int:
+        """Bytes that the busiest rank must send or receive in combine, whichever is more."""
+        return self.busiest_remote_rows * self.combine_row_bytes
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        """How far a round trip may be off: relative to an element, and relative to the largest element of its row.
+
+        Twice the rounding of the formats that a row goes through: 8 bits for bf16, 4 for fp8 (3 and a hidden one).
+        """
+        relative = max(2.0**-7, 2 * torch.finfo(self.dtype).eps) if self.dtype != torch.float32 else 2.0**-18
+        absolute = 0.0
+        for cast in (self.quant_type, self.combine_quant):
+            if cast != QuantType.NONE:
+                relative += 2.0**-3
+                # Subnormals: 2^-10 steps from 448 with a scale per row; without scales, from the row's own largest.
+                absolute += 2.0**-7 if cast == QuantType.FP8_DIRECT_CAST else 2.0**-12
+        return relative, absolute
+
+    def as_row(self) -> dict[str, Any]:
+        """The fields for a report: numbers and text by name."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    def _row_bytes(self, cast: str, num_scales: dict[QuantType, int]) -> int:
+        if cast == QuantType.NONE:
+            return self.hidden_dim * self.dtype.itemsize
+        return self.hidden_dim * _FP8_BYTES + num_scales[QuantType(cast)] * _SCALE_BYTES
+
+    def _seed_of(self, rank: int, purpose: str) -> int:
+        # Tokens and ids have generators of their own: every rank draws everybody's ids, but only its own tokens.
+        return (self.seed * self.world_size + rank) * 2 + (purpose == "ids")
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_ROUTINGS)
+def _all_ids(workload: Workload) -> list[torch.Tensor]:
+    draw = ROUTINGS[workload.routing]
+    ids = []
+    for rank in range(workload.world_size):
+        generator = torch.Generator().manual_seed(workload._seed_of(rank, "ids"))
+        ids.append(
+            draw(workload.num_tokens, workload.topk, workload.num_experts, workload.world_size, generator)
+            .to(torch.int32)
+            .contiguous()
+        )
+    return ids

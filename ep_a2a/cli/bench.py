@@ -1,0 +1,173 @@
+"""`ep-a2a bench`: dispatch and combine, checked, then timed beside baselines and the wire's limit."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ep_a2a.cli.demo import Device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.bench.drive import Runner
+    from ep_a2a.bench.sweep import Sweep
+    from ep_a2a.bench.timing import TimingSettings
+
+EXIT_MISSING_ROWS = 1
+
+
+def command(
+    ranks: Annotated[
+        str | None, typer.Option(help="Processes, one per GPU; default: all GPUs, 2 on CPU, torchrun's.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto takes GPUs where there are any.")] = Device.AUTO,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per rank; default: 1,16,32,128,512,4096 on GPUs.")] = None,
+    max_tokens: Annotated[str, typer.Option(help="What buffers are made for: numbers, or same (as tokens).")] = "same",
+    hidden: Annotated[str | None, typer.Option(help="Hidden sizes; default: 7168 on GPUs.")] = None,
+    topk: Annotated[str | None, typer.Option(help="Experts per token; default: 8 on GPUs.")] = None,
+    experts: Annotated[str | None, typer.Option(help="Experts over all ranks; default: 256 on GPUs.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
+    quant: Annotated[
+        str | None, typer.Option(help="Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default).")
+    ] = None,
+    combine_quant: Annotated[str, typer.Option(help="Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
+    layout: Annotated[str, typer.Option(help="compact, rank_major.")] = "compact",
+    routing: Annotated[str, typer.Option(help="uniform, zipf, all_to_one, ...: names in ep_a2a.routing.")] = "uniform",
+    max_sms: Annotated[str, typer.Option(help="Bounds on multiprocessors (CTAs); 0 = none.")] = "0",
+    contenders: Annotated[
+        str | None, typer.Option(help="Default: all; on CPU fewer. Names: ep_a2a/bench/contenders.py.")
+    ] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Timed runs; default: 50, on CPU 2.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens (PNG, SVG).")] = None,
+    markdown: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the table as markdown.")] = None,
+) -> None:
+    """Check, then time dispatch, combine and their round trip beside baselines and the wire's limit.
+
+    Options that take several values separate them by commas; every combination is measured. Runs under torchrun too.
+    The exit code is 1 where a contender returned a wrong result or raised. Times on CPU say nothing about GPUs.
+    """
+    from dataclasses import replace
+
+    from ep_a2a.bench.contenders import check_names
+    from ep_a2a.bench.drive import JoinedRunner, make_runner
+    from ep_a2a.bench.plot import check_can_plot
+    from ep_a2a.bench.sweep import DEFAULTS, Sweep
+    from ep_a2a.cli.demo_settings import choose_device
+
+    kind, _ = choose_device(device.value, 1)
+    defaults = DEFAULTS[kind]
+    names = defaults.contenders if contenders is None else _texts(contenders)
+    check_names(names)
+    for path in (json_file, markdown):
+        _check_folder(path)
+    if plot is not None:
+        check_can_plot(plot)
+    settings = replace(defaults.timing, num_runs=iterations or defaults.timing.num_runs)
+    with make_runner(kind) as runner:
+        joined = runner.world_size if isinstance(runner, JoinedRunner) else None
+        sweep = Sweep(
+            world_size=_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
+            hidden_dim=_numbers("hidden", hidden, (defaults.hidden_dim,)),
+            topk=_numbers("topk", topk, (defaults.topk,)),
+            num_experts=_numbers("experts", experts, (defaults.num_experts,)),
+            dtype=_texts(dtype),
+            quant_type=_texts(quant or defaults.quant_type),
+            combine_quant=_texts(combine_quant),
+            layout=_texts(layout),
+            routing=_texts(routing),
+            max_sms=_numbers("max-sms", max_sms, ()),
+            max_num_tokens=_texts(max_tokens),
+            num_tokens=_numbers("tokens", tokens, defaults.num_tokens),
+        )
+        complete = execute(runner, sweep, names, settings, kind, json_file=json_file, plot=plot, markdown=markdown)
+    raise typer.Exit(0 if complete else EXIT_MISSING_ROWS)
+
+
+def execute(
+    runner: "Runner",
+    sweep: "Sweep",
+    names: "Sequence[str]",
+    settings: "TimingSettings",
+    device: str,
+    *,
+    json_file: Path | None = None,
+    plot: Path | None = None,
+    markdown: Path | None = None,
+) -> bool:
+    """Runs the sweep and reports it, on the rank that shows results.
+
+    Returns:
+        Whether every contender that is available here was right and did not raise.
+    """
+    from rich.console import Console
+
+    from ep_a2a.bench.drive import run_sweep
+    from ep_a2a.bench.environment import describe
+    from ep_a2a.bench.plot import plot_round_trips
+    from ep_a2a.bench.report import JsonLines, show, write_markdown
+    from ep_a2a.bench.rows import Status, make_records
+
+    points = sweep.points()
+    header = describe(device) if runner.shows_results else {}
+    console = Console(quiet=not runner.shows_results)
+    progress = Console(stderr=True, quiet=not runner.shows_results)
+    if "note" in header:
+        console.print(header["note"], style="bold yellow", highlight=False)
+    lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
+    records: list[dict[str, Any]] = []
+
+    def on_row(row: Any) -> None:
+        took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
+        progress.print(f"T={row.workload.num_tokens} {row.contender}: {took}", style="dim", highlight=False)
+
+    for rows in run_sweep(points, names, settings, runner, on_row):
+        records += make_records(rows)
+        if lines is not None:
+            lines.append(records[-len(rows) :])
+    if runner.shows_results:
+        show(console, header, records)
+        if markdown is not None:
+            write_markdown(markdown, header, records)
+        if plot is not None:
+            plot_round_trips(records, plot, header.get("note", ""))
+        for path in filter(None, (json_file, plot, markdown)):
+            console.print(f"written: {path}", markup=False, highlight=False)
+    return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
+
+
+def _ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
+    import torch
+
+    from ep_a2a.errors import ConfigError, UnsupportedError
+
+    num_gpus = torch.cuda.device_count()
+    asked = _numbers("ranks", text, (default or num_gpus,))
+    if is_joined and asked != (default,):
+        raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
+    if not is_joined and device == "cuda" and max(asked) > num_gpus:
+        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(asked)), "Lower --ranks.")
+    return asked
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    from ep_a2a.errors import ConfigError
+
+    if text is None:
+        return default
+    parts = _texts(text)
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--{option} to be numbers separated by commas", repr(text))
+    return tuple(int(part) for part in parts)
+
+
+def _check_folder(path: Path | None) -> None:
+    from ep_a2a.errors import ConfigError
+
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ConfigError(f"a folder {path.resolve().parent}", "none", "Make it, or name another.")

@@ -1,0 +1,93 @@
+"""A kernel with its compile-time constants: interpreted on CPU, compiled once and launched cheaply on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.errors import StateError
+
+if TYPE_CHECKING:
+    from ep_a2a.kernels.portable import PortableFunction
+
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+REGISTERS_PER_SM = 65536
+"""Of all NVIDIA GPUs since compute capability 3.5, allotted to threads in multiples of REGISTER_GRANULARITY."""
+REGISTER_GRANULARITY = 8
+
+
+@dataclass
+class Variant:
+    """One kernel with one set of constants.
+
+    Attributes:
+        kernel: device code.
+        constants: its compile-time arguments by name, for `num_warps` warps per program.
+        num_warps: warps per program.
+    """
+
+    kernel: PortableFunction
+    constants: dict[str, Any]
+    num_warps: int
+    _compiled: Any = field(default=None, init=False)
+    _trailing: tuple[Any, ...] = field(default=(), init=False)
+
+    def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
+        """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
+        if device.type == "cpu":
+            self.interpret(num_programs, args)
+        else:
+            self.launch(num_programs, args, device)
+
+    @property
+    def programs_per_sm(self) -> int | None:
+        """Programs that the registers of a multiprocessor hold at once; None before the kernel is compiled."""
+        if self._compiled is None:
+            return None
+        registers = -(-int(self._compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        return max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
+
+    def interpret(self, num_programs: int, args: tuple[Any, ...]) -> None:
+        """Runs the kernel in Triton's interpreter."""
+        self.kernel.interpret((num_programs,), *args, **self.constants)
+
+    def compile(self, args: tuple[Any, ...]) -> None:
+        """Compiles and loads the kernel for arguments like these; nothing is launched.
+
+        Raises:
+            StateError: a graph is being captured.
+        """
+        if self._compiled is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a form of the call that has run before a graph captures it", "its first use",
+                "Make the call once outside of the capture: kernels are compiled then.",
+            )  # fmt: skip
+        # fused multiply-add would round once where the reference rounds twice
+        compiled = self.kernel.warmup(
+            *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
+            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False),
+        )  # fmt: skip
+        compiled._init_handles()
+        self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
+        self._compiled = compiled
+
+    def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
+        """Launches the kernel on the current stream.
+
+        Triton's own way of a call binds, hashes and looks up all arguments each time, which costs more host time than
+        everything else of a step together. The types of the arguments are fixed here, so the compiled kernel can be
+        called directly, with addresses for tensors.
+        """
+        if self._compiled is None:
+            self.compile(args)
+        addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        self._compiled[(num_programs, 1, 1)](*addresses, *self._trailing, stream=stream)

@@ -1,0 +1,118 @@
+"""Reading a tuned table strictly: a misspelt or impossible number is an error, not another launch."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+REMEDY = "Correct the file, or delete it and write it anew with `ep-a2a tune`."
+MAX_PROGRAMS = 1 << 16
+MAX_WARPS = 32
+MIN_ELEMENTS, MAX_ELEMENTS = 128, 1 << 16
+MAX_PAUSE_NS = 1_000_000
+
+_WITH_ROLES = ("num_warps", "num_senders", "num_receivers")
+LAUNCH_FIELDS = {
+    "dispatch": ("num_warps", "num_programs"),
+    "flagged_dispatch": _WITH_ROLES,
+    "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns"),
+}
+"""What a launch names, by phase."""
+
+Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def parse_table(path: Path, phase: str) -> list[Parts]:
+    """Key, launch and evidence of each entry of the table in a file, checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no table of this phase.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a readable JSON file at {path}", str(error), REMEDY) from error
+    _fields(content, {"about": _text, "entries": _list}, str(path))
+    entries = [_entry(entry, phase, f"entry {n} of {path}") for n, entry in enumerate(content["entries"])]
+    seen: list[dict[str, Any]] = []
+    for number, (key, _, _) in enumerate(entries):
+        if key in seen:
+            raise ConfigError(f"one entry per key in {path}", f"entry {number} again for {key}", REMEDY)
+        seen.append(key)
+    return entries
+
+
+def _entry(entry: Any, phase: str, where: str) -> Parts:
+    _fields(entry, {"key": _object, "launch": _object, "evidence": _object}, where)
+    positive = _integer(1, 1 << 31)
+    key_fields = {"hidden_dim": positive, "topk": positive, "cast": _text, "max_num_tokens": positive}
+    _fields(entry["key"], key_fields, f"key of {where}")
+    _fields(entry["launch"], {name: _LAUNCH_CHECKS[name] for name in LAUNCH_FIELDS[phase]}, f"launch of {where}")
+    evidence_fields = {
+        "us": _number, "gb_per_s": _number, "remote_rows": _integer(0, 1 << 31), "device": _text,
+        "versions": _texts, "date": _text,
+    }  # fmt: skip
+    _fields(entry["evidence"], evidence_fields, f"evidence of {where}", {"note": _text})
+    return entry["key"], entry["launch"], entry["evidence"]
+
+
+Check = tuple[str, "Callable[[Any], bool]"]
+
+
+def _fields(value: Any, required: dict[str, Check], where: str, optional: dict[str, Check] | None = None) -> None:
+    """Raises where `value` is not an object with these fields and no others."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} to be an object", repr(value), REMEDY)
+    known = required | (optional or {})
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"only the fields {', '.join(known)} in {where}", repr(name), REMEDY)
+    for name, (expected, check) in known.items():
+        if name not in value and name in required:
+            raise ConfigError(f"{name} in {where}", "nothing", REMEDY)
+        if name in value and not check(value[name]):
+            raise ConfigError(f"{name} in {where} to be {expected}", repr(value[name]), REMEDY)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, most: int) -> Check:
+    return f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most
+
+
+def _power_of_two(least: int, most: int) -> Check:
+    return (
+        f"a power of two from {least} to {most}",
+        lambda value: _is_integer(value) and least <= value <= most and value & (value - 1) == 0,
+    )
+
+
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+_object: Check = ("an object", lambda value: isinstance(value, dict))
+_list: Check = ("a list", lambda value: isinstance(value, list))
+_text: Check = ("text", lambda value: isinstance(value, str) and bool(value))
+_texts: Check = (
+    "an object of text", lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+)  # fmt: skip
+_number: Check = ("a finite number >= 0", _is_measured)
+_LAUNCH_CHECKS: dict[str, Check] = {
+    "num_warps": _power_of_two(1, MAX_WARPS),
+    "num_programs": _integer(0, MAX_PROGRAMS),
+    "num_senders": _integer(0, MAX_PROGRAMS),
+    "num_receivers": _integer(0, MAX_PROGRAMS),
+    "send_elements": _power_of_two(MIN_ELEMENTS, MAX_ELEMENTS),
+    "add_elements": _power_of_two(MIN_ELEMENTS, MAX_ELEMENTS),
+    "pause_ns": _integer(0, MAX_PAUSE_NS),
+}

@@ -1,0 +1,48 @@
+"""The benchmark on GPUs: every contender that is there passes its gate and is timed in a CUDA graph."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ep_a2a.bench.contenders import CONTENDERS
+from ep_a2a.bench.rows import Status
+from ep_a2a.bench.run import run_contender
+from ep_a2a.bench.timing import TimingSettings
+from ep_a2a.bench.workload import Workload
+from tests.integration.programs import run_cli, succeeded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUICK = TimingSettings(num_warmups=2, num_runs=5, num_round_trips=2, num_host_calls=10)
+ALWAYS_THERE = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "ep_a2a_staged", "nccl_agrs")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 200])
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
+    workload = Workload(2, num_tokens, 256, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128")
+    row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
+    if row.status == Status.UNAVAILABLE and name not in ALWAYS_THERE:
+        pytest.skip(row.reason)
+    assert (row.status, row.reason) == (Status.OK, "")
+    assert row.timing is not None
+    assert row.timing.dispatch_host_us is not None
+    if name in ALWAYS_THERE:
+        assert row.timing.in_graph
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    options = ("--ranks", "2", "--tokens", "1,64", "--contenders", "wire_limit,ep_a2a,nccl_agrs", "--iterations", "5")
+    printed = succeeded(run_cli("bench", "--device", "cuda", *options, "--json", str(path)))
+    assert "nothing about GPUs" not in printed
+    header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert header["gpus"]
+    assert header["driver"]
+    for row in rows:
+        assert row["in_graph"]
+        assert row["round_trip_fraction_of_limit"] > 0

@@ -1,0 +1,276 @@
+"""The benchmark on CPU processes: every contender passes its gate, and no other is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.bench import contenders, drive, run
+from ep_a2a.bench.contender import Contender, Session
+from ep_a2a.bench.rows import Row, Status
+from ep_a2a.bench.timing import TimingSettings
+from ep_a2a.bench.wire_limit import WireLimitContender
+from ep_a2a.bench.workload import Workload
+from ep_a2a.errors import CheckFailedError, UnsupportedError
+from tests.integration.programs import run_cli, run_python, succeeded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ep_a2a.testing.worker import RankContext
+
+QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
+ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "ep_a2a_staged", "nccl_agrs", "nccl_all_to_all")
+NEED_GPUS = ("flashinfer", "deepep")
+
+
+def workload_of(world_size: int, **changes: Any) -> Workload:
+    values: dict[str, Any] = {
+        "world_size": world_size, "num_tokens": 3, "max_num_tokens": 4, "hidden_dim": 128, "topk": 2,
+        "num_experts": 2 * world_size + 1, "quant_type": "fp8_per_1x128",
+    }  # fmt: skip
+    return Workload(**{**values, **changes})
+
+
+def test_every_contender_is_known_here():
+    assert {*ON_CPU, *NEED_GPUS} == set(contenders.CONTENDERS)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (2, {"layout": "rank_major"}),
+        (3, {"routing": "some_dropped", "quant_type": "fp8_per_token"}),
+    ],
+)
+def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
+    rows = ranks(run.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
+    for row in rows:
+        assert (row.status, row.reason) == (Status.OK, "")
+        assert row.timing is not None
+        assert row.timing == rows[0].timing
+        assert row.timing.round_trip.p99_us >= row.timing.round_trip.p50_us > 0
+        assert not row.timing.in_graph
+
+
+@pytest.mark.parametrize("name", ["wire_limit", "nccl_agrs", "nccl_all_to_all"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routing": "all_to_one", "dtype": torch.float32, "quant_type": "none"},
+        {"routing": "all_dropped", "num_tokens": 1},
+        {"routing": "out_of_range", "dtype": torch.float16, "num_tokens": 40, "max_num_tokens": 40},
+    ],
+    ids=lambda changes: changes["routing"],
+)
+def test_skew_and_dropped_tokens(ranks, name, changes):
+    row = ranks(run.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
+    assert (row.status, row.reason) == (Status.OK, "")
+
+
+@pytest.mark.parametrize("name", NEED_GPUS)
+def test_what_needs_gpus_says_so(ranks, name):
+    row = ranks(run.run_contender, 2, workload_of(2), name, QUICK)[0]
+    assert row.status == Status.UNAVAILABLE
+    assert "GPU" in row.reason
+
+
+def test_variants_that_would_be_the_same_are_left_out(ranks):
+    same = workload_of(2, max_num_tokens=3, quant_type="none")
+    for name in ("ep_a2a_bounded", "ep_a2a_precast"):
+        assert ranks(run.run_contender, 2, same, name, QUICK)[0].status == Status.UNAVAILABLE
+    alone = workload_of(1)
+    assert "no peers" in (WireLimitContender().unavailable(alone, torch.device("cpu")) or "")
+
+
+def lose_a_byte(context: RankContext) -> str:
+    """A push whose last byte does not arrive, seen by the rank that misses it."""
+    with WireLimitContender().prepare(workload_of(2), context) as session:
+        session.check()
+        send = session.combine
+
+        def lossy(dispatched: Any) -> torch.Tensor:
+            landing = send(dispatched)
+            received = session._combine.received[1 - context.rank]
+            landing[(received[2] + received[1]) * 16 - 1] ^= 1
+            return landing
+
+        session.combine = lossy  # type: ignore[method-assign]
+        try:
+            session.check()
+        except CheckFailedError as error:
+            return str(error)
+    return "nothing seen"
+
+
+def test_the_limit_misses_a_single_byte(ranks):
+    for text in ranks(lose_a_byte, 2):
+        assert "1 others" in text
+
+
+class Misbehaving(Contender):
+    """Does what `how` says, on rank 1 only."""
+
+    name = "misbehaving"
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, workload: Workload, context: Any) -> Session:
+        if context.rank == 1 and self.how == "refuses":
+            raise UnsupportedError("something else", "this")
+        if context.rank == 1 and self.how == "raises":
+            raise ValueError("no idea [1]")
+        return MisbehavingSession(self.how if context.rank == 1 else "behaves")
+
+
+class MisbehavingSession(Session):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def dispatch(self) -> None:
+        assert self.how not in ("is wrong", "refuses", "raises"), "it must not be timed"
+
+    def combine(self, dispatched: None) -> torch.Tensor:
+        if self.how == "breaks":
+            raise RuntimeError("broken")
+        return torch.empty(0)
+
+    def check(self) -> None:
+        if self.how == "is wrong":
+            raise CheckFailedError("one", "two")
+
+
+def run_misbehaving(context: RankContext, how: str) -> Row:
+    original = run.make_contender
+    run.make_contender = lambda name: Misbehaving(how)
+    try:
+        return run.run_contender(context, workload_of(2), "misbehaving", QUICK)
+    finally:
+        run.make_contender = original
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        ("behaves", Status.OK, ""),
+        ("refuses", Status.UNAVAILABLE, "rank 1: UnsupportedError: expected something else"),
+        ("raises", Status.ERROR, "preparing, rank 1: ValueError: no idea [1]"),
+        ("is wrong", Status.FAILED, "checking, rank 1: CheckFailedError: expected one; got two"),
+    ],
+)
+def test_one_rank_decides_for_all(ranks, how, status, text):
+    rows = ranks(run_misbehaving, 2, how)
+    for row in rows:
+        assert row.status == status
+        assert text in row.reason
+        assert (row.timing is not None) == (status == Status.OK)
+    assert rows[0].reason == rows[1].reason
+
+
+def run_or_die(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Row:
+    if name == "dies" and context.rank == 1:
+        os._exit(7)
+    return run.run_contender(context, workload, name, settings)
+
+
+def test_neither_errors_nor_dead_processes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "run_contender", run_or_die)
+    seen = []
+    with drive.PoolRunner("cpu") as runner:
+        names = ["smoke_signals", "nccl_agrs", "dies", "nccl_all_to_all"]
+        rows = next(drive.run_sweep([workload_of(2)], names, QUICK, runner, seen.append))
+    assert [row.status for row in rows] == [Status.ERROR, Status.OK, Status.ERROR, Status.OK]
+    assert "UnknownNameError" in rows[0].reason
+    assert "exit code 7" in rows[2].reason
+    assert seen == rows
+
+
+SMALL = (
+    "bench",
+    "--device",
+    "cpu",
+    "--ranks",
+    "2",
+    "--tokens",
+    "1,2",
+    "--hidden",
+    "128",
+    "--topk",
+    "2",
+    "--experts",
+    "4",
+)
+
+
+def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"result.{name}" for name in ("jsonl", "svg", "md")}
+    printed = succeeded(
+        run_cli(
+            *SMALL, "--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2",
+            "--json", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
+        )
+    )  # fmt: skip
+    assert "these times say nothing about GPUs" in printed
+    assert printed.count("deepep unavailable (T = 1, 2): needs GPUs") == 1
+    header, *rows = [json.loads(line) for line in paths["jsonl"].read_text().splitlines()]
+    assert header["record"] == "header"
+    assert [(row["num_tokens"], row["contender"], row["status"]) for row in rows] == [
+        (tokens, name, status)
+        for tokens in (1, 2)
+        for name, status in (
+            ("wire_limit", "ok"),
+            ("nccl_agrs", "ok"),
+            ("nccl_all_to_all", "ok"),
+            ("deepep", "unavailable"),
+        )
+    ]
+    assert set(rows[1]["baselines_over_this"]) == {"nccl_all_to_all"}
+    assert paths["svg"].read_text().startswith("<?xml")
+    assert paths["md"].read_text().count("| nccl_agrs |") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--tokens", "few"), "--tokens to be numbers"),
+        (("--contenders", "smoke_signals"), "wire_limit"),
+        (("--plot", "x.gif"), ".svg"),
+        (("--json", "/nowhere/x.jsonl"), "/nowhere"),
+        (("--max-tokens", "1"), "max_num_tokens >= num_tokens"),
+        (("--topk", "5"), "topk <= 4"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_with_a_remedy(arguments: tuple[str, ...], expected: str) -> None:
+    done = run_cli(*SMALL, *arguments)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
+    first = SMALL.index("--ranks")
+    arguments = SMALL[:first] + SMALL[first + 2 :]
+    options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--json", str(path))
+    printed = succeeded(run_python(*launcher, *arguments, *options))
+    assert printed.count("these times say nothing about GPUs") == 2
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [(row["world_size"], row["contender"], row["status"]) for row in rows] == [
+        (2, name, "ok") for _ in (1, 2) for name in ("wire_limit", "nccl_agrs")
+    ]
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    done = run_cli("bench", "--help", PYTHONPATH=f"{tmp_path}:.")
+    assert "--combine-quant" in succeeded(done)

@@ -1,0 +1,33 @@
+"""What the bodies of special op tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a import errors
+    from ep_a2a.testing import RankContext
+
+SHORT_TIMEOUT_SECS = 8.0
+"""Long enough for an interpreted step of ranks that share busy cores."""
+
+
+def synchronize(context: RankContext) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+
+
+def raised(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) -> errors.EpA2AError:
+    """The error of `kind` that `work` raises; its text must hold the words."""
+    try:
+        work()
+    except kind as error:
+        absent = [word for word in words if word not in str(error)]
+        if absent:
+            raise AssertionError(f"{absent} not in: {error}") from error
+        return error
+    raise AssertionError(f"no {kind.__name__}")

@@ -1,0 +1,173 @@
+"""Columns, tables, JSON lines, markdown and pictures of the benchmark, from rows that are made up."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ep_a2a.bench.contenders import CONTENDERS, check_names
+from ep_a2a.bench.environment import CPU_NOTE, describe
+from ep_a2a.bench.plot import make_lines, plot_round_trips
+from ep_a2a.bench.report import JsonLines, constant_fields, make_table, reasons, show, varying_fields, write_markdown
+from ep_a2a.bench.rows import Row, Status, make_records
+from ep_a2a.bench.timing import Statistic, Timing
+from ep_a2a.bench.workload import Workload
+from ep_a2a.errors import ConfigError, UnknownNameError
+
+HEADER = {"record": "header", "torch": "2.13", "note": CPU_NOTE}
+
+
+def workload_of(num_tokens: int, **changes: Any) -> Workload:
+    values: dict[str, Any] = {
+        "world_size": 2, "num_tokens": num_tokens, "max_num_tokens": num_tokens, "hidden_dim": 256, "topk": 2,
+        "num_experts": 4, "routing": "one_expert_per_rank",
+    }  # fmt: skip
+    return Workload(**{**values, **changes})
+
+
+def timing_of(dispatch: float, combine: float, round_trip: float, host: float | None = None) -> Timing:
+    parts = [Statistic(value, value * 2) for value in (dispatch, combine, round_trip)]
+    return Timing(parts[0], parts[1], parts[2], host is not None, host, host)
+
+
+def rows_of(workload: Workload) -> list[Row]:
+    return [
+        Row(workload, "wire_limit", Status.OK, timing=timing_of(10, 20, 25, 3)),
+        Row(workload, "ep_a2a", Status.OK, timing=timing_of(20, 25, 50, 4), details={"dispatch_programs": 3}),
+        Row(workload, "nccl_agrs", Status.OK, timing=timing_of(40, 60, 100)),
+        Row(workload, "nccl_all_to_all", Status.FAILED, "checking, rank 1: wrong [x]"),
+        Row(workload, "flashinfer", Status.UNAVAILABLE, "needs GPUs"),
+    ]
+
+
+def test_columns_are_worked_out_from_bytes_and_times():
+    # every token goes to both ranks: one remote row per token
+    limit, ours, baseline, failed, absent = make_records(rows_of(workload_of(8)))
+    assert ours["dispatch_bytes"] == ours["combine_bytes"] == 8 * 512
+    assert (ours["dispatch_us"], ours["dispatch_p99_us"], ours["round_trip_us"]) == (20, 40, 50)
+    assert ours["dispatch_gb_per_s"] == pytest.approx(8 * 512 / 20e-6 / 1e9)
+    assert ours["round_trip_gb_per_s"] == pytest.approx(2 * 8 * 512 / 50e-6 / 1e9)
+    assert (ours["dispatch_fraction_of_limit"], ours["combine_fraction_of_limit"]) == (0.5, 0.8)
+    assert (limit["round_trip_fraction_of_limit"], ours["round_trip_fraction_of_limit"]) == (1.0, 0.5)
+    assert ours["baselines_over_this"] == {"nccl_agrs": 2.0}
+    assert baseline["baselines_over_this"] == {}
+    assert (ours["dispatch_host_us"], ours["in_graph"], ours["details"]) == (4, True, {"dispatch_programs": 3})
+    assert "dispatch_host_us" not in baseline
+    assert (failed["status"], absent["status"]) == ("failed", "unavailable")
+    assert "round_trip_us" not in failed
+    json.dumps([limit, ours, baseline, failed, absent], allow_nan=False)
+
+
+def test_without_the_limit_there_is_no_fraction():
+    records = make_records([Row(workload_of(1), "ep_a2a", Status.OK, timing=timing_of(1, 1, 2))])
+    assert not [name for name in records[0] if "limit" in name]
+
+
+def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
+    records = [record for tokens in (1, 8) for record in make_records(rows_of(workload_of(tokens)))]
+    headings, cells = make_table(records)
+    assert headings[:2] == ["T", "contender"]
+    assert headings[-2:] == ["of limit", "nccl_agrs ÷ this"]
+    assert {len(row) for row in cells} == {len(headings)}
+    assert [row[1] for row in cells] == ["wire_limit", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
+    ours = dict(zip(headings, cells[1], strict=True))
+    assert (ours["of limit"], ours["nccl_agrs ÷ this"], ours["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
+    assert cells[3][2] == "FAILED"
+    assert cells[2][headings.index("round trip µs")] == "100.0 eager"
+    assert reasons(records) == [
+        "nccl_all_to_all failed (T = 1, 8): checking, rank 1: wrong [x]",
+        "flashinfer unavailable (T = 1, 8): needs GPUs",
+    ]
+    assert "M = T" in constant_fields(records)
+    assert "EP 2" in constant_fields(records)
+
+
+def test_what_buffers_are_made_for_is_a_column_where_it_is_not_the_tokens():
+    records = [r for bound in (8, 16) for r in make_records(rows_of(workload_of(8, max_num_tokens=bound)))]
+    assert varying_fields(records) == ["num_tokens", "max_num_tokens"]
+    records = make_records(rows_of(workload_of(8, max_num_tokens=16)))
+    assert varying_fields(records) == ["num_tokens"]
+    assert "M 16" in constant_fields(records)
+
+
+def test_the_terminal_says_what_cpu_times_are_worth():
+    # narrow, as where output goes to a file; figures must not lose digits
+    console = Console(file=io.StringIO(), width=80)
+    show(console, HEADER, make_records(rows_of(workload_of(8))))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert CPU_NOTE in text
+    assert "flashinfer unavailable (T = 8): needs GPUs" in text
+    assert "wrong [x]" in text
+    assert "100.0 eager" in text
+    assert "nccl_agrs ÷ this" in text
+    assert "…" not in text
+
+
+def test_json_lines_grow_behind_their_header(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    lines = JsonLines(path, HEADER)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER]
+    records = make_records(rows_of(workload_of(8)))
+    lines.append(records)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *records]
+
+
+def test_markdown_is_one_table(tmp_path):
+    path = tmp_path / "result.md"
+    write_markdown(path, HEADER, make_records(rows_of(workload_of(8))))
+    table = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 4
+    assert len({line.count("|") for line in table}) == 1
+    assert "- torch: 2.13" in path.read_text()
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_the_picture_is_written(tmp_path, suffix, magic):
+    records = [record for tokens in (1, 8, 64) for record in make_records(rows_of(workload_of(tokens)))]
+    path = tmp_path / f"round_trip.{suffix}"
+    plot_round_trips(records, path, CPU_NOTE)
+    assert path.read_bytes().startswith(magic)
+    # nothing timed is a picture too
+    plot_round_trips([record for record in records if record["status"] != "ok"], path)
+
+
+def test_lines_of_the_picture_are_named_by_what_varies():
+    records = [
+        record
+        for layout in ("compact", "rank_major")
+        for tokens in (8, 1)
+        for record in make_records(rows_of(workload_of(tokens, layout=layout)))
+    ]
+    lines = make_lines(records)
+    # the layout makes no difference to the limit
+    assert list(lines) == [
+        "wire_limit", "ep_a2a, layout compact", "nccl_agrs, layout compact",
+        "ep_a2a, layout rank_major", "nccl_agrs, layout rank_major",
+    ]  # fmt: skip
+    assert list(lines["wire_limit"].items()) == [(1, 25), (8, 25)]
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.pdf", "named"), ("nowhere/x.png", "a folder")])
+def test_impossible_pictures_are_refused(tmp_path, name, text):
+    with pytest.raises(ConfigError, match=text):
+        plot_round_trips([], tmp_path / name)
+
+
+def test_unknown_contenders_are_refused():
+    check_names(tuple(CONTENDERS))
+    with pytest.raises(UnknownNameError, match="nccl_agrs"):
+        check_names(("nccl_agrs", "smoke_signals"))
+
+
+def test_the_header_says_where_numbers_come_from():
+    header = describe("cpu")
+    assert header["record"] == "header"
+    assert header["note"] == CPU_NOTE
+    for name in ("torch", "triton", "python", "command", "date", "ep_a2a"):
+        assert header[name]
+    json.dumps(header)

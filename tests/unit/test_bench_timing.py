@@ -1,0 +1,107 @@
+"""Statistics of the benchmark, and the order of barriers, marks and calls, with a clock that records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.bench.contender import Session
+from ep_a2a.bench.timing import (
+    Clock,
+    CpuClock,
+    TimingSettings,
+    make_clock,
+    summarize,
+    time_operations,
+    time_round_trips,
+)
+
+
+def test_median_of_each_rank_then_the_slowest_rank():
+    # rank 1 is slowest in the median, rank 0 has the outlier
+    statistic = summarize([[1.0, 2.0, 100.0], [4.0, 3.0, 5.0]])
+    assert statistic.p50_us == 4.0
+    assert statistic.p99_us == 100.0
+
+
+def test_the_99th_percentile_is_that_of_the_slowest_rank_in_each_run():
+    one = [float(run) for run in range(200)]
+    other = [float(199 - run) for run in range(200)]
+    # in run r the slower rank takes max(r, 199 - r): 100 to 199, each twice
+    assert summarize([one, other]).p99_us == 198.0
+    assert summarize([one, other]).p50_us == 99.5
+
+
+def test_ranks_have_as_many_runs():
+    with pytest.raises(ValueError, match="shorter"):
+        summarize([[1.0, 2.0], [1.0]])
+
+
+class RecordingClock(Clock):
+    """Counts microseconds in calls."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def align(self) -> None:
+        self.events.append("align")
+
+    def mark(self) -> int:
+        self.events.append("mark")
+        return len(self.events)
+
+    def elapsed_us(self, start: int, end: int) -> float:
+        return float(end - start)
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+
+class RecordingSession(Session):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def dispatch(self) -> str:
+        self.events.append("dispatch")
+        return "handle"
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        assert dispatched == "handle"
+        self.events.append("combine")
+        return torch.empty(0)
+
+    def check(self) -> None:
+        raise AssertionError
+
+
+def test_each_op_stands_alone_behind_a_barrier():
+    clock = RecordingClock()
+    times = time_operations(RecordingSession(clock.events), clock, TimingSettings(num_warmups=2, num_runs=3))
+    warmups = ["dispatch", "combine"] * 2
+    run = ["align", "mark", "dispatch", "mark", "align", "mark", "combine", "mark"]
+    assert clock.events == [*warmups, "synchronize", *run * 3, "synchronize"]
+    assert times == ([2.0] * 3, [2.0] * 3)
+
+
+def test_round_trips_follow_one_another_behind_one_barrier():
+    clock = RecordingClock()
+    settings = TimingSettings(num_warmups=1, num_runs=2, num_round_trips=4)
+    times = time_round_trips(RecordingSession(clock.events), clock, settings, in_graph=False)
+    trips = ["dispatch", "combine"] * 4
+    run = ["align", "mark", *trips, "mark"]
+    assert clock.events == [*trips, "synchronize", *run * 2, "synchronize"]
+    assert times == [9 / 4] * 2
+
+
+def test_the_wall_clock_counts_microseconds(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    clock = make_clock(SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), group=None))  # type: ignore[arg-type]
+    assert isinstance(clock, CpuClock)
+    clock.align()
+    assert clock.elapsed_us(1_000, 3_500) == 2.5
+    assert clock.mark() <= clock.mark()

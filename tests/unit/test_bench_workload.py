@@ -1,0 +1,144 @@
+"""Inputs, byte counts and sweeps of the benchmark, against plain counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.bench.contender import check_round_trip
+from ep_a2a.bench.sweep import DEFAULTS, Sweep
+from ep_a2a.bench.workload import Workload
+from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
+from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.routing import ROUTINGS, expert_ranges
+
+
+def workload_of(**changes: Any) -> Workload:
+    values: dict[str, Any] = {
+        "world_size": 3, "num_tokens": 17, "max_num_tokens": 32, "hidden_dim": 256, "topk": 3, "num_experts": 10,
+    }  # fmt: skip
+    return Workload(**{**values, **changes})
+
+
+def counted_rows(workload: Workload) -> tuple[list[int], list[int]]:
+    """Rows that each rank sends to and receives from others, one token and one slot at a time."""
+    ranges = expert_ranges(workload.num_experts, workload.world_size)
+    sent, received = [0] * workload.world_size, [0] * workload.world_size
+    for source in range(workload.world_size):
+        for ids in workload.ids(source).tolist():
+            owners = {rank for rank, (first, end) in enumerate(ranges) for i in ids if first <= i < end}
+            for owner in owners - {source}:
+                sent[source] += 1
+                received[owner] += 1
+    return sent, received
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_rows_are_those_of_the_busiest_rank(routing):
+    workload = workload_of(routing=routing)
+    sent, received = counted_rows(workload)
+    assert workload.busiest_remote_rows == max(*sent, *received)
+    assert workload.dispatch_bytes == workload.busiest_remote_rows * 256 * 2
+    assert workload.combine_bytes == workload.dispatch_bytes
+
+
+@pytest.mark.parametrize(
+    ("quant", "combine_quant", "dispatch_bytes", "combine_bytes"),
+    [
+        ("none", "none", 14336, 14336),
+        ("fp8_per_1x128", "none", 7168 + 56 * 4, 14336),
+        ("fp8_per_token", "fp8_direct_cast", 7168 + 4, 7168),
+        ("fp8_per_1x128", "fp8_blockwise", 7392, 7392),
+    ],
+)
+def test_a_row_is_its_elements_and_its_scales(quant, combine_quant, dispatch_bytes, combine_bytes):
+    workload = workload_of(hidden_dim=7168, quant_type=quant, combine_quant=combine_quant)
+    assert (workload.dispatch_row_bytes, workload.combine_row_bytes) == (dispatch_bytes, combine_bytes)
+
+
+def test_inputs_are_seeded_by_rank():
+    workload = workload_of()
+    one, again, other = workload.inputs(0), workload.inputs(0), workload.inputs(1)
+    for name in ("x", "ids", "weights"):
+        assert torch.equal(getattr(one, name), getattr(again, name))
+        assert not torch.equal(getattr(one, name), getattr(other, name))
+    assert torch.equal(one.ids, workload.ids(0))
+    assert one.ids.dtype == torch.int32
+    torch.testing.assert_close(one.weights.sum(1), torch.ones(17))
+    # a caller that writes into its ids must not change everybody's
+    workload.ids(0).fill_(-1)
+    assert torch.equal(one.ids, workload.ids(0))
+
+
+def test_the_seed_changes_tokens_and_routing():
+    one, other = workload_of(seed=1).inputs(0), workload_of(seed=2).inputs(0)
+    assert not torch.equal(one.x, other.x)
+    assert not torch.equal(one.ids, other.ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128"])
+def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
+    workload = workload_of(dtype=dtype, quant_type=quant)
+    x = workload.inputs(0).x
+    copies = workload.num_distinct_ranks(0)
+    rows = x if quant == "none" else dequantize(*quantize(x, quant), quant, dtype)
+    right = (rows.float() * copies[:, None]).to(dtype)
+    check_round_trip("it", workload, x, copies, right)
+    for wrong in (right.roll(1, 0), right.roll(1, 1), right * 2, torch.full_like(right, float("nan"))):
+        with pytest.raises(CheckFailedError, match="elements are off"):
+            check_round_trip("it", workload, x, copies, wrong)
+    one_element = right.clone()
+    one_element[3, 7] += 1
+    with pytest.raises(CheckFailedError, match="token 3, element 7"):
+        check_round_trip("it", workload, x, copies, one_element)
+    with pytest.raises(CheckFailedError, match=r"\(17, 256\)"):
+        check_round_trip("it", workload, x, copies, right[:5])
+
+
+def sweep_of(**changes: Any) -> Sweep:
+    values: dict[str, Any] = {
+        "world_size": (2,), "hidden_dim": (256,), "topk": (4,), "num_experts": (16,), "dtype": ("bfloat16",),
+        "quant_type": ("none",), "combine_quant": ("none",), "layout": ("compact",), "routing": ("uniform",),
+        "max_sms": (0,), "max_num_tokens": ("same",), "num_tokens": (1, 4),
+    }  # fmt: skip
+    return Sweep(**{**values, **changes})
+
+
+def test_a_sweep_is_every_combination():
+    points = sweep_of(max_num_tokens=("same", "8"), layout=("compact", "rank_major")).points()
+    assert [(w.layout, w.max_num_tokens, w.num_tokens) for w in points] == [
+        ("compact", 1, 1), ("compact", 4, 4), ("compact", 8, 1), ("compact", 8, 4),
+        ("rank_major", 1, 1), ("rank_major", 4, 4), ("rank_major", 8, 1), ("rank_major", 8, 4),
+    ]  # fmt: skip
+    assert len(set(points)) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"dtype": ("fp8",)}, UnknownNameError, "bfloat16"),
+        ({"quant_type": ("fp8_blockwise",)}, UnknownNameError, "fp8_per_1x128"),
+        ({"combine_quant": ("fp8_per_token",)}, UnknownNameError, "fp8_blockwise"),
+        ({"routing": ("nowhere",)}, UnknownNameError, "zipf"),
+        ({"layout": ("sorted",)}, UnknownNameError, "rank_major"),
+        ({"max_num_tokens": ("many",)}, ConfigError, "same"),
+        ({"max_num_tokens": ("2",)}, ConfigError, "max_num_tokens >= num_tokens 4"),
+        ({"num_tokens": (0,)}, ConfigError, "num_tokens >= 1"),
+        ({"topk": (17,)}, TopKError, "topk <= 16"),
+        ({"hidden_dim": (192,), "quant_type": ("fp8_per_1x128",)}, ConfigError, "multiple of 128"),
+        ({"hidden_dim": (100,)}, ConfigError, "multiple of 16"),
+    ],
+)
+def test_impossible_points_are_refused_before_anything_runs(changes, error, text):
+    with pytest.raises(error, match=text):
+        sweep_of(**changes).points()
+
+
+def test_the_defaults_are_the_shapes_of_the_anchors():
+    defaults = DEFAULTS["cuda"]
+    assert defaults.num_tokens == (1, 16, 32, 128, 512, 4096)
+    assert (defaults.hidden_dim, defaults.topk, defaults.num_experts) == (7168, 8, 256)
+    assert (defaults.timing.num_warmups, defaults.timing.num_runs, defaults.timing.num_round_trips) == (20, 50, 10)

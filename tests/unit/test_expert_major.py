@@ -1,0 +1,137 @@
+"""Layout expert_major where no processes are needed: its specification, and what its kernels compile to."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+
+from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.errors import InputError
+from ep_a2a.kernels.expert_major import ExpertMajorKernels
+from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
+from ep_a2a.testing.offline_compile import compile_offline
+from tests.unit.test_reference import Case, cases, make_experts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ep_a2a.kernels.variants import Variant
+
+AMPERE, HOPPER = 80, 90
+
+
+@given(case=cases())
+@settings(max_examples=40, deadline=None)
+def test_rows_by_definition(case: Case) -> None:
+    """Each local expert has the tokens that name it, by source and token; what is behind them is zeros."""
+    for rank, got in enumerate(case.dispatch("expert_major")):
+        received = case.received_by(rank)
+        assert got.valid_rows(got.source_positions).tolist() == [s * 100 * case.world_size + t for s, t in received]
+        assert got.weights is not None
+        assert got.scales is not None
+        assert got.expert_counts is not None
+        assert got.expert_rows is not None
+        assert got.tokens.shape[:2] == got.weights.shape == (len(case.owned(rank)), case.world_size * 16)
+        seen = torch.full(got.expert_rows.shape, -1)
+        for number, expert in enumerate(case.owned(rank)):
+            expected = [(s, t) for s, t in received if expert in case.ids[s][t].tolist()]
+            assert int(got.expert_counts[number]) == len(expected)
+            assert not got.tokens[number, len(expected) :].any()
+            assert not got.scales[number, len(expected) :].any()
+            assert not got.weights[number, len(expected) :].any()
+            for place, (s, t) in enumerate(expected):
+                assert torch.equal(got.tokens[number, place], case.tokens[s][t])
+                assert torch.equal(got.scales[number, place], case.scales[s][t])
+                weight = case.weights[s][t][case.ids[s][t] == expert].sum()
+                torch.testing.assert_close(got.weights[number, place], weight)
+                row = received.index((s, t))
+                seen[row, case.ids[s][t] == expert] = number * case.world_size * 16 + place
+        assert torch.equal(got.expert_rows, seen)
+
+
+@given(case=cases())
+@settings(max_examples=30, deadline=None)
+def test_expert_parallel_equals_dense(case: Case) -> None:
+    w1, w2 = make_experts(case.num_experts)
+    received = case.dispatch("expert_major")
+    sent = []
+    for rank, got in enumerate(received):
+        own = case.owned(rank)
+        results = torch.full_like(got.tokens, torch.nan)
+        assert got.expert_counts is not None
+        for number, count in enumerate(got.expert_counts.tolist()):
+            gate, up = (got.tokens[number, :count] @ w1[own[number]].T).chunk(2, dim=1)
+            results[number, :count] = (torch.nn.functional.silu(gate) * up) @ w2[own[number]].T
+        sent.append(reduce_experts_reference(results, got, torch.float32))
+    for source, out in enumerate(combine_reference(sent, received, case.num_tokens, torch.float32)):
+        dense = dense_moe(case.tokens[source], case.weights[source], case.ids[source], w1, w2)
+        torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-3)
+
+
+def test_weights_are_needed() -> None:
+    ids = [torch.zeros(1, 1, dtype=torch.int32)]
+    with pytest.raises(InputError, match="weights with layout expert_major"):
+        dispatch_reference(
+            [torch.zeros(1, 4)], [None], [None], ids, num_experts=1, max_num_tokens=1, layout="expert_major"
+        )
+
+
+def config_of(**changes: Any) -> EpDispatchCombineConfig:
+    """DeepSeek-V3 on 8 GPUs."""
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16, "rank": 1, "world_size": 8, "hidden_dim": 7168, "scale_dim": 0,
+        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
+        "num_experts_per_rank": 32, "num_experts_per_token": 8, "layout": "expert_major", "expert_alignment": 128,
+    }  # fmt: skip
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[Any, ...]]]:
+    table = torch.zeros(64, dtype=torch.int64)
+    return list(ExpertMajorKernels(config, table, torch.device("cpu")).variants())
+
+
+def vector_accesses(ptx: str) -> tuple[int, int]:
+    """16-byte loads from and stores to global memory."""
+    kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
+    return len(kinds[0]), len(kinds[1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"quant_type": "fp8_per_1x128"},
+        {"world_size": 2, "hidden_dim": 2880},
+        {"data_type": torch.float32, "num_experts_per_token": 32, "world_size": 4},
+    ],
+    ids=str,
+)
+def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
+    """No spills either: "REG:48 STACK:0 SHARED:0 LOCAL:0 ..." as cuobjdump prints it."""
+    variants = variants_of(config_of(**changes))
+    assert len(variants) == (4 if "quant_type" in changes else 3)
+    for variant, args in variants:
+        asm = compile_offline(variant.kernel, args, variant.constants, variant.num_warps, HOPPER)
+        loads, stores = vector_accesses(asm["ptx"])
+        assert loads > 0, variant.kernel.__name__
+        assert stores > 0 or variant.kernel.__name__ == "number_expert_rows_kernel"
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        used = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
+        assert "STACK:0" in used
+        assert "LOCAL:0" in used
+
+
+def test_an_older_gpu_and_scales_of_bytes() -> None:
+    config = config_of(data_type=torch.float8_e4m3fn, scale_dim=5, scale_type_size=1, hidden_dim=144)
+    for variant, args in variants_of(config):
+        asm = compile_offline(variant.kernel, args, variant.constants, variant.num_warps, AMPERE)
+        assert ".target sm_80" in asm["ptx"]
