@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -252,22 +253,22 @@ class EpDispatchCombineConfig:
             num_rows = most * self.world_size * self.max_num_inp_token_per_rank
             _require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
 
-    @property
+    @functools.cached_property
     def topk(self) -> int:
         """K."""
         return self.num_experts_per_token
 
-    @property
+    @functools.cached_property
     def total_experts(self) -> int:
         """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
         return self.num_experts or self.world_size * self.num_experts_per_rank
 
-    @property
+    @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts that this rank owns."""
         return num_owned_experts(self.total_experts, self.world_size, self.rank)
 
-    @property
+    @functools.cached_property
     def dispatch_quant(self) -> QuantType:
         """The cast inside dispatch."""
         if self.dispatch_quant_type is not None:
@@ -275,30 +276,30 @@ class EpDispatchCombineConfig:
         quant_type = QuantType(self.quant_type)
         return quant_type if quant_type in DISPATCH_QUANT_TYPES else QuantType.NONE
 
-    @property
+    @functools.cached_property
     def combine_quant(self) -> QuantType:
         """The cast on the combine wire."""
         quant_type = QuantType(self.quant_type)
         return quant_type if quant_type in COMBINE_QUANT_TYPES else QuantType.NONE
 
-    @property
+    @functools.cached_property
     def casts_in_dispatch(self) -> bool:
         """Whether dispatch turns data_type into fp8."""
         return self.dispatch_quant != QuantType.NONE
 
-    @property
+    @functools.cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the rows that dispatch returns."""
         return FP8_DTYPE if self.casts_in_dispatch else self.data_type
 
-    @property
+    @functools.cached_property
     def combined_dtype(self) -> torch.dtype:
         """Dtype of the rows given to combine and of its result."""
         if self.combine_dtype is not None:
             return self.combine_dtype
         return torch.bfloat16 if self.data_type == FP8_DTYPE else self.data_type
 
-    @property
+    @functools.cached_property
     def num_scales(self) -> int:
         """Scales per row that dispatch returns; 0 = none."""
         if self.dispatch_quant == QuantType.FP8_PER_TOKEN:
@@ -307,41 +308,41 @@ class EpDispatchCombineConfig:
             return self.hidden_dim // FP8_GROUP_SIZE
         return self.scale_dim
 
-    @property
+    @functools.cached_property
     def scale_bytes(self) -> int:
         """Bytes per scale that dispatch returns."""
         if self.casts_in_dispatch:
             return 1 if self.scale_format == ScaleFormat.UE8M0 else 4
         return self.scale_type_size
 
-    @property
+    @functools.cached_property
     def combine_wire_dtype(self) -> torch.dtype:
         """Dtype of the rows that combine sends."""
         return self.combined_dtype if self.combine_quant == QuantType.NONE else FP8_DTYPE
 
-    @property
+    @functools.cached_property
     def num_combine_scales(self) -> int:
         """Float32 scales that combine sends with a row; 0 = none."""
         return self.hidden_dim // FP8_GROUP_SIZE if self.combine_quant == QuantType.FP8_BLOCKWISE else 0
 
-    @property
+    @functools.cached_property
     def flagged_tokens(self) -> int:
         """The largest max_num_tokens of a step that is dispatched as flagged words."""
         return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank)
 
-    @property
+    @functools.cached_property
     def max_num_recv_tokens_per_rank(self) -> int:
         """Rows kept per source on average: M, or MORI's share of the cap, min(ceil(cap / W), M)."""
         if not self.max_total_recv_tokens:
             return self.max_num_inp_token_per_rank
         return min(math.ceil(self.max_total_recv_tokens / self.world_size), self.max_num_inp_token_per_rank)
 
-    @property
+    @functools.cached_property
     def max_num_recv_tokens(self) -> int:
         """R, the most rows that dispatch returns."""
         return self.world_size * self.max_num_recv_tokens_per_rank
 
-    @property
+    @functools.cached_property
     def max_num_expert_rows(self) -> int:
         """The most rows that the experts work on: R, or in layout expert_major E * W * M."""
         return self.max_num_recv_tokens * (self.num_local_experts if self.layout == Layout.EXPERT_MAJOR else 1)

@@ -142,7 +142,8 @@ def _tuned(
         default = replace(
             default, send_elements=tuned.send_elements, add_elements=tuned.add_elements, pause_ns=tuned.pause_ns
         )
-    senders, receivers = min(tuned.num_senders or to_send, to_send), min(tuned.num_receivers or to_receive, to_receive)
+    senders = max(1, min(tuned.num_senders or to_send, to_send))
+    receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
     return replace(default, num_programs=1 + senders + receivers, num_senders=senders, num_receivers=receivers)
 
 

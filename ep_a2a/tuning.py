@@ -35,7 +35,7 @@ MAX_RATIO = 4.0
 ABOUT = (
     "us is a whole round trip, dispatch + combine in a CUDA graph, median, slowest rank; gb_per_s is what the round "
     "trip must move over the wire, remote_rows of a rank times the bytes of a row on both ways, over us. "
-    "A number of programs, senders or receivers of 0 means one for each unit of work. Written by ep-a2a tune."
+    "A number of programs, senders or receivers of 0 means one for each unit of work."
 )
 _log = logging.getLogger(__name__)
 _told: set[tuple[str, ShapeKey, str]] = set()

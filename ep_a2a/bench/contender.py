@@ -73,6 +73,13 @@ class Session(abc.ABC):
             CheckFailedError: the result is wrong on this rank.
         """
 
+    def check_timed(self) -> None:  # noqa: B027  most raise while they are timed
+        """Looks, after the timing, for failures that kernels can only record. Local.
+
+        Raises:
+            EpA2AError: what was timed has not done its work.
+        """
+
     def close(self) -> None:  # noqa: B027  nothing to give back is common
         """Gives memory and communicators back. Called once, on every rank."""
 
@@ -102,14 +109,14 @@ class Contender(abc.ABC):
 
 
 def check_round_trip(name: str, workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:
-    """Compares a round trip through identity experts with x times the number of rows that were summed per token.
+    """Compares a round trip through identity experts with x times the rows, or weights, that are summed per token.
 
     Args:
         name: whose result it is, for the error.
         workload: gives the tolerance.
         x: this rank's tokens `[T, H]`.
-        copies: rows that each token was sent as, `[T]`: `workload.num_distinct_ranks(rank)`, or for contenders
-            that send a row per expert the number of valid slots.
+        copies: what identity experts multiply each token by, `[T]`: `workload.num_distinct_ranks(rank)` where rows are
+            summed as they are, `workload.valid_weights(rank)` where router weights are applied on the way.
         got: `[T, H]` of any floating point dtype, on any device.
 
     Raises:

@@ -18,13 +18,15 @@ CONTENDERS = {
     OURS: ("ours", "OpContender"),
     "ep_a2a_bounded": ("ours", "BoundedOpContender"),
     "ep_a2a_precast": ("ours", "PrecastOpContender"),
-    "ep_a2a_staged": ("ours", "StagedOpContender"),
     "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
     "nccl_all_to_all": ("nccl", "AllToAllContender"),
     "flashinfer": ("flashinfer", "FlashInferContender"),
     "deepep": ("deepep", "DeepEPContender"),
 }
 """Module of this package and class, by name, in the order of reports."""
+
+WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens"})
+"""Fields of a workload that make no difference to the wire's limit."""
 
 
 def check_names(names: tuple[str, ...]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
 
+from ep_a2a.bench.contenders import LIMIT
 from ep_a2a.bench.rows import Row, Status
 from ep_a2a.bench.run import run_contender
+from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError
 from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
@@ -137,13 +140,28 @@ def run_sweep(
     runner: Runner,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Iterator[list[Row]]:
-    """The rows of each point, in the order of `names`; `on_row` is told of each as it comes."""
+    """The rows of each point, in the order of `names`; `on_row` is told of each as it comes.
+
+    The limit is measured once for all points that are the same to it.
+    """
+    limits: dict[Workload, Row] = {}
     for workload in points:
         rows = []
         for name in names:
-            rows.append(runner.run(workload, name, settings))
-            on_row(rows[-1])
+            same = _as_limit_sees(workload)
+            if name == LIMIT and same in limits:
+                row = replace(limits[same], workload=workload)
+            else:
+                row = runner.run(workload, name, settings)
+            if name == LIMIT and row.status == Status.OK:
+                limits[same] = row
+            rows.append(row)
+            on_row(row)
         yield rows
+
+
+def _as_limit_sees(workload: Workload) -> Workload:
+    return replace(workload, layout=Layout.COMPACT, max_sms=0, max_num_tokens=workload.num_tokens)
 
 
 def _summary(failure: RankFailure) -> str:

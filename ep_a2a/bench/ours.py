@@ -16,29 +16,23 @@ if TYPE_CHECKING:
     from ep_a2a.bench.contender import BenchContext
     from ep_a2a.bench.workload import Workload
     from ep_a2a.kernels.base_op import DispatchResult
-
-FILLED_LAYOUTS = (Layout.COMPACT, Layout.RANK_MAJOR)
-"""Layouts in which `_OpSession` knows where the received rows lie."""
+    from ep_a2a.tuning import TunedTables
 
 
 class OpContender(Contender):
-    """The op as an engine calls it: casts inside dispatch, experts that write where combine sends from (zero copy).
+    """The op as an engine calls it: casts inside dispatch, experts whose rows lie in memory of their own.
 
     Attributes:
         bounds_step: dispatch is told that no rank brings more than T tokens, instead of M.
         casts_before: tokens come cast to fp8 already, as the other libraries want them.
-        stages: experts write elsewhere, so that combine copies first.
     """
 
     name: ClassVar[str] = "ep_a2a"
     bounds_step: ClassVar[bool] = False
     casts_before: ClassVar[bool] = False
-    stages: ClassVar[bool] = False
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
         """What the op refuses by its config, and variants that would be `ep_a2a` itself."""
-        if workload.layout not in FILLED_LAYOUTS:
-            return f"its experts' rows are filled in for layouts {', '.join(FILLED_LAYOUTS)} only"
         if self.bounds_step and workload.max_num_tokens == workload.num_tokens:
             return "the same as ep_a2a where max_num_tokens is num_tokens"
         if self.casts_before and workload.quant_type == QuantType.NONE:
@@ -51,7 +45,7 @@ class OpContender(Contender):
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the op. Collective."""
-        return _OpSession(workload, context, self)
+        return OpSession(workload, context, self)
 
 
 class BoundedOpContender(OpContender):
@@ -66,13 +60,6 @@ class PrecastOpContender(OpContender):
 
     name = "ep_a2a_precast"
     casts_before = True
-
-
-class StagedOpContender(OpContender):
-    """`ep_a2a` without zero copy."""
-
-    name = "ep_a2a_staged"
-    stages = True
 
 
 def make_config(workload: Workload, rank: int) -> EpDispatchCombineConfig:
@@ -101,7 +88,9 @@ def make_config(workload: Workload, rank: int) -> EpDispatchCombineConfig:
     )
 
 
-class _OpSession(Session):
+class OpSession(Session):
+    """The op with one workload's inputs."""
+
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
         from ep_a2a.kernels.op import EpDispatchCombineOp
 
@@ -109,7 +98,8 @@ class _OpSession(Session):
         self._workload, self._name = workload, contender.name
         inputs = workload.inputs(context.rank, context.device)
         self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
-        self._copies = workload.num_distinct_ranks(context.rank)
+        weighs = workload.layout == Layout.EXPERT_MAJOR
+        self._copies = workload.valid_weights(context.rank) if weighs else workload.num_distinct_ranks(context.rank)
         self._sent, self._scales = self._x, None
         if contender.casts_before:
             self._sent, self._scales = quantize(self._x, workload.quant_type)
@@ -120,21 +110,12 @@ class _OpSession(Session):
         except Exception:
             self._arena.close()
             raise
-        num_rows = self._op.num_rows(self._step_bound or workload.max_num_tokens)
-        self._rows = self._op.get_registered_combine_input_buffer(workload.dtype)
-        if contender.stages:
-            self._rows = torch.zeros_like(self._rows[:num_rows])
-        self._lead: tuple[int, ...] = (num_rows,)
-        if workload.layout == Layout.RANK_MAJOR:
-            self._lead = (workload.world_size, num_rows // workload.world_size)
-        if contender.stages:
-            self._rows = self._rows.view(*self._lead, workload.hidden_dim)
         for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
             launch = self._op.get_launch_config(is_dispatch)
             self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
         # The experts' part, which is not timed: dispatch gives the same rows every time, so they stay right.
         dispatched = self.dispatch()
-        self._run_identity_experts(dispatched)
+        self._rows = self._run_identity_experts(dispatched)
         self.combine(dispatched)
 
     def dispatch(self) -> DispatchResult:
@@ -148,31 +129,40 @@ class _OpSession(Session):
         result, _ = self._op.combine(self._rows, None, None)
         return result[: self._workload.num_tokens]
 
+    def use_tables(self, tables: TunedTables) -> None:
+        """Takes launch numbers from these tables from now on; what they need is compiled when it is first used."""
+        self._op._kernels.use_tables(tables)
+
     def check(self) -> None:
         """A round trip on the rows that will be timed, and the ids and router weights that came with them."""
         result = self.combine(self.dispatch())
         check_round_trip(self._name, self._workload, self._x, self._copies, result)
         self._op.check()
 
+    def check_timed(self) -> None:
+        """No kernel has recorded a failure."""
+        self._op.check()
+
     def close(self) -> None:
         """Closes the op and gives its memory back."""
         self._op.close()
-        del self._rows
         self._arena.close()
 
-    def _run_identity_experts(self, dispatched: DispatchResult) -> None:
-        """Each received row becomes the row to combine; rows past the received ones stay as they are."""
+    def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
+        """Each received row as a row to combine, of dispatch's leading sizes; NaN where none was received."""
         tokens, _, scales, _, _ = dispatched
-        targets = self._rows.view(-1, self._workload.hidden_dim)
-        counts = self._op.recv_counts.tolist()
-        if self._workload.layout == Layout.RANK_MAJOR:
-            spans = [(source * self._lead[1], count) for source, count in enumerate(counts)]
-        else:
-            spans = [(0, sum(counts))]
-        flat_tokens = tokens.view(-1, self._workload.hidden_dim)
-        for start, count in spans:
-            rows = flat_tokens[start : start + count]
+        workload, num_rows = self._workload, tokens.shape[-2]
+        # Combine must not read what was not received, and the check would see it.
+        results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
+        flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
+        counts = self._op.expert_recv_count if workload.layout == Layout.EXPERT_MAJOR else self._op.recv_counts
+        if workload.layout == Layout.COMPACT:
+            counts = counts.sum(0, keepdim=True)
+        for block, count in enumerate(counts.tolist()):
+            span = slice(block * num_rows, block * num_rows + count)
+            rows = flat_tokens[span]
             if scales is not None:
-                flat_scales = scales.view(-1, scales.shape[-1])[start : start + count]
-                rows = dequantize(rows, flat_scales, self._workload.quant_type, self._workload.dtype)
-            targets[start : start + count] = rows
+                flat_scales = scales.view(-1, scales.shape[-1])[span]
+                rows = dequantize(rows, flat_scales, workload.quant_type, workload.dtype)
+            flat_results[span] = rows
+        return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
 from ep_a2a.bench.rows import Status, is_baseline
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
     Contenders that were not available are left out; `reasons` has them.
     """
-    shown = [record for record in records if record["status"] != Status.UNAVAILABLE]
+    shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
     varying = varying_fields(records)
     baselines = [
         name for name in dict.fromkeys(each["contender"] for each in shown if each["status"] == "ok")
@@ -87,8 +88,25 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     return headings, [_cells(record, varying, baselines) for record in shown]
 
 
+def _without_repeats(records: Sequence[Record]) -> list[Record]:
+    """Records without those of the limit that say the same again."""
+    kept, seen = [], set()
+    for record in records:
+        key = tuple(record[name] for name in FIELDS if has_effect(record, name))
+        if record["contender"] != LIMIT or key not in seen:
+            kept.append(record)
+        if record["contender"] == LIMIT:
+            seen.add(key)
+    return kept
+
+
+def has_effect(record: Record, field: str) -> bool:
+    """Whether a field of the workload makes a difference to the record's contender."""
+    return record["contender"] != LIMIT or field not in WITHOUT_EFFECT_ON_LIMIT
+
+
 def _cells(record: Record, varying: Sequence[str], baselines: Sequence[str]) -> list[str]:
-    cells = [str(record[name]) for name in varying] + [record["contender"]]
+    cells = [str(record[name]) if has_effect(record, name) else "" for name in varying] + [record["contender"]]
     if record["status"] != Status.OK:
         return [*cells, record["status"].upper(), *[""] * (7 + len(baselines) - 1)]
     host = "/".join(f"{record[name]:.1f}" for name in ("dispatch_host_us", "combine_host_us") if name in record)

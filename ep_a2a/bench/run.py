@@ -48,6 +48,7 @@ def run_contender(context: BenchContext, workload: Workload, name: str, settings
         session = _together(rendezvous, "preparing", lambda: contender.prepare(workload, context))
         _together(rendezvous, "checking", session.check)
         timing = _together(rendezvous, "timing", lambda: measure(session, context, rendezvous, settings))
+        _together(rendezvous, "after the timing", session.check_timed)
     except _NotRunError as end:
         status, reason = end.status, end.reason
     details = {} if session is None else session.details

@@ -30,6 +30,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMBINE_DTYPES}
 class Sweep:
     """Values of each field of Workload, in the order in which points come: the last field varies fastest.
 
+    But for max_sms, which varies faster still: the times of one workload under several bounds come one after another.
+
     dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME.
     """
 
@@ -52,7 +54,7 @@ class Sweep:
         Raises:
             ConfigError, TopKError, UnknownNameError: a combination that nothing can run; it is named.
         """
-        names = [field.name for field in fields(self)]
+        names = sorted((field.name for field in fields(self)), key="max_sms".__eq__)
         values = [getattr(self, name) for name in names]
         return [_workload(dict(zip(names, chosen, strict=True))) for chosen in itertools.product(*values)]
 

@@ -13,7 +13,7 @@ import torch
 from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.bench.wire_limit import Peer
 
@@ -54,17 +54,46 @@ __device__ __forceinline__ unsigned long long now_ns()
     return time;
 }
 
+__device__ __forceinline__ uint4 load(const uint4* from)
+{
+    uint4 held;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w) : "l"(from));
+    return held;
+}
+
+__device__ __forceinline__ void store(uint4* to, const uint4& held)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+        : : "l"(to), "r"(held.x), "r"(held.y), "r"(held.z), "r"(held.w) : "memory");
+}
+
+template <int NUM>
+__device__ __forceinline__ void copy_batch(uint4* to, const uint4* from, int stride)
+{
+    uint4 held[NUM + 1];
+    #pragma unroll
+    for (int each = 0; each < NUM; ++each) held[each] = load(from + each * stride);
+    #pragma unroll
+    for (int each = 0; each < NUM; ++each) store(to + each * stride, held[each]);
+}
+
+// NUM vectors or more are left to this thread. Code for each number: with a condition per load, the conditions take
+// registers that are few, and the loads would no longer all leave before the first store.
+template <int NUM>
+__device__ __forceinline__ void copy_rest(uint4* to, const uint4* from, int left, int stride)
+{
+    if (NUM * stride >= left)
+        copy_batch<NUM>(to, from, stride);
+    else if constexpr (NUM < LOADS - 1)
+        copy_rest<NUM + 1>(to, from, left, stride);
+}
+
 __device__ __forceinline__ void copy(uint4* to, const uint4* from, int count, int first, int stride)
 {
-    for (; first < count; first += LOADS * stride) {
-        uint4 held[LOADS];
-        #pragma unroll
-        for (int each = 0; each < LOADS; ++each)
-            if (first + each * stride < count) held[each] = from[first + each * stride];
-        #pragma unroll
-        for (int each = 0; each < LOADS; ++each)
-            if (first + each * stride < count) to[first + each * stride] = held[each];
-    }
+    for (; first + (LOADS - 1) * stride < count; first += LOADS * stride)
+        copy_batch<LOADS>(to + first, from + first, stride);
+    copy_rest<0>(to + first, from + first, count - first, stride);
 }
 
 __device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch, volatile unsigned* gave_up)
@@ -83,32 +112,21 @@ __device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch
     }
 }
 
+// One block per multiprocessor is enough: told so, the compiler does not save registers at the cost of loads in flight.
 // state: epoch, blocks that have arrived, whether a wait was given up. The grid is a multiple of NUM_PEERS.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS) push(const uint4* source, unsigned* state)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* source, unsigned* state)
 {
-    constexpr long long first_vectors[] = FIRST_VECTORS;
-    constexpr int nums_vectors[] = NUMS_VECTORS;
-    constexpr unsigned long long targets[] = TARGETS, flags_there[] = FLAGS_THERE, flags_here[] = FLAGS_HERE;
     // Loaded before the copy, so that the last block has it when it is in a hurry.
     const unsigned epoch = *(volatile unsigned*)state + 1;
 
-    // Compile-time indices: constants instead of loads.
-    const int step = blockIdx.x % NUM_PEERS;
+    const unsigned step = blockIdx.x % NUM_PEERS;
     long long first_vector = 0;
     int count = 0;
     unsigned long long target = 0, flag_there = 0, flag_here = 0;
-    #pragma unroll
-    for (int each = 0; each < NUM_PEERS; ++each) {
-        if (each == step) {
-            first_vector = first_vectors[each];
-            count = nums_vectors[each];
-            target = targets[each];
-        }
-        if (each == threadIdx.x) {
-            flag_there = flags_there[each];
-            flag_here = flags_here[each];
-        }
-    }
+    #define CHOOSE(PEER, FIRST_VECTOR, NUM_VECTORS, TARGET, FLAG_THERE, FLAG_HERE) \
+        if (step == PEER) { first_vector = FIRST_VECTOR; count = NUM_VECTORS; target = TARGET; } \
+        if (threadIdx.x == PEER) { flag_there = FLAG_THERE; flag_here = FLAG_HERE; }
+    FOR_EACH_PEER(CHOOSE)
     const int first = blockIdx.x / NUM_PEERS * blockDim.x + threadIdx.x;
     copy((uint4*)target, source + first_vector, count, first, gridDim.x / NUM_PEERS * blockDim.x);
 
@@ -134,19 +152,17 @@ def push_source(peers: Sequence[Peer]) -> str:
     Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
     the number of peers.
     """
-    lists = {
-        "FIRST_VECTORS": [peer.first_vector for peer in peers],
-        "NUMS_VECTORS": [peer.num_vectors for peer in peers],
-        "TARGETS": [f"{peer.target:#x}ULL" for peer in peers],
-        "FLAGS_THERE": [f"{peer.flag_there:#x}ULL" for peer in peers],
-        "FLAGS_HERE": [f"{peer.flag_here:#x}ULL" for peer in peers],
-    }
     constants = {
         "NUM_PEERS": len(peers), "LOADS": LOADS_IN_FLIGHT, "MAX_THREADS": MAX_THREADS,
         "POLLS_PER_CLOCK_READING": POLLS_PER_CLOCK_READING, "TIMEOUT_NS": f"{TIMEOUT_NS}ULL",
     }  # fmt: skip
     lines = [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join([*lines, *(f"#define {name} {_braced(values)}" for name, values in lists.items()), _BODY])
+    calls = [
+        f"DO({number}, {peer.first_vector}, {peer.num_vectors}, {peer.target:#x}ULL, {peer.flag_there:#x}ULL, "
+        f"{peer.flag_here:#x}ULL)"
+        for number, peer in enumerate(peers)
+    ]
+    return "\n".join([*lines, f"#define FOR_EACH_PEER(DO) {' '.join(calls)}", _BODY])
 
 
 def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
@@ -164,7 +180,3 @@ def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
         )
     kernel: Callable[..., None] = compiler(push_source(peers), KERNEL_NAME)
     return kernel
-
-
-def _braced(values: Iterable[object]) -> str:
-    return f"{{{', '.join(map(str, values))}}}"

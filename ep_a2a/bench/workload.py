@@ -81,6 +81,12 @@ class Workload:
         """Ranks that each of the rank's tokens goes to, int32 `[T]`: what identity experts multiply it by."""
         return num_distinct_ranks(self.ids(rank), self.num_experts, self.world_size)
 
+    def valid_weights(self, rank: int) -> torch.Tensor:
+        """Sum of the weights of each of the rank's tokens over its valid ids, float32 `[T]`."""
+        inputs = self.inputs(rank)
+        valid = (inputs.ids >= 0) & (inputs.ids < self.num_experts)
+        return (inputs.weights * valid).sum(1)
+
     def traffic(self, *, deduplicate: bool = True) -> torch.Tensor:
         """Rows that each rank sends to each in dispatch, int64 `[W, W]`, own ones included; combine's is transposed."""
         return traffic_matrix(_all_ids(self), self.num_experts, self.world_size, deduplicate=deduplicate)

@@ -32,7 +32,7 @@ def command(
         str | None, typer.Option(help="Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default).")
     ] = None,
     combine_quant: Annotated[str, typer.Option(help="Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
-    layout: Annotated[str, typer.Option(help="compact, rank_major.")] = "compact",
+    layout: Annotated[str, typer.Option(help="compact, rank_major, expert_major.")] = "compact",
     routing: Annotated[str, typer.Option(help="uniform, zipf, all_to_one, ...: names in ep_a2a.routing.")] = "uniform",
     max_sms: Annotated[str, typer.Option(help="Bounds on multiprocessors (CTAs); 0 = none.")] = "0",
     contenders: Annotated[
@@ -40,7 +40,9 @@ def command(
     ] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed runs; default: 50, on CPU 2.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write JSON lines.")] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens (PNG, SVG).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens, or bounds (PNG, SVG).")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the table as markdown.")] = None,
 ) -> None:
     """Check, then time dispatch, combine and their round trip beside baselines and the wire's limit.
@@ -77,9 +79,9 @@ def command(
             combine_quant=_texts(combine_quant),
             layout=_texts(layout),
             routing=_texts(routing),
-            max_sms=_numbers("max-sms", max_sms, ()),
             max_num_tokens=_texts(max_tokens),
             num_tokens=_numbers("tokens", tokens, defaults.num_tokens),
+            max_sms=_numbers("max-sms", max_sms, ()),
         )
         complete = execute(runner, sweep, names, settings, kind, json_file=json_file, plot=plot, markdown=markdown)
     raise typer.Exit(0 if complete else EXIT_MISSING_ROWS)
@@ -120,7 +122,8 @@ def execute(
 
     def on_row(row: Any) -> None:
         took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
-        progress.print(f"T={row.workload.num_tokens} {row.contender}: {took}", style="dim", highlight=False)
+        bound = f" max SMs={row.workload.max_sms}" if row.workload.max_sms else ""
+        progress.print(f"T={row.workload.num_tokens}{bound} {row.contender}: {took}", style="dim", highlight=False)
 
     for rows in run_sweep(points, names, settings, runner, on_row):
         records += make_records(rows)

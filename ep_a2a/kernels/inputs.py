@@ -24,10 +24,13 @@ from ep_a2a.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.errors import EpA2AError
     from ep_a2a.memory.arena import Arena
 
+MAX_REMEMBERED = 1024
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
 
 
@@ -64,6 +67,31 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
+def signature(tensor: object) -> Hashable:
+    """What the checks here ask of a tensor, but for its address; for anything else something never seen before."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        return object()
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+class Accepted:
+    """Remembers which arguments have passed the checks, so that a step like the one before costs little host time."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+
+    def check(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Runs `check` unless arguments of this key have passed it before."""
+        if key in self._seen:
+            return
+        check()
+        if len(self._seen) >= MAX_REMEMBERED:
+            self._seen.clear()
+        self._seen.add(key)
+
+
 def check_integer(name: str, value: int) -> None:
     """A number that kernels take as int32; InputError for anything else, booleans included."""
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
@@ -82,7 +110,12 @@ def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
         raise ShapeError(f"{name} of 2 dimensions", f"shape {tuple(tensor.shape)}")
     if tensor.shape[1] != hidden_dim:
         raise HiddenSizeError(f"{name} of hidden size {hidden_dim}", str(tensor.shape[1]))
-    if tensor.numel() and tensor.data_ptr() % ALIGNMENT_BYTES:
+    check_alignment(name, tensor)
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """The alignment that 16-byte accesses need."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES and tensor.numel():
         raise ContiguityError(
             f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes", f"address {tensor.data_ptr():#x}",
             f"Pass {name}.clone().",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,8 +49,7 @@ SEND = Stages(True, False)
 RECEIVE = Stages(False, True)
 
 
-@dataclass(frozen=True)
-class DispatchArguments:
+class DispatchArguments(NamedTuple):
     """What one dispatch launch works on; see dispatch_kernel for the shapes."""
 
     x: torch.Tensor
@@ -65,8 +63,7 @@ class DispatchArguments:
     row_limit: int
 
 
-@dataclass(frozen=True)
-class CombineArguments:
+class CombineArguments(NamedTuple):
     """What one combine works on.
 
     Attributes:

@@ -67,6 +67,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._memory.memory.user = weakref.ref(self)
         self._streams = self._memory.memory.slot.streams
         self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
+        self._accepted = inputs.Accepted()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None
         self._num_tokens = 0
@@ -179,20 +180,18 @@ class EpDispatchCombineOp(DispatchCombineBase):
         return self._views(args)
 
     def _dispatch_arguments(
-        self,
-        tokens: torch.Tensor,
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        max_num_tokens: int | None,
-        pad_id: int,
-        call: str,
-    ) -> DispatchArguments:
+        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
+        max_num_tokens: int | None, pad_id: int, call: str,
+    ) -> DispatchArguments:  # fmt: skip
         """Checks a dispatch and begins its step."""
         self._expect(Stage.DISPATCH_SEND, call)
         config = self.config
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        inputs.check_dispatch(config, self.device, tokens, weights, scales, indices, limit, pad_id)
+        self._accepted.check(
+            (limit, pad_id, *map(inputs.signature, (tokens, weights, scales, indices))),
+            lambda: inputs.check_dispatch(config, self.device, tokens, weights, scales, indices, limit, pad_id),
+        )
+        inputs.check_alignment("input", tokens)
         self._memory.memory.slot.enter(self)
         if scales is not None and not (scales.numel() or (config.num_scales and not config.casts_in_dispatch)):
             scales = None
@@ -278,13 +277,9 @@ class EpDispatchCombineOp(DispatchCombineBase):
         return self._combined(args)
 
     def _combine_arguments(
-        self,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        out: torch.Tensor | None,
-        call: str,
-    ) -> CombineArguments:
+        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
+        out: torch.Tensor | None, call: str,
+    ) -> CombineArguments:  # fmt: skip
         """Checks a combine."""
         self._expect(Stage.COMBINE_SEND, call)
         num_tokens, lead = self._num_tokens, self._expert_lead(self._max_num_tokens)
@@ -292,7 +287,11 @@ class EpDispatchCombineOp(DispatchCombineBase):
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        inputs.check_combine(self.config, self.device, rows, weights, indices, lead, num_tokens)
+        self._accepted.check(
+            (lead, num_tokens, *map(inputs.signature, (rows, weights, indices))),
+            lambda: inputs.check_combine(self.config, self.device, rows, weights, indices, lead, num_tokens),
+        )
+        inputs.check_alignment("input", rows)
         result = self._result
         if out is not None:
             inputs.check_out(self.config, self.device, out, num_tokens)

@@ -30,11 +30,13 @@ class Variant:
         kernel: device code.
         constants: its compile-time arguments by name, for `num_warps` warps per program.
         num_warps: warps per program.
+        programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
     """
 
     kernel: PortableFunction
     constants: dict[str, Any]
     num_warps: int
+    programs_per_sm: int | None = field(default=None, init=False)
     _compiled: Any = field(default=None, init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
 
@@ -44,14 +46,6 @@ class Variant:
             self.interpret(num_programs, args)
         else:
             self.launch(num_programs, args, device)
-
-    @property
-    def programs_per_sm(self) -> int | None:
-        """Programs that the registers of a multiprocessor hold at once; None before the kernel is compiled."""
-        if self._compiled is None:
-            return None
-        registers = -(-int(self._compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
-        return max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
 
     def interpret(self, num_programs: int, args: tuple[Any, ...]) -> None:
         """Runs the kernel in Triton's interpreter."""
@@ -77,6 +71,8 @@ class Variant:
         )  # fmt: skip
         compiled._init_handles()
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
+        registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
         self._compiled = compiled
 
     def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:

@@ -27,7 +27,7 @@ def compile_case(case: Case) -> None:
 def main() -> None:
     cases = {repr(case.config(0)): case for _, case in op_cases()}
     cases |= {repr(case.config(0)): case for _, case in special_cases().values()}
-    with multiprocessing.get_context("spawn").Pool(min(24, os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(48, os.cpu_count() or 1)) as pool:
         pool.map(compile_case, cases.values(), chunksize=1)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 QUICK = TimingSettings(num_warmups=2, num_runs=5, num_round_trips=2, num_host_calls=10)
-ALWAYS_THERE = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "ep_a2a_staged", "nccl_agrs")
+ALWAYS_THERE = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 200])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ep_a2a.testing.worker import RankContext
 
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
-ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "ep_a2a_staged", "nccl_agrs", "nccl_all_to_all")
+ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
 NEED_GPUS = ("flashinfer", "deepep")
 
 
@@ -56,6 +56,17 @@ def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
         assert row.timing == rows[0].timing
         assert row.timing.round_trip.p99_us >= row.timing.round_trip.p50_us > 0
         assert not row.timing.in_graph
+
+
+@pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast"])
+@pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant_type": "none", "num_experts": 2}], ids=str)
+def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
+    workload = workload_of(2, layout="expert_major", **changes)
+    row = ranks(run.run_contender, 2, workload, name, QUICK)[0]
+    if name == "ep_a2a_precast" and workload.quant_type == "none":
+        assert row.status == Status.UNAVAILABLE
+    else:
+        assert (row.status, row.reason) == (Status.OK, "")
 
 
 @pytest.mark.parametrize("name", ["wire_limit", "nccl_agrs", "nccl_all_to_all"])
@@ -111,6 +122,37 @@ def lose_a_byte(context: RankContext) -> str:
 def test_the_limit_misses_a_single_byte(ranks):
     for text in ranks(lose_a_byte, 2):
         assert "1 others" in text
+
+
+def lose_a_flag(context: RankContext) -> Row:
+    """What a wait that was given up becomes, though the bytes were right when they were checked."""
+    original = WireLimitContender.prepare
+
+    def prepare(self: WireLimitContender, workload: Workload, context: Any) -> Session:
+        session = original(self, workload, context)
+        send = session.dispatch
+
+        def dispatch() -> None:
+            send()
+            session._combine.state[2] |= session.checked and context.rank
+
+        check = session.check
+        session.checked = False  # type: ignore[attr-defined]
+        session.check = lambda: (check(), setattr(session, "checked", True))  # type: ignore[method-assign]
+        session.dispatch = dispatch  # type: ignore[method-assign]
+        return session
+
+    WireLimitContender.prepare = prepare  # type: ignore[method-assign]
+    try:
+        return run.run_contender(context, workload_of(2), "wire_limit", QUICK)
+    finally:
+        WireLimitContender.prepare = original  # type: ignore[method-assign]
+
+
+def test_a_flag_that_does_not_come_is_seen_after_the_timing(ranks):
+    for row in ranks(lose_a_flag, 2):
+        assert row.status == Status.ERROR
+        assert row.reason.startswith("after the timing, rank 1: RankTimeoutError")
 
 
 class Misbehaving(Contender):

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from ep_a2a.bench.contenders import CONTENDERS, check_names
+from ep_a2a.bench.drive import Runner, run_sweep
 from ep_a2a.bench.environment import CPU_NOTE, describe
-from ep_a2a.bench.plot import make_lines, plot_round_trips
+from ep_a2a.bench.plot import choose_x, make_lines, plot_round_trips
 from ep_a2a.bench.report import JsonLines, constant_fields, make_table, reasons, show, varying_fields, write_markdown
 from ep_a2a.bench.rows import Row, Status, make_records
-from ep_a2a.bench.timing import Statistic, Timing
+from ep_a2a.bench.timing import Statistic, Timing, TimingSettings
 from ep_a2a.bench.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -150,6 +151,51 @@ def test_lines_of_the_picture_are_named_by_what_varies():
         "ep_a2a, layout rank_major", "nccl_agrs, layout rank_major",
     ]  # fmt: skip
     assert list(lines["wire_limit"].items()) == [(1, 25), (8, 25)]
+
+
+class MadeUpRunner(Runner):
+    """Remembers what it was asked for; fewer multiprocessors take longer."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
+        self.asked.append((name, workload.max_sms))
+        us = 10.0 if name == "wire_limit" else 1000 / (workload.max_sms or 100)
+        return Row(workload, name, Status.OK, timing=timing_of(us, us, 2 * us))
+
+
+def records_of_bounds(tokens: int = 8) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
+    runner = MadeUpRunner()
+    points = [workload_of(tokens, max_sms=bound) for bound in (0, 8, 32)]
+    rows = run_sweep(points, ["wire_limit", "ep_a2a"], TimingSettings(), runner)
+    return [record for of_point in rows for record in make_records(of_point)], runner.asked
+
+
+def test_bounds_are_one_table_and_the_limit_is_measured_once():
+    records, asked = records_of_bounds()
+    assert asked == [("wire_limit", 0), ("ep_a2a", 0), ("ep_a2a", 8), ("ep_a2a", 32)]
+    assert [record["max_sms"] for record in records] == [0, 0, 8, 8, 32, 32]
+    headings, cells = make_table(records)
+    assert headings[:3] == ["T", "max SMs", "contender"]
+    assert [row[:3] for row in cells] == [
+        ["8", "", "wire_limit"], ["8", "0", "ep_a2a"], ["8", "8", "ep_a2a"], ["8", "32", "ep_a2a"],
+    ]  # fmt: skip
+    assert [row[headings.index("of limit")] for row in cells] == ["100.0%", "100.0%", "8.0%", "32.0%"]
+
+
+def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
+    records, _ = records_of_bounds()
+    assert choose_x(records) == "max_sms"
+    assert make_lines(records) == {"wire_limit": {0: 20, 8: 20, 32: 20}, "ep_a2a": {0: 20, 8: 250, 32: 62.5}}
+    path = tmp_path / "bounds.svg"
+    plot_round_trips(records, path)
+    text = path.read_text()
+    for comment in ("bound on multiprocessors", "all", "32", "T 8, "):
+        assert f"<!-- {comment}" in text
+    more = records + records_of_bounds(16)[0]
+    assert choose_x(more) == "num_tokens"
+    assert list(make_lines(more)) == ["wire_limit", "ep_a2a, max SMs 0", "ep_a2a, max SMs 8", "ep_a2a, max SMs 32"]
 
 
 @pytest.mark.parametrize(("name", "text"), [("x.pdf", "named"), ("nowhere/x.png", "a folder")])

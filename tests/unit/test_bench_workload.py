@@ -116,6 +116,25 @@ def test_a_sweep_is_every_combination():
     assert len(set(points)) == 8
 
 
+def test_bounds_on_multiprocessors_vary_fastest():
+    points = sweep_of(max_sms=(0, 8), layout=("compact", "rank_major")).points()
+    assert [(w.layout, w.num_tokens, w.max_sms) for w in points] == [
+        ("compact", 1, 0), ("compact", 1, 8), ("compact", 4, 0), ("compact", 4, 8),
+        ("rank_major", 1, 0), ("rank_major", 1, 8), ("rank_major", 4, 0), ("rank_major", 4, 8),
+    ]  # fmt: skip
+
+
+def test_only_weights_of_valid_ids_count():
+    workload = workload_of(routing="out_of_range")
+    inputs = workload.inputs(0)
+    want = [
+        sum(weight for i, weight in zip(ids, weights, strict=True) if 0 <= i < 10)
+        for ids, weights in zip(inputs.ids.tolist(), inputs.weights.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(workload.valid_weights(0), torch.tensor(want, dtype=torch.float32))
+    assert min(want) < 0.999
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -1,0 +1,121 @@
+"""`ep-a2a tune`: the search, what becomes of its outcome, and where it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_a2a import tuning
+from ep_a2a.bench import tune
+from ep_a2a.bench.workload import Workload
+from ep_a2a.cli.app import make_app
+from ep_a2a.cli.tune import default_output, show
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.policy import Phase, choose_launch, dispatch_phase
+from ep_a2a.tuning import TunedLaunch
+from tests.unit.test_tuning import (
+    BF16_ROW_BYTES,
+    FP8_ROW_BYTES,
+    H200_SMS,
+    PROJECT,
+    config_of,
+    key,
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
+
+
+# --- ep-a2a tune ---
+
+
+def test_without_gpus_there_is_nothing_to_tune(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = CliRunner().invoke(make_app(), ["tune"])
+    assert isinstance(result.exception, UnsupportedError)
+    assert "say nothing about them" in result.exception.expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for ranks in (1, 3):
+        with pytest.raises(UnsupportedError, match="2 to 2 ranks"):
+            tune.check_can_tune(ranks)
+    tune.check_can_tune(2)
+
+
+def test_tables_go_to_the_users_folder_or_the_checkouts(tmp_path, monkeypatch):
+    assert default_output() == PROJECT / "configs"
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", "none")
+    assert default_output() == PROJECT / "configs"
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path))
+    assert default_output() == tmp_path
+    monkeypatch.delenv("EP_A2A_TUNING_DIR")
+    # in an installation the folder belongs to the package manager
+    monkeypatch.setattr(tuning, "shipped_directory", lambda: PROJECT / "ep_a2a" / "configs")
+    with pytest.raises(ConfigError, match="--output"):
+        default_output()
+
+
+@pytest.mark.parametrize("size", [1, 64, 128, 4096])
+def test_the_search_starts_from_the_analytic_launch(size):
+    config = config_of(max_num_inp_token_per_rank=size)
+    launches = tune.analytic_launches(config, H200_SMS)
+    assert list(launches) == [dispatch_phase(config, size).value, "combine"]
+    analytic = [choose_launch(config, Phase(phase), size, size, H200_SMS) for phase in launches]
+    assert tune.effect_of(config, launches, H200_SMS) == tuple(replace(one, reason="") for one in analytic)
+
+
+def searched(best: TunedLaunch, budget: int = 10_000) -> tuple[tune.Launches, tune.Search]:
+    """A search where the time is the number of numbers that are not the best ones."""
+    config = config_of(max_num_inp_token_per_rank=4096)
+    spent = []
+
+    def time_of(launches: tune.Launches) -> float:
+        spent.append(launches)
+        off = sum(abs(math.log2(getattr(launches["combine"], name) / getattr(best, name)))
+                  for name in ("num_warps", "send_elements", "num_senders"))  # fmt: skip
+        return 100.0 + 10 * off if launches["combine"].add_elements != 2048 else math.inf
+
+    search = tune.Search(
+        time_of, lambda launches: tune.effect_of(config, launches, H200_SMS), lambda: len(spent) < budget
+    )
+    return search.run(tune.analytic_launches(config, H200_SMS)), search
+
+
+def test_the_search_follows_what_is_faster_and_takes_nothing_wrong():
+    found_, search = searched(TunedLaunch(2, 0, 32, 1, 2048, 1))
+    combine = found_["combine"]
+    assert (combine.num_warps, combine.send_elements, combine.num_senders) == (2, 2048, 32)
+    assert combine.add_elements != 2048
+    assert search.is_complete
+    # effects are timed once
+    assert search.num_trials < 80
+
+
+def test_the_search_ends_with_its_budget():
+    start, search = searched(TunedLaunch(2, 0, 32, 1, 2048, 1), budget=1)
+    assert start == tune.analytic_launches(config_of(), H200_SMS)
+    assert (search.num_trials, search.is_complete) == (1, False)
+
+
+def test_outcomes_become_entries_and_a_table_on_the_terminal(tmp_path, capsys):
+    workload = Workload(4, 512, 512, quant_type="fp8_per_1x128")
+    default = tune.analytic_launches(config_of(max_num_inp_token_per_rank=512), H200_SMS)
+    best = default | {"combine": replace(default["combine"], num_senders=48)}
+    outcome = tune.Outcome(workload, default, best, 110.0, 99.0, 7, False, "sm_90", "a GPU")
+    entries = tune.entries_of(outcome)
+    assert {phase: one.launch for phase, one in entries.items()} == best
+    assert entries["combine"].key == key(512)
+    rows = workload.busiest_remote_rows
+    expected = rows * (FP8_ROW_BYTES + BF16_ROW_BYTES) / 99.0 / 1e3
+    assert entries["combine"].evidence.gb_per_s == pytest.approx(expected, abs=0.06)
+    for phase, one in entries.items():
+        tuning.write_table(tmp_path / f"{phase}.json", phase, [one])
+    show([outcome])
+    printed = capsys.readouterr().out
+    for text in ("110.0", "99.0", "10.0%", "512"):
+        assert text in printed

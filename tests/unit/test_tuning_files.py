@@ -1,0 +1,293 @@
+"""Files of tuned tables: what they may say, where they lie, that the shipped ones are good and are shipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_a2a import tuning
+from ep_a2a.errors import ConfigError
+from ep_a2a.policy import Phase, choose_launch
+from ep_a2a.tuning import TunedLaunch, TunedTables
+from tests.unit.test_tuning import (
+    BF16_ROW_BYTES,
+    COMBINE,
+    EVIDENCE,
+    FP8_ROW_BYTES,
+    H200_SMS,
+    PROJECT,
+    chosen,
+    config_of,
+    entry,
+    key,
+)
+
+SHIPPED = sorted((PROJECT / "configs").glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
+
+
+# --- files ---
+
+
+def good_table() -> dict[str, Any]:
+    return {
+        "about": "a table",
+        "entries": [
+            {
+                "key": {"hidden_dim": 7168, "topk": 8, "cast": "bfloat16", "max_num_tokens": 16},
+                "launch": {
+                    "num_warps": 4, "num_senders": 1, "num_receivers": 2, "send_elements": 1024,
+                    "add_elements": 1024, "pause_ns": 0,
+                },
+                "evidence": {
+                    "us": 1.5, "gb_per_s": 2, "remote_rows": 3, "device": "a GPU", "versions": {}, "date": "2026-11-21",
+                },
+            }
+        ],
+    }  # fmt: skip
+
+
+def refused(content: Any, tmp_path: Path, phase: str = "combine") -> ConfigError:
+    path = tmp_path / "table.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        tuning.read_table(path, phase)
+    assert "ep-a2a tune" in caught.value.remedy
+    assert str(path) in caught.value.expected
+    return caught.value
+
+
+def test_a_good_table_is_read(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(good_table()))
+    (read,) = tuning.read_table(path, "combine").entries
+    assert (read.key, read.origin) == (key(16), str(path))
+    assert read.launch == TunedLaunch(4, 0, 1, 2, 1024, 1024, 0)
+    assert (read.evidence.us, read.evidence.note) == (1.5, "")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "expected"),
+    [
+        ("launch", "num_warps", 3, "num_warps in launch of entry 0 of .* to be a power of two from 1 to 32"),
+        ("launch", "num_warps", 64, "a power of two from 1 to 32"),
+        ("launch", "num_warps", 0, "a power of two from 1 to 32"),
+        ("launch", "num_warps", True, "a power of two"),
+        ("launch", "num_warps", 4.0, "a power of two"),
+        ("launch", "num_senders", -1, "an integer from 0 to"),
+        ("launch", "num_receivers", "2", "an integer from 0 to"),
+        ("launch", "send_elements", 1000, "a power of two from 128 to"),
+        ("launch", "add_elements", 64, "a power of two from 128 to"),
+        ("launch", "pause_ns", -5, "an integer from 0 to"),
+        ("launch", "num_wraps", 4, "only the fields .*num_warps.* in launch of entry 0"),
+        ("launch", "num_programs", 4, "only the fields"),
+        ("key", "max_num_tokens", 0, "an integer from 1 to"),
+        ("key", "hidden_dim", None, "an integer from 1 to"),
+        ("key", "cast", "", "text"),
+        ("key", "phase", "combine", "only the fields"),
+        ("evidence", "us", math.nan, "a finite number"),
+        ("evidence", "us", "fast", "a finite number"),
+        ("evidence", "gb_per_s", -1, "a finite number"),
+        ("evidence", "versions", {"torch": 2}, "an object of text"),
+        ("evidence", "note", 7, "text"),
+    ],
+)
+def test_a_wrong_field_is_named(part, name, value, expected, tmp_path):
+    table = good_table()
+    table["entries"][0][part][name] = value
+    refused_ = refused(table, tmp_path)
+    assert refused_.expected
+    with pytest.raises(ConfigError, match=expected):
+        raise refused_
+
+
+@pytest.mark.parametrize("part", ["key", "launch", "evidence"])
+def test_a_missing_field_is_named(part, tmp_path):
+    for name in good_table()["entries"][0][part]:
+        table = good_table()
+        del table["entries"][0][part][name]
+        error = refused(table, tmp_path)
+        assert error.expected.startswith(f"{name} in {part} of entry 0")
+        assert error.got == "nothing"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"about": "x"}', '{"about": "x", "entries": {}}', "\x00"])
+def test_what_is_no_table_is_refused(content, tmp_path):
+    refused(content, tmp_path)
+    refused(good_table(), tmp_path, "dispatch")
+
+
+def test_a_key_comes_once(tmp_path):
+    table = good_table()
+    table["entries"] *= 2
+    assert "one entry per key" in refused(table, tmp_path).expected
+
+
+def test_writing_keeps_other_entries_and_leaves_no_other_files(tmp_path):
+    path = tmp_path / "table.json"
+    tuning.write_table(path, "combine", [entry(512), entry(16)])
+    faster = replace(entry(16, replace(COMBINE, num_warps=2)), evidence=replace(EVIDENCE, us=9.0, note="why"))
+    tuning.write_table(path, "combine", [faster, entry(1)])
+    read = tuning.read_table(path, "combine").entries
+    assert read == (entry(1), faster, entry(512))
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_table_that_cannot_be_read_is_not_written_over(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text("mine")
+    with pytest.raises(ConfigError):
+        tuning.write_table(path, "combine", [entry(1)])
+    assert path.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- where tables lie ---
+
+
+def reason(tables: TunedTables, size: int, phase: Phase = Phase.COMBINE) -> str:
+    return chosen(phase, size, size, tables).reason
+
+
+def test_shipped_tables_are_found_by_arch_and_ranks():
+    tables = tuning.load_tables("sm_90", 4)
+    name = "sm_90_intra_node_ep4_combine.json"
+    assert reason(tables, 128) == f"tuned table {name}, exact"
+    assert reason(tables, 100) == f"tuned table {name}, nearest: 128"
+    assert (
+        reason(tables, 16, Phase.FLAGGED_DISPATCH)
+        == f"tuned table {name.replace('combine', 'flagged_dispatch')}, exact"
+    )
+    for arch, ranks in (("sm_80", 4), ("sm_100", 4), ("sm_90", 2), ("sm_90", 72)):
+        assert reason(tuning.load_tables(arch, ranks), 128) == "analytic"
+    assert tuning.arch_name((9, 0)) == "sm_90"
+    assert tuning.arch_name((10, 3)) == "sm_103"
+
+
+def test_the_users_tables_come_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path))
+    path = tmp_path / "sm_90_intra_node_ep4_combine.json"
+    assert reason(tuning.load_tables("sm_90", 4), 128) == "tuned table sm_90_intra_node_ep4_combine.json, exact"
+    tuning.write_table(path, "combine", [entry(128)])
+    tables = tuning.load_tables("sm_90", 4)
+    assert reason(tables, 128) == f"tuned table {path}, exact"
+    assert chosen(Phase.COMBINE, 128, 128, tables).num_warps == COMBINE.num_warps
+    # shipped entries of other keys stay
+    assert reason(tables, 512) == "tuned table sm_90_intra_node_ep4_combine.json, exact"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=str(path)):
+        tuning.load_tables("sm_90", 4)
+
+
+def test_none_means_no_tables_and_a_missing_folder_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", "none")
+    assert reason(tuning.load_tables("sm_90", 4), 128) == "analytic"
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="EP_A2A_TUNING_DIR to be a folder, or none"):
+        tuning.load_tables("sm_90", 4)
+    monkeypatch.setenv("EP_A2A_TUNING_DIR", "")
+    assert reason(tuning.load_tables("sm_90", 4), 128) != "analytic"
+
+
+# --- the shipped tables ---
+
+
+def test_there_are_shipped_tables():
+    assert {path.name for path in SHIPPED} >= {tuning.table_name("sm_90", 4, phase) for phase in tuning.PHASES}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_parse_and_their_launches_fit(path):
+    parts = path.stem.split("_ep")
+    num_ranks, _, phase = parts[1].partition("_")
+    assert parts[0].endswith("_intra_node")
+    table = tuning.read_table(path, phase, path.name)
+    assert table.entries
+    for line in table.entries:
+        size, casts = line.key.max_num_tokens, line.key.cast in ("fp8_per_1x128", "fp8_per_token")
+        config = config_of(
+            world_size=int(num_ranks), hidden_dim=line.key.hidden_dim, num_experts_per_token=line.key.topk,
+            max_num_inp_token_per_rank=size, quant_type=line.key.cast if casts else "none",
+        )  # fmt: skip
+        tables = TunedTables({phase: table})
+        launch = choose_launch(config, Phase(phase), size, size, H200_SMS, tables=tables)
+        assert launch.reason == f"tuned table {path.name}, exact"
+        # nothing was cut off but programs without work
+        assert launch.num_warps == line.launch.num_warps
+        assert launch.num_programs <= H200_SMS * 2048 // (32 * launch.num_warps)
+        units = choose_launch(config, Phase(phase), size, size, 100 * H200_SMS, tables=tables)
+        assert launch == units
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_say_what_was_measured(path):
+    phase = next(phase for phase in ("flagged_dispatch", "dispatch", "combine") if path.stem.endswith(phase))
+    assert "round trip" in json.loads(path.read_text())["about"]
+    for line in tuning.read_table(path, phase).entries:
+        evidence = line.evidence
+        assert {"torch", "triton"} <= set(evidence.versions)
+        assert evidence.device
+        if line.key.hidden_dim == 7168:
+            num_bytes = evidence.remote_rows * (FP8_ROW_BYTES + BF16_ROW_BYTES)
+            assert evidence.gb_per_s == pytest.approx(num_bytes / evidence.us / 1e3, abs=0.06)
+
+
+def test_all_packages_and_tables_are_listed_for_wheels():
+    setup = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {".".join(path.parent.relative_to(PROJECT).parts) for path in (PROJECT / "ep_a2a").rglob("*.py")}
+    assert set(setup["packages"]) == packages | {"ep_a2a.configs"}
+    assert setup["package-dir"] == {"ep_a2a.configs": "configs"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="wheels are built with setuptools")
+def test_an_installed_wheel_finds_its_tables(tmp_path):
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    for name in ("ep_a2a", "configs"):
+        shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    try:
+        subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        if "project.license" in error.stderr or "No module named 'wheel'" in error.stderr:
+            pytest.skip("setuptools is too old for this project")
+        raise
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    assert {f"ep_a2a/configs/{path.name}" for path in SHIPPED} <= set(names)
+    assert not [name for name in names if name.startswith("configs/")]
+    look = "from ep_a2a import tuning; print(tuning.__file__); print(tuning.shipped_directory()); " + (
+        "print(len(tuning.load_tables('sm_90', 4)._tables['combine'].entries))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", look],
+        cwd=site,
+        env={"PYTHONPATH": str(site)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    module, folder, count = result.stdout.splitlines()
+    assert Path(module).is_relative_to(site)
+    assert Path(folder) == site / "ep_a2a" / "configs"
+    assert int(count) > 0
