@@ -17,6 +17,7 @@ from ep_a2a.kernels.primitives import (
     ERROR_RECORD,
     FOREIGN_INDICES,
     NOBODY,
+    NUM_TOKENS,
     POLLS_PER_CLOCK,
     STATE,
     WEIGHTS_MISSING,
@@ -308,6 +309,9 @@ def combine_kernel(
     lanes = tl.arange(0, WORLD_LANES)
     counts = tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=lanes < WORLD_SIZE, other=0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND if SEND else COMBINE_RECEIVE, WORLD_SIZE)
+    # a graph of another number of tokens would leave rows behind that nobody takes
+    sent_tokens = tl.load(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS)
+    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
     answer = ask_poison(table, rank, WORLD_SIZE, WEIGHT_LANES)
     poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if SEND:

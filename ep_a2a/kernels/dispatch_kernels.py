@@ -9,6 +9,8 @@ import triton.language as tl
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
+    NUM_TOKENS,
+    STATE,
     address,
     after_previous_launch,
     arrive_last,
@@ -125,6 +127,8 @@ def dispatch_kernel(
             table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
         )
         routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
+        if program == 0:
+            tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
         bases = own_counts * 0 + rank * stride
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if poison == 0:

@@ -62,7 +62,7 @@ class Failure:
             return AlternationError(
                 "dispatch and combine to alternate on the device",
                 f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
-                "holds one without the other",
+                "holds one without the other, or a combine of another number of tokens",
                 f"{AlternationError.remedy} {RESET}",
             )
         if self.code == 3:

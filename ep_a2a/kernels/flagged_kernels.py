@@ -15,6 +15,8 @@ from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     EMPTY,
+    NUM_TOKENS,
+    STATE,
     address,
     after_previous_launch,
     ask_poison,
@@ -218,6 +220,7 @@ def flagged_dispatch_kernel(
         )
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if is_keeper & (poison == 0):
+            tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
             counts = byte_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE)
             post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
             # last, since its fence takes longest and nobody needs it before the end

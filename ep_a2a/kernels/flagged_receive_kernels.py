@@ -84,6 +84,8 @@ def take_row_block(
         if (position < 0) & (poison == 0):
             tl.atomic_add(sides + SIDE_WORDS - 1, tl.cast(0, tl.int64), sem="acquire", scope="sys")
             words = tl.load(rows + words_at, mask=words_at < ROW_WORDS, other=0, volatile=True)
+            # all threads have read before the caller empties the row
+            tl.debug_barrier()
     return words, side, poison
 
 

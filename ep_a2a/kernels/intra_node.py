@@ -72,6 +72,7 @@ class CombineArguments(NamedTuple):
         ids: ids to compare with those dispatched, or None.
         result: [num_tokens, H], where the sums go.
         expert_rows: in layout expert_major, the rows [E, W * max_num_tokens, H] that `rows` are made from.
+        copies: (target, source) to copy first; the targets are among the above.
     """
 
     rows: torch.Tensor
@@ -81,6 +82,7 @@ class CombineArguments(NamedTuple):
     num_tokens: int
     max_num_tokens: int
     expert_rows: torch.Tensor | None = None
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
 
 class IntraNodeKernels:
@@ -173,6 +175,8 @@ class IntraNodeKernels:
         self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
     ) -> None:
         """Launches one combine, or one of its halves."""
+        for target, source in args.copies if stages.send else ():
+            target.copy_(source)
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
             self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms)
         launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)

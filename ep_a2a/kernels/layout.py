@@ -70,6 +70,7 @@ class State(enum.IntEnum):
     ERROR_CLAIMED = 1
     LAST_PAD_ID = 2
     LAST_STRIDE = 3
+    NUM_TOKENS = 4
 
 
 class Stage(enum.IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -155,8 +155,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """The first half of `dispatch`: sends, and waits for nobody (with layout compact and more than
         flagged_max_tokens, for the other ranks' counts). Arguments and errors are those of `dispatch`.
 
-        Work that other ranks need not wait for may be launched between the halves. All ranks may mix whole and split
-        calls as they like. The halves are compiled when first used, so use them once before a graph captures them.
+        Ranks may mix whole and split calls. The halves are compiled when first used: use them before a capture.
         """
         args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch_send")
         self._streams.follow(self.device)
@@ -171,8 +170,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             AlternationError: there is no `dispatch_send` to finish.
         """
         self._expect(Stage.DISPATCH_RECEIVE, "dispatch_recv")
-        args = self._sent
-        assert isinstance(args, DispatchArguments)
+        args = cast("DispatchArguments", self._sent)
         self._streams.follow(self.device)
         self._kernels.dispatch(args, stages=RECEIVE)
         self._sent = None
@@ -270,8 +268,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             AlternationError: there is no `combine_send` to finish.
         """
         self._expect(Stage.COMBINE_RECEIVE, "combine_recv")
-        args = self._sent
-        assert isinstance(args, CombineArguments)
+        args = cast("CombineArguments", self._sent)
         self._streams.follow(self.device)
         self._kernels.combine(args, stages=RECEIVE)
         return self._combined(args)
@@ -297,10 +294,16 @@ class EpDispatchCombineOp(DispatchCombineBase):
             inputs.check_out(self.config, self.device, out, num_tokens)
             result = out
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        expert_rows = None
-        if self.config.layout == Layout.EXPERT_MAJOR:
-            expert_rows, rows = rows, self._reduced_rows
-        return CombineArguments(rows, weights, indices, result, num_tokens, self._max_num_tokens, expert_rows)
+        rows, copies = self._memory.out_of_reach(rows, "combine_rows")
+        if weights is not None:
+            inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
+            weights, more = self._memory.out_of_reach(weights, "combine_weights")
+            copies += more
+        by_expert = self.config.layout == Layout.EXPERT_MAJOR
+        return CombineArguments(
+            self._reduced_rows if by_expert else rows, weights, indices, result, num_tokens, self._max_num_tokens,
+            rows if by_expert else None, copies,
+        )  # fmt: skip
 
     def _combined(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Ends the step."""
@@ -338,7 +341,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Memory for combine's `input` at a fixed address: [R, H], in layout expert_major [E * R, H], R at M tokens.
 
         Allocated by the first request. Combine sends from any memory without a copy, so this saves none; it is here for
-        callers of MORI's interface, and for experts that want an output buffer which lives as long as the op.
+        callers of MORI's interface, and for experts that want a buffer which lives as long as the op.
         """
         self._check_buffer_request(dtype, hidden_dim)
         return self._memory.combine_input()
@@ -388,6 +391,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
         if not self._closed:
             self._closed = True
+            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(self.device)  # what still runs may yet fail
             if self._stage is not Stage.DISPATCH_SEND or (not self.arena.closed and self._memory.failed):
                 self._memory.memory.slot.spoilt = True
             self._end_step()

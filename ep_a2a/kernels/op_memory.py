@@ -55,10 +55,12 @@ class BoundMemory:
             (layout.expert, self.memory.local_shared["expert"], self._own_address(self.memory.local_shared["expert"])),
         ]
         self._arena, self._index = arena, index
-        self._combine_input: torch.Tensor | None = None
+        self._locals: dict[str, torch.Tensor] = {}
         self.record = self.memory.record
         self._record_words = self.record.numpy()
-        self.table = self._address_table(arena.device)
+        if self.memory.table is None:
+            self.memory.table = self._address_table(arena.device)
+        self.table = self.memory.table
         self.steps = self.table[len(Region) * config.world_size :]
 
     def _sizes(self) -> BlockSizes:
@@ -102,24 +104,41 @@ class BoundMemory:
         return tensor[field.offset_bytes : field.offset_bytes + num_bytes].view(dtype).view(shape)
 
     def combine_input(self) -> torch.Tensor:
-        """Memory for the rows that this rank's experts make, of combined_dtype, allocated when first asked for: [R, H],
-        or in layout expert_major [E * W * M, H].
+        """Memory for as many rows as an op's experts can make, allocated when first asked for.
 
         Raises:
             StateError: it does not exist yet and a graph is being captured.
         """
-        if self._combine_input is None:
+        config = self.config
+        return self._local("combine_input", (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype)
+
+    def out_of_reach(
+        self, tensor: torch.Tensor, role: str
+    ) -> tuple[torch.Tensor, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
+        """(tensor, ()), or memory to copy it to first, with the pair to copy, where peers may overwrite it.
+
+        A peer that has its own rows begins the next dispatch and writes into this rank's dispatch block, while this
+        rank may still be sending to others from there.
+        """
+        block = self.memory.symmetric["dispatch"].local
+        if not block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.numel():
+            return tensor, ()
+        most = self.config.max_num_expert_rows * tensor.shape[-1]
+        target = self._local(role, (most,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        return target, ((target, tensor),)
+
+    def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = self._locals.get(role)
+        if memory is None:
             if self.memory.local_own.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise StateError(
-                    "the registered buffer to exist before a graph captures it", "the first request for it",
-                    "Call get_registered_combine_input_buffer before the capture.",
+                    f"memory for {role} to exist before a graph captures it", "the first need of it",
+                    "Make the same calls once before the capture.",
                 )  # fmt: skip
-            config = self.config
-            shape, dtype = (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype
             num_bytes = math.prod(shape) * dtype.itemsize
-            memory = self._arena.shared_local(self._index, "combine_input", num_bytes)
-            self._combine_input = memory[:num_bytes].view(dtype).view(shape)
-        return self._combine_input
+            memory = self._arena.shared_local(self._index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
+            self._locals[role] = memory
+        return memory
 
     def initialize(self, timeout_secs: float, *, refill: bool) -> None:
         """Brings the memory into the state before the first step. Ranks meet before and after.

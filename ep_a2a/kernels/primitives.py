@@ -29,6 +29,7 @@ LIMITS = tl.constexpr(Region.LIMITS.value)
 ERROR_RECORD = tl.constexpr(Region.ERROR_RECORD.value)
 ARRIVED = tl.constexpr(State.ARRIVED.value)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
+NUM_TOKENS = tl.constexpr(State.NUM_TOKENS.value)
 RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
 
 NUM_REGIONS = tl.constexpr(len(Region))

@@ -99,7 +99,11 @@ class Slot:
 
 @dataclass
 class OpMemory:
-    """What one op got: symmetric memory by role ("own" and the shared roles), local tensors, the error record."""
+    """What one op got: symmetric memory by role ("own" and the shared roles), local tensors, the error record.
+
+    Attributes:
+        table: what the op's kernels find everything by; kept here since captured graphs hold its address.
+    """
 
     symmetric: dict[str, SymmetricMemory]
     local_own: torch.Tensor
@@ -107,6 +111,7 @@ class OpMemory:
     record: torch.Tensor
     slot: Slot
     user: weakref.ref[object] | None = None
+    table: torch.Tensor | None = None
 
     @property
     def in_use(self) -> bool:
