@@ -108,7 +108,7 @@ class EpDispatchCombineConfig:
         warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual".
         max_total_recv_tokens: cap on received rows (layout compact only); 0 = none. Rounded up to a multiple of W,
             as MORI does.
-        use_external_inp_buf: False promises that combine's input is the registered buffer (zero copy).
+        use_external_inp_buf: MORI's; without effect, since combine sends from any memory.
         kernel_type: kernels to use.
         gpu_per_node: ranks that share a node.
         num_qp_per_pe: queue pairs per peer of an inter-node transport.

@@ -169,6 +169,13 @@ def take_block(
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (missing < WORLD_SIZE):
             poison, deadline = overdue(table, polls, deadline, missing, rank, WORLD_SIZE)
+    if SCALED:
+        # The compiler loads the small vector of scales several times, volatile or not, and may check one copy and
+        # multiply by another. All has arrived now, so any copy is right.
+        _, total = look_at_block(
+            rows, scales, slots, own_line, first, rank, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, DTYPE, ELEMENT, SCALED,
+            OWN_IN_PLACE,
+        )  # fmt: skip
     offsets = block_offsets(first, GROUPS_LANES, GROUP)
     groups = first // GROUP + tl.arange(0, GROUPS_LANES)
     empty = tl.full((GROUPS_LANES, GROUP), EMPTY_BYTE if ELEMENT == tl.uint8 else EMPTY, ELEMENT)

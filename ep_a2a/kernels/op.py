@@ -225,8 +225,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
                 layout expert_major.
             indices: None, or this rank's own ids as given to dispatch; others are an error.
             block_num, warp_per_block: launch numbers when > 0.
-            use_external_inp_buf, call_reset: accepted for MORI's sake; the address decides about zero copy, and
-                kernels reset themselves.
+            use_external_inp_buf, call_reset: accepted for MORI's sake; nothing is copied but what dispatch returned,
+                and kernels reset themselves.
             out: [T, H] of combine_dtype to write into instead of the op's own result.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Every ordering pattern of this package, named, with what it guarantees. Only this file touches flags.
+"""Every ordering pattern of this package, named, with what it guarantees. Only this file posts and awaits flags.
 
 The patterns, and why they are enough (docs/memory-model.md has the proof):
 

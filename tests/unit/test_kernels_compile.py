@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -124,7 +125,22 @@ def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
     if kind_of(variant) != "count_local_experts":
         assert loads > 0
         assert stores > 0
+    _check_polled_once(config, asm["ttgir"])
     _check_co_residency(config, variant, asm["cubin"], tmp_path)
+
+
+def _check_polled_once(config: EpDispatchCombineConfig, ttgir: str) -> None:
+    """What is polled and then used is loaded once: of two copies one could be checked and the other used.
+
+    The compiler does load small vectors several times, one for each layout that it wants them in. Kernels load those
+    again after the verdict, so they are not among the names here.
+    """
+    polled = Counter(
+        (match.group(1).rstrip("_"), re.findall(r"loc\((#loc\d+)\)", line)[-1])
+        for line in ttgir.splitlines()
+        if "isVolatile = true" in line and (match := re.match(r"\s*%(bits|words|side|seen)_?\d*\b.* = tt.load", line))
+    )
+    assert all(count in (1, config.world_size) for count in polled.values()), polled
 
 
 def _check_co_residency(config: EpDispatchCombineConfig, variant: Variant, cubin: bytes, directory: Path) -> None:
