@@ -175,7 +175,7 @@ def may_go_on(
     """
     poison = reduce_max(answer, 0)
     if (poison == 0) & (out_of_order != 0):
-        poison = ((ALTERNATION << 16) | rank).to(tl.int32)
+        poison = (rank | (ALTERNATION << 16)).to(tl.int32)
         fail(table, poison, phase, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
     return poison
 

@@ -141,7 +141,7 @@ def accept_rows(
         poison = tl.full((), (STRIDE_MISMATCH << 16) | NOBODY, tl.int32)
         fail(table, poison, 1, epoch, wire_word, words, rank, WORLD_SIZE, WORLD_LANES)
     elif total > row_limit:
-        poison = ((CAPACITY << 16) | rank).to(tl.int32)
+        poison = (rank | (CAPACITY << 16)).to(tl.int32)
         fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
     else:
         pad_unused_rows(
