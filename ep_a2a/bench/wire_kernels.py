@@ -3,11 +3,10 @@
 Its times mean nothing; it is there so that the contender, its plan of the bytes and its check run everywhere.
 """
 
-import time
-
 import triton.language as tl
 
 from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import late_lanes, pause, reduce_sum
 
 # Words of a direction's state (int32), this rank's only.
 EPOCH = tl.constexpr(0)
@@ -23,25 +22,6 @@ FLAG_HERE = tl.constexpr(4)
 PLAN_WIDTH = tl.constexpr(5)
 
 VECTOR_WORDS = tl.constexpr(4)
-INTERPRETER_PAUSE_SECS = 5e-5
-
-
-def _host_pause() -> None:
-    # Interpreted ranks share few cores.
-    time.sleep(INTERPRETER_PAUSE_SECS)
-
-
-@portable(interpreted=_host_pause)
-def pause():
-    """Lets others run between two polls."""
-
-
-@portable
-def count_late(flags, epoch, present):
-    """Peers whose flag has not reached `epoch`; a masked atomic's result is undefined, so it is replaced."""
-    seen = tl.where(present, tl.atomic_add(flags, 0, mask=present, sem="acquire", scope="sys"), epoch)
-    late = (tl.sub(seen, epoch, sanitize_overflow=False) < 0).to(tl.int32)
-    return tl.reduce(late, 0, tl.standard._sum_combine)
 
 
 @portable
@@ -78,11 +58,11 @@ def push_kernel(
         epoch = tl.add(tl.load(state + EPOCH), 1, sanitize_overflow=False)
         epochs = tl.full((PEER_LANES,), 0, tl.int32) + epoch
         tl.atomic_xchg(there, epochs, mask=present, sem="release", scope="sys")
-        num_late = count_late(here, epoch, present)
+        num_late = reduce_sum(late_lanes(here, epoch, present), 0)
         polls = tl.full((), 0, tl.int32)
         while (num_late > 0) & (polls < max_polls):
-            pause()
-            num_late = count_late(here, epoch, present)
+            pause(0)
+            num_late = reduce_sum(late_lanes(here, epoch, present), 0)
             polls += 1
         if num_late > 0:
             tl.store(state + GAVE_UP, 1)

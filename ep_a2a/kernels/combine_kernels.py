@@ -340,7 +340,7 @@ def combine_kernel(
         elif (receiver >= 0) & (poison == 0):
             first_own_row = rank * stride
             if COMPACT:
-                first_own_row = reduce_sum(tl.where(tl.arange(0, WORLD_LANES) < rank, counts, 0), 0)
+                first_own_row = reduce_sum(tl.where(lanes < rank, counts, 0), 0)
             poison = add_results(
                 rows_in, weights_in, result, ids, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
                 receiver, num_receivers, pause_ns,

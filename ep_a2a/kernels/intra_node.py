@@ -13,7 +13,7 @@ from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
-from ep_a2a.kernels.layout import padded, side_words
+from ep_a2a.kernels.layout import WORD_BYTES, padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
 from ep_a2a.policy import COUNT_WARPS, Launch, Phase, choose_launch, dispatch_phase, fit, launch_shapes
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FP8_CAPABILITY = (8, 9)
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 MAX_REMEMBERED_LAUNCHES = 4096
-WORD_BYTES = 4
 MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once."""
