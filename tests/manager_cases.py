@@ -253,6 +253,8 @@ def wrong_use(context: RankContext, name: str) -> None:
     op.dispatch(tokens, weights, None, ids)
     op.reset()
     run_step(case, op, 0, context.device)
+    _wrong_halves(op, tokens, ids)
+    run_step(case, op, 0, context.device)
 
     cap = context.world_size
     small = manager.get_handle(kwargs_of(case, context.rank, max_total_recv_tokens=cap))
@@ -262,6 +264,22 @@ def wrong_use(context: RankContext, name: str) -> None:
     with pytest.raises(UnsupportedError, match="expert_major"):
         manager.get_handle(kwargs_of(case, context.rank, layout="expert_major"))
     manager.destroy()
+
+
+def _wrong_halves(op: Any, tokens: torch.Tensor, ids: torch.Tensor) -> None:
+    with pytest.raises(AlternationError):
+        op.dispatch_recv()
+    op.dispatch_send(tokens, None, None, ids)
+    for call in (op.combine_recv, lambda: op.dispatch(tokens, None, None, ids), lambda: op.combine(tokens, None, None)):
+        with pytest.raises(AlternationError):
+            call()
+    got = op.dispatch_recv()
+    with pytest.raises(ForeignIndicesError):
+        op.combine_send(torch.zeros_like(got[0]), None, ids + 1)
+    op.combine_send(torch.zeros_like(got[0]), None, ids)
+    op.reset()
+    with pytest.raises(AlternationError):
+        op.combine_recv()
 
 
 def capture_is_refused(context: RankContext, name: str) -> None:

@@ -201,13 +201,17 @@ class IntraNodeKernels:
             # not before: what is wrong with a table is told to the other ranks here
             capability = torch.cuda.get_device_capability(self.device)
             self.use_tables(load_tables(arch_name(capability), self.config.world_size))
-        variants = list(self.variants())
+        variants = self.variants()
         for position in range(len(variants)):
             variant, values = variants[(position + self.config.rank) % len(variants)]
             variant.compile(values)
 
-    def variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def variants(self) -> list[tuple[Variant, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that whole calls of the op can need, with stand-in tensors."""
+        # several shapes of launches have one variant where the device knows no dependent launch
+        return list({id(variant): (variant, values) for variant, values in self._reachable()}.values())
+
+    def _reachable(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)

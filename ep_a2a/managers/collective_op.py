@@ -22,7 +22,7 @@ from ep_a2a.errors import (
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import describe_wire_word, wire_word
 from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
-from ep_a2a.managers.halves import SecondHalfDoesAll
+from ep_a2a.managers.halves import FirstHalfDoesAll
 from ep_a2a.managers.op_buffers import OpBuffers
 from ep_a2a.quantization import quantize
 from ep_a2a.routing import destination_mask, expert_ranges
@@ -51,7 +51,7 @@ class _Step:
     slots: torch.Tensor
 
 
-class CollectiveDispatchCombineOp(SecondHalfDoesAll, DispatchCombineBase):
+class CollectiveDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     """EpDispatchCombineOp's interface and contract on a RowExchange instead of kernels.
 
     Received rows, ids, weights, scales and positions are bit for bit those of EpDispatchCombineOp. Combine adds in
@@ -106,6 +106,7 @@ class CollectiveDispatchCombineOp(SecondHalfDoesAll, DispatchCombineBase):
             RankTimeoutError: on CPU, a rank did not come within timeout_secs.
         """
         self.check()
+        self._no_open_half("dispatch")
         if self._step is not None:
             raise AlternationError("combine after dispatch", "dispatch again")
         config = self.config
@@ -208,6 +209,7 @@ class CollectiveDispatchCombineOp(SecondHalfDoesAll, DispatchCombineBase):
             RankTimeoutError: on CPU, a rank did not come within timeout_secs.
         """
         self.check()
+        self._no_open_half("combine")
         if self._step is None:
             raise AlternationError("dispatch before combine", "combine")
         step, config = self._step, self.config
@@ -269,6 +271,7 @@ class CollectiveDispatchCombineOp(SecondHalfDoesAll, DispatchCombineBase):
     def reset(self) -> None:
         """Makes the op usable again after an unfinished step; to be called on every rank."""
         self.check()
+        self._drop_half()
         self._step = None
 
     def close(self) -> None:

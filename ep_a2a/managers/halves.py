@@ -1,4 +1,4 @@
-"""The split calls of an op for backends whose steps cannot be halved: the second half does all of it."""
+"""The split calls of an op for backends whose steps cannot be halved: the first half does all of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.base_op import DispatchResult
 
 
-class SecondHalfDoesAll:
-    """Mixin for an op with `dispatch` and `combine`. The first half of a call only keeps its arguments."""
+class FirstHalfDoesAll:
+    """Mixin for an op with `dispatch` and `combine`. The second half of a call only gives out the result.
 
-    _first_half: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None
+    As with the native op, inputs belong to the caller again after the first half, and outputs are valid from the
+    second half on. An error of the whole call is raised by the first half, after which the call can be repeated.
+    """
+
+    _open_call: str | None = None
+    _result: Any = None
 
     def dispatch_send(
         self,
@@ -27,13 +32,12 @@ class SecondHalfDoesAll:
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> None:
-        """Keeps the arguments of `dispatch` for `dispatch_recv`; they must not change before it."""
-        wishes = {"max_num_tokens": max_num_tokens, "pad_id": pad_id}
-        self._keep("dispatch", (input, weights, scales, indices), wishes)
+        """`dispatch`, the result of which `dispatch_recv` returns."""
+        self._do_all("dispatch", input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id)
 
     def dispatch_recv(self) -> DispatchResult:
-        """`dispatch` with the arguments of `dispatch_send`; AlternationError without one."""
-        result: DispatchResult = self._finish("dispatch")
+        """The result of `dispatch_send`; AlternationError without one."""
+        result: DispatchResult = self._give_out("dispatch")
         return result
 
     def combine_send(
@@ -44,22 +48,31 @@ class SecondHalfDoesAll:
         *,
         out: torch.Tensor | None = None,
     ) -> None:
-        """Keeps the arguments of `combine` for `combine_recv`; they must not change before it."""
-        self._keep("combine", (input, weights, indices), {"out": out})
+        """`combine`, the result of which `combine_recv` returns."""
+        self._do_all("combine", input, weights, indices, out=out)
 
     def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`combine` with the arguments of `combine_send`; AlternationError without one."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = self._finish("combine")
+        """The result of `combine_send`; AlternationError without one."""
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._give_out("combine")
         return result
 
-    def _keep(self, call: str, arguments: tuple[Any, ...], wishes: dict[str, Any]) -> None:
-        if self._first_half is not None:
-            raise AlternationError(f"{self._first_half[0]}_recv next", f"{call}_send")
-        self._first_half = (call, arguments, wishes)
+    def _no_open_half(self, call: str) -> None:
+        """To be called first by `dispatch` and `combine`."""
+        if self._open_call is not None:
+            raise AlternationError(f"{self._open_call}_recv next", call)
 
-    def _finish(self, call: str) -> Any:
-        if self._first_half is None or self._first_half[0] != call:
+    def _drop_half(self) -> None:
+        """Forgets an unfinished call, as `reset` does."""
+        self._open_call = self._result = None
+
+    def _do_all(self, call: str, *arguments: Any, **wishes: Any) -> None:
+        self._no_open_half(f"{call}_send")
+        self._result = getattr(self, call)(*arguments, **wishes)
+        self._open_call = call
+
+    def _give_out(self, call: str) -> Any:
+        if self._open_call != call:
             raise AlternationError(f"{call}_send before {call}_recv", f"{call}_recv")
-        _, arguments, wishes = self._first_half
-        self._first_half = None
-        return getattr(self, call)(*arguments, **wishes)
+        result = self._result
+        self._drop_half()
+        return result
