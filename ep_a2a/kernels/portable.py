@@ -6,13 +6,15 @@ Restrictions that follow: device code uses core builtins and functions decorated
 `tl.zeros`; `tl.reduce`, not `tl.sum`), because Triton's own library functions are compiled ones here.
 """
 
+import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
-from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 from ep_a2a.errors import UnsupportedError
@@ -47,6 +49,17 @@ def _indexable(grid: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
     return prepare
 
 
+@contextlib.contextmanager
+def _without_overflow_checks() -> Iterator[None]:
+    """Triton's check of every addition takes nearly half of the interpreter's time, and its verdict is not asserted."""
+    options = interpreter_builder.options
+    interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    try:
+        yield
+    finally:
+        interpreter_builder.options = options
+
+
 class PortableFunction(JITFunction):
     """A Triton function to be compiled (`function[grid](...)`) or interpreted (`function.interpret(grid, ...)`)."""
 
@@ -77,7 +90,8 @@ class PortableFunction(JITFunction):
                 "one interpreted kernel at a time in a process", "a second thread", "Use one process per rank on CPU."
             )
         try:
-            _InPlaceExecutor(self.python, self.arg_names, _indexable(grid))(*args, **kwargs)
+            with _without_overflow_checks():
+                _InPlaceExecutor(self.python, self.arg_names, _indexable(grid))(*args, **kwargs)
         finally:
             _interpreting.release()
 
