@@ -46,7 +46,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_BYTES = 100_000
 GIB = 1 << 30
 SHORT_TIMEOUT_SECS = 2.0
-SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared=128, record_words=10)
+SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
 
 
 def files_of(*processes: int) -> list[str]:
