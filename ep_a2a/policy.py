@@ -76,33 +76,51 @@ def choose_launch(
     block_num: int = -1,
     warp_per_block: int = -1,
     tables: TunedTables | None = None,
+    max_sms: int | None = None,
 ) -> Launch:
     """Launch numbers of one call.
 
     Args:
-        config: the op's; its numbers are used with launch="manual", its max_sms bounds the grid.
+        config: the op's; its numbers are used with launch="manual".
         phase: which kernel.
         num_tokens: tokens that this rank brings.
         max_num_tokens: bound on every rank's tokens in this step.
         num_sms: multiprocessors of the device; 0 on CPU.
         block_num, warp_per_block: the caller's numbers, used when > 0.
         tables: where launch="auto" looks for tuned numbers first.
+        max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads programs
+            over all it has, so that this is a bound on programs, which are wider then.
     """
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
         return Launch(programs, 1, "interpreter", programs, programs)
-    sms = min(num_sms, config.max_sms) if config.max_sms else num_sms
     wish = _default(config, phase, num_tokens, max_num_tokens)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
     elif tables is not None:
         wish = _tuned(wish, tables, config, phase, num_tokens, max_num_tokens)
+    max_sms = config.max_sms if max_sms is None else max_sms
+    is_bounded = 0 < max_sms < num_sms
+    if is_bounded and config.launch != "manual":
+        wish = _widened(wish, phase)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num, reason="caller")
     if warp_per_block > 0:
         wish = replace(wish, num_warps=warp_per_block, reason="caller")
     wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
-    return fit(wish, phase, sms * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps)))
+    most = max_sms if is_bounded else num_sms * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps))
+    return fit(wish, phase, most)
+
+
+def _widened(wish: Launch, phase: Phase) -> Launch:
+    """The wish with one program for a whole multiprocessor's threads, each of which keeps its share of elements."""
+    factor = max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps))
+    factor = 1 << (factor.bit_length() - 1)
+    return replace(
+        wish, num_warps=wish.num_warps * factor,
+        send_elements=min(SEND_ROW_ELEMENTS, wish.send_elements * factor),
+        add_elements=min(SEND_ROW_ELEMENTS, wish.add_elements * factor),
+    )  # fmt: skip
 
 
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
@@ -153,7 +171,7 @@ def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phas
 
 
 def launch_shapes(
-    config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None
+    config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None, max_sms: int | None = None
 ) -> list[tuple[Phase, int, Launch]]:
     """A launch of every shape that steps of at most M tokens have without a caller's numbers, with its max_num_tokens.
 
@@ -165,7 +183,7 @@ def launch_shapes(
     shapes: dict[tuple[Phase, int, int, int, bool], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):
         for phase in (dispatch_phase(config, size), Phase.COMBINE):
-            launch = choose_launch(config, phase, size, size, num_sms, tables=tables)
+            launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
             shape = (phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.dependent)
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())

@@ -102,8 +102,8 @@ class IntraNodeKernels:
                 f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
                 f"{torch.cuda.get_device_capability(device)}", "Use quant_type='none', or cast before dispatch.",
             )  # fmt: skip
-        self._device_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_sms = self._device_sms
+        self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_sms = config.max_sms
         self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
         self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
         self._compact = {"COMPACT": config.layout == Layout.COMPACT}
@@ -118,9 +118,14 @@ class IntraNodeKernels:
             self._by_expert = ExpertMajorKernels(config, table, device)
 
     def limit_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on; 0 = all."""
-        self.num_sms = min(self._device_sms, max_sms) if max_sms else self._device_sms
+        """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
+        self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
         self._launches.clear()
+        self.compile()
+
+    @property
+    def _usable_sms(self) -> int:
+        return min(self.num_sms, self.max_sms) if self.max_sms else self.num_sms
 
     def use_tables(self, tables: TunedTables) -> None:
         """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
@@ -137,8 +142,9 @@ class IntraNodeKernels:
             if len(self._launches) >= MAX_REMEMBERED_LAUNCHES:
                 self._launches.clear()
             launch = choose_launch(
-                self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables
-            )
+                self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables,
+                self.max_sms,
+            )  # fmt: skip
             if self._tables is not None:
                 self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
             self._launches[key] = launch
@@ -148,8 +154,7 @@ class IntraNodeKernels:
         """The launch cut down to what the registers of its kernel leave room for, once they are known."""
         if variant.programs_per_sm is None:
             return launch
-        sms = min(self.num_sms, self.config.max_sms) if self.config.max_sms else self.num_sms
-        most = sms * variant.programs_per_sm
+        most = min(filter(None, (self.max_sms, self.num_sms * variant.programs_per_sm)))
         return launch if launch.num_programs <= most else fit(launch, phase, most)
 
     def dispatch_phase(self, max_num_tokens: int) -> Phase:
@@ -168,7 +173,7 @@ class IntraNodeKernels:
             self._run(variant, _programs(fitted, phase, part), self._dispatch_values(args, phase, fitted))
         if self._by_expert is not None and stages.receive:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self._by_expert.expand(args.max_num_tokens, has_scales, self.num_sms)
+            self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
 
     def combine(
         self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
@@ -177,7 +182,7 @@ class IntraNodeKernels:
         for target, source in args.copies if stages.send else ():
             target.copy_(source)
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
-            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms)
+            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
         launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
         for part in self._parts(Phase.COMBINE, stages):
             variant = self._combine_variant(args, launch, part, in_place=stages == WHOLE)
@@ -224,7 +229,7 @@ class IntraNodeKernels:
             inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
         if config.num_scales:
             scale_options.append(word)
-        shapes = launch_shapes(config, self.num_sms, self._tables)
+        shapes = launch_shapes(config, self.num_sms, self._tables, self.max_sms)
         for phase, tokens, launch in shapes:
             for x in inputs if phase is not Phase.COMBINE else ():
                 cast = config.casts_in_dispatch and x.dtype != FP8_DTYPE

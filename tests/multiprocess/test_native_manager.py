@@ -132,7 +132,7 @@ def bounded(context: RankContext) -> dict[str, Any]:
     with create(context) as manager:
         before = manager.get_handle(kwargs_of(CASE, context.rank))
         # as on a GPU: the interpreter has no multiprocessors
-        before._kernels._device_sms = 132
+        before._kernels.num_sms = 132
         manager.set_num_sms(4)
         bound = before.get_launch_config(is_dispatch=True)
         after = manager.get_handle(kwargs_of(CASE, context.rank), 1)
@@ -146,7 +146,7 @@ def bounded(context: RankContext) -> dict[str, Any]:
 
 def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
     for seen in ranks(bounded, 4):
-        assert seen == {"bound": 4, "unbound": 16, "after": 4, "own": 3}
+        assert seen == {"bound": 4, "unbound": 1 + 16 + 4 * 16, "after": 4, "own": 3}
 
 
 # --- nodes ---

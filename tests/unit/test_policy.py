@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.policy import INTERPRETED_PROGRAMS, MAX_DISPATCH_PROGRAMS, THREADS_PER_SM, Launch, Phase, choose_launch
+from ep_a2a.policy import (
+    INTERPRETED_PROGRAMS,
+    MAX_DISPATCH_PROGRAMS,
+    SEND_ROW_ELEMENTS,
+    THREADS_PER_SM,
+    Launch,
+    Phase,
+    choose_launch,
+)
 
 H200_SMS = 132
 WITH_ROLES = [Phase.FLAGGED_DISPATCH, Phase.COMBINE]
@@ -142,15 +150,29 @@ def test_warps_are_a_power_of_two_up_to_a_thousand_threads(phase, asked, given_)
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize(("max_sms", "sms"), [(0, 132), (1, 1), (20, 20), (132, 132), (500, 132)])
-def test_max_sms_bounds_every_grid(phase, max_sms, sms):
+@pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
+def test_max_sms_bounds_programs(phase, max_sms):
+    """The GPU spreads programs over all multiprocessors, so a bound on those is a bound on programs."""
+    least = LEAST_WITH_ROLES if phase in WITH_ROLES else 1
     for config in (config_of(max_sms=max_sms), config_of(max_sms=max_sms, launch="manual", block_num=1000)):
         for block_num in (-1, 1000):
             launch = choose_launch(config, phase, 4096, 4096, H200_SMS, block_num)
-            least = 32 * launch.num_warps * (LEAST_WITH_ROLES if phase in WITH_ROLES else 1)
-            assert threads(launch) <= max(least, THREADS_PER_SM[phase] * sms)
-            assert launch == choose_launch(config_of(max_sms=0, launch=config.launch, block_num=1000), phase, 4096,
-                                           4096, sms, block_num)  # fmt: skip
+            assert launch.num_programs == max(least, max_sms)
+    launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
+    # as many threads on each as without a bound, to a power of two, with as much work for each
+    assert THREADS_PER_SM[phase] // 2 < 32 * launch.num_warps <= THREADS_PER_SM[phase]
+    unbounded = choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
+    for name in ("send_elements", "add_elements"):
+        per_thread = [getattr(each, name) // each.num_warps for each in (launch, unbounded)]
+        assert per_thread[0] == per_thread[1] or getattr(launch, name) == SEND_ROW_ELEMENTS
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("max_sms", [0, H200_SMS, 500])
+def test_a_bound_that_is_none_changes_nothing(phase, max_sms):
+    launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
+    assert launch == choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
+    assert launch == choose_launch(config_of(max_sms=7), phase, 4096, 4096, H200_SMS, max_sms=0)
 
 
 def test_a_rack_of_72_ranks():
@@ -188,7 +210,7 @@ def test_no_grid_exceeds_what_fits(
     sms = min(num_sms, max_sms or num_sms)
     assert chosen.num_warps in (1, 2, 4, 8, 16, 32)
     check_roles(chosen, phase)
-    programs_per_sm = max(1, THREADS_PER_SM[phase] // (32 * chosen.num_warps))
+    programs_per_sm = 1 if sms < num_sms else max(1, THREADS_PER_SM[phase] // (32 * chosen.num_warps))
     least = LEAST_WITH_ROLES if phase in WITH_ROLES else 1
     assert 1 <= chosen.num_programs <= max(least, programs_per_sm * sms)
     if phase is Phase.DISPATCH:
