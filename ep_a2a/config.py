@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.config_fields import MINIMUM, checked_integer
+from ep_a2a.config_fields import MINIMUM, checked_integer, checked_timeout_secs
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 WIRE_FORMAT_VERSION = 2
@@ -174,9 +174,7 @@ class EpDispatchCombineConfig:
         self._check_dtypes()
         self._check_experts()
         if self.timeout_secs is not None:
-            bounded = isinstance(self.timeout_secs, int | float) and 0 < self.timeout_secs <= env.MAX_TIMEOUT_SECS
-            expected = f"timeout_secs to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
-            _require(bounded, expected, repr(self.timeout_secs))
+            checked_timeout_secs(self.timeout_secs)
         _require(
             self.flagged_max_tokens <= FLAGGED_MAX_TOKENS,
             f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",

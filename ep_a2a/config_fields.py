@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from ep_a2a import env
 from ep_a2a.errors import ConfigError
 
 MINIMUM = {
@@ -44,3 +45,14 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
     if number is None or isinstance(value, bool) or number < minimum:
         raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
     return number
+
+
+def checked_timeout_secs(value: Any) -> float:
+    """A bound of waits, in seconds.
+
+    Raises:
+        ConfigError: it is not a number above 0, or too large for the kernels' clock.
+    """
+    if isinstance(value, int | float) and 0 < value <= env.MAX_TIMEOUT_SECS:
+        return float(value)
+    raise ConfigError(f"timeout_secs to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))

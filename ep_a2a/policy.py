@@ -88,8 +88,8 @@ def choose_launch(
         num_sms: multiprocessors of the device; 0 on CPU.
         block_num, warp_per_block: the caller's numbers, used when > 0.
         tables: where launch="auto" looks for tuned numbers first.
-        max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads programs
-            over all it has, so that this is a bound on programs, which are wider then.
+        max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
+            programs over all it has, so that this is a bound on programs, which are wider then.
     """
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS

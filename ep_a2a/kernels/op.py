@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
+from ep_a2a.config_fields import checked_timeout_secs
 from ep_a2a.errors import AlternationError, ClosedError
 from ep_a2a.kernels import inputs
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
@@ -62,6 +63,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
+        self._timeout_secs = config.timeout
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
@@ -75,23 +77,11 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._dispatch_views = DispatchViews(self._memory)
         self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)
-        self._meet("initialising the op", self._initialize)
+        self.arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
-        self._memory.initialize(self.config.timeout, refill=False)
+        self._memory.initialize(self._timeout_secs, refill=False)
         self._kernels.compile()
-
-    def _meet(self, label: str, work: Any) -> None:
-        """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.arena.rendezvous.barrier(f"{label}: start")
-        try:
-            work()
-        except Exception as error:
-            self.arena.rendezvous.agree(label, error)
-            raise
-        self.arena.rendezvous.agree(label, None)
 
     def dispatch(
         self,
@@ -363,6 +353,12 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
         self._kernels.limit_sms(max_sms)
 
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds the waits of calls and of graph replays from now on, in place of the config's timeout_secs. Local."""
+        self._timeout_secs = checked_timeout_secs(timeout_secs)
+        self._streams.follow(self.device)
+        self._memory.set_timeout(timeout_secs)
+
     def check(self) -> None:
         """Raises what the kernels have recorded; does not wait for kernels that still run.
 
@@ -374,14 +370,14 @@ class EpDispatchCombineOp(DispatchCombineBase):
             raise ClosedError("an open op", "a closed one")
         if self._memory.failed:
             failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
-            raise failure.exception(self.config.rank, self.config.timeout)
+            raise failure.exception(self.config.rank, self._timeout_secs)
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
         self._end_step()
-        self._meet("resetting the op", lambda: self._memory.initialize(self.config.timeout, refill=True))
+        self.arena.together("resetting the op", lambda: self._memory.initialize(self._timeout_secs, refill=True))
 
     def _end_step(self) -> None:
         self._stage, self._sent = Stage.DISPATCH_SEND, None

@@ -152,13 +152,17 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.memory.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.view(Region.LIMITS).fill_(int(timeout_secs * NS_PER_SEC))
+        self.set_timeout(timeout_secs)
         self.steps.zero_()
         self.record.zero_()
         if refill or self.memory.slot.spoilt:
             self.memory.slot.refill()
         if self.memory.local_own.is_cuda:
             torch.cuda.synchronize(self.memory.local_own.device)
+
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds the waits of launches from now on, those of captured graphs included."""
+        self.view(Region.LIMITS).fill_(int(timeout_secs * NS_PER_SEC))
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` (uint32) that of the last finished step, on every rank alike; for tests of the wrap."""

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import AlternationError, ClosedError, StateError
-from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.allocate import allocate_symmetric, zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.streams import StreamOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
 
     from ep_a2a.memory.symmetric import SymmetricMemory
@@ -176,7 +178,7 @@ class Arena:
             symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
             self._memory[key, index] = OpMemory(
                 symmetric,
-                torch.zeros(sizes.local_own, dtype=torch.uint8, device=self.device),
+                zeros_outside_pools(sizes.local_own, self.device),
                 {role: self._shared_local(slot, role, num_bytes) for role, num_bytes in sizes.local_shared.items()},
                 torch.zeros(sizes.record_words, dtype=torch.int32, pin_memory=self.device.type == "cuda"),
                 slot,
@@ -203,7 +205,7 @@ class Arena:
         for tensor in tensors:
             if tensor.numel() >= num_bytes:
                 return tensor
-        tensors.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
+        tensors.append(zeros_outside_pools(num_bytes, self.device))
         return tensors[-1]
 
     def _all_symmetric(self) -> list[SymmetricMemory]:
@@ -216,6 +218,18 @@ class Arena:
         local = sum(t.numel() for slot in self._slots.values() for tensors in slot.local.values() for t in tensors)
         own = sum(memory.local_own.numel() for memory in self._memory.values())
         return sum(block.num_bytes for block in self._all_symmetric()) + local + own
+
+    def together(self, label: str, work: Callable[[], Any]) -> None:
+        """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.rendezvous.barrier(f"{label}: start")
+        try:
+            work()
+        except Exception as error:
+            self.rendezvous.agree(label, error)
+            raise
+        self.rendezvous.agree(label, None)
 
     def close(self) -> None:
         """Gives all memory back; local, and a second call does nothing. No op of this arena may be used afterwards."""

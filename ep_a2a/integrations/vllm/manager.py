@@ -1,0 +1,99 @@
+"""Our manager as vLLM's expert-parallel communicator carries it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.integrations.vllm import worker
+from ep_a2a.integrations.vllm.name import logger
+from ep_a2a.integrations.vllm.patches import warn_once
+from ep_a2a.managers.native import NativeAll2AllManager
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+MIB = 1 << 20
+
+
+def _group_timeout_secs(group: Any) -> float:
+    """How long vLLM lets the ranks of a group (gloo) wait for each other."""
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+class VllmAll2AllManager(NativeAll2AllManager):
+    """Ops for layers that run as modular kernels; hidden states of others travel by vLLM's own manager.
+
+    Args:
+        communicator: vLLM's, of the expert-parallel group.
+        vllm_manager: vLLM's allgather_reducescatter manager of the same group.
+    """
+
+    def __init__(self, communicator: Any, vllm_manager: Any) -> None:
+        from vllm.distributed import parallel_state
+
+        super().__init__(communicator.cpu_group)
+        self.device = communicator.device
+        self.device_group = communicator.device_group
+        self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
+        self._vllm_manager = vllm_manager
+        self._kept: list[EpDispatchCombineOp] = []
+        self._is_warming_up = True
+        worker.managers.add(self)
+
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
+        """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does."""
+        if self._is_warming_up:
+            # ranks load weights, compile and capture at their own pace
+            self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
+            kwargs = {"timeout_secs": timeout_secs, **kwargs}
+        op = super().get_handle(kwargs, index)
+        if op not in self._kept:
+            self._kept.append(op)
+            if self.rank == 0:
+                found = self.explain()
+                logger.info(
+                    "%s: %s kernels (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
+                    found["kernel_reason"], found["topology"], self.arena.num_bytes / MIB,
+                )  # fmt: skip
+        return op
+
+    def check(self) -> None:
+        """Raises what the kernels of finished steps have recorded."""
+        for op in self._kept:
+            op.check()
+
+    def end_warm_up(self, timeout_secs: float) -> None:
+        """Bounds waits by `timeout_secs` once all ranks have warmed up. Collective."""
+        if not self._is_warming_up or not self._kept:
+            return
+        self.arena.rendezvous.barrier("the end of warm-up")
+        self._is_warming_up = False
+        for op in self._kept:
+            op.set_timeout(timeout_secs)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own exchange of hidden states, for layers that do not run as modular kernels."""
+        return self._by_vllm("dispatch", *args, **kwargs)
+
+    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
+        """See `dispatch`."""
+        return self._by_vllm("dispatch_router_logits", *args, **kwargs)
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        """See `dispatch`."""
+        return self._by_vllm("combine", *args, **kwargs)
+
+    def _by_vllm(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        warn_once(
+            "a MoE layer does not run as a modular kernel (see its quantisation method), so that its tokens travel by "
+            "vLLM's allgather_reducescatter instead of ep_a2a"
+        )
+        return getattr(self._vllm_manager, method)(*args, **kwargs)
+
+    def _release(self) -> None:
+        self._kept.clear()
+        super()._release()

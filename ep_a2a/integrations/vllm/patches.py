@@ -1,0 +1,117 @@
+"""The patches that the processes of a user who chose this backend apply to vLLM; each has an entry in `ledger`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.vllm import support
+from ep_a2a.integrations.vllm.name import BACKEND_NAME, logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMMUNICATOR_FACTORY = "ep_a2a.integrations.vllm.communicator.make_communicator"
+
+
+def activate() -> None:
+    """Patches `communicator-class` and `config-check` on this process's platform. Idempotent, and light."""
+    from vllm.platforms import current_platform
+
+    if "get_device_communicator_cls" in vars(current_platform):
+        return
+    check_and_update_config = current_platform.check_and_update_config
+
+    def check_options_too(vllm_config: Any) -> Any:
+        check_options(vllm_config)
+        return check_and_update_config(vllm_config)
+
+    # on the platform object, in front of its class, which keeps the original
+    current_platform.get_device_communicator_cls = lambda: COMMUNICATOR_FACTORY
+    current_platform.check_and_update_config = check_options_too
+
+
+def original_communicator_class() -> Any:
+    """The class that the platform itself wants."""
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return resolve_obj_by_qualname(type(current_platform).get_device_communicator_cls())
+
+
+def check_options(vllm_config: Any) -> None:
+    """Refuses what the backend cannot work with, before any process is started.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.all2all_backend != BACKEND_NAME or not parallel.enable_expert_parallel:
+        return
+    refused = {
+        "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
+        "--enable-elastic-ep": (
+            getattr(parallel, "enable_elastic_ep", False), "groups that change their size need vLLM's own communicator"
+        ),
+        "--enable-dbo": (
+            getattr(parallel, "enable_dbo", False), "vLLM runs two micro-batches with the backends on its own list only"
+        ),
+        "--prefill-context-parallel-size": (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its ranks bring different numbers of tokens"
+        ),
+    }  # fmt: skip
+    for option, (is_used, why) in refused.items():
+        if is_used:
+            raise UnsupportedError(
+                f"no {option} with --all2all-backend {BACKEND_NAME}: {why}", option,
+                f"Leave {option} out, or use --all2all-backend allgather_reducescatter.",
+            )  # fmt: skip
+
+
+def patch_prepare_finalize() -> None:
+    """Patch `prepare-finalize`: MoE layers get ours. In processes that run a model only, since it imports the layers.
+
+    Raises:
+        UnsupportedError: the classes and functions that ours are built on have other signatures than those known.
+    """
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    original = all2all_utils.maybe_make_prepare_finalize
+    if getattr(original, "is_ours", False):
+        return
+    support.check_signatures()
+    ours = _wrapped(original)
+    # in their dictionaries, since to ask some modules for an attribute is to import others
+    for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]:
+        if names.get(original.__name__) is original:
+            names[original.__name__] = ours
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
+        parallel = moe.moe_parallel_config
+        if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:
+            return original(moe, quant_config, *args, **kwargs)
+        from ep_a2a.integrations.vllm.layers import make_prepare_finalize
+
+        bound = support.bind(original, moe, quant_config, *args, **kwargs)
+        if bound.get("allow_new_interface", False):
+            return make_prepare_finalize(moe, use_monolithic=bound.get("use_monolithic", False))
+        # asked up to vLLM 0.27 by methods that own no modular kernel, and would refuse one
+        return None
+
+    maybe_make_prepare_finalize.is_ours = True  # type: ignore[attr-defined]
+    return maybe_make_prepare_finalize
+
+
+def warn_once(message: str) -> None:
+    """Says a fallback once in a process."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
+
+
+_said: set[str] = set()

@@ -1,0 +1,98 @@
+"""What a vLLM worker does around a step for our ops: waits that fit the phase, and no token of a failed step."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from ep_a2a import env
+from ep_a2a.integrations.vllm.name import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+
+managers: WeakSet[VllmAll2AllManager] = WeakSet()
+"""Of this process; a worker has one."""
+
+CHECKED_CALLS = ("execute_model", "sample_tokens", "execute_dummy_batch")
+
+
+def patch_worker() -> None:
+    """Patches `worker-steps` and `worker-warm-up`. Idempotent."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if getattr(Worker.execute_model, "is_ours", False):
+        return
+    for name in CHECKED_CALLS:
+        setattr(Worker, name, _checked(getattr(Worker, name)))
+    Worker.compile_or_warm_up_model = _then_shorten_waits(Worker.compile_or_warm_up_model)
+    _patch_output_thread()
+
+
+def check_ops() -> None:
+    """Raises what the kernels of finished steps have recorded."""
+    for manager in managers:
+        manager.check()
+
+
+def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's call that raises in place of handing out tokens of a step that failed.
+
+    The replay of a whole step as one graph runs no Python of ours, so it is here that a failure is noticed: when the
+    tokens are on the host, which is behind the step's kernels.
+    """
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        get_output = getattr(output, "get_output", None)
+        if get_output is None:
+            check_ops()
+            return output
+
+        def get_checked_output(*args: Any, **kwargs: Any) -> Any:
+            result = get_output(*args, **kwargs)
+            check_ops()
+            return result
+
+        output.get_output = get_checked_output
+        return output
+
+    checked.is_ours = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _then_shorten_waits(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+    """The worker's warm-up, after which ranks are no longer minutes apart."""
+
+    @functools.wraps(warm_up)
+    def warm_up_and_shorten(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = warm_up(self, *args, **kwargs)
+        for manager in managers:
+            manager.end_warm_up(env.TIMEOUT_SECS.get())
+        return result
+
+    return warm_up_and_shorten
+
+
+def _patch_output_thread() -> None:
+    """Patch `output-thread`: up to vLLM 0.24 an error in get_output ends the thread that sends outputs, silently."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    enqueue = WorkerProc.enqueue_output
+
+    @functools.wraps(enqueue)
+    def enqueue_output(self: Any, output: Any) -> Any:
+        get_output = getattr(output, "get_output", None)
+        if get_output is not None:
+            try:
+                output = get_output()
+            except Exception as error:  # noqa: BLE001 - sent on, as vLLM sends errors of the step itself
+                logger.exception("a step's output could not be had")
+                output = error
+        return enqueue(self, output)
+
+    WorkerProc.enqueue_output = enqueue_output
