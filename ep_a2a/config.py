@@ -72,10 +72,15 @@ class Layout(enum.StrEnum):
 
 
 class ScaleFormat(enum.StrEnum):
-    """Format of the scales that a fused fp8 cast writes: float32, or the exponent byte of a power of two (UE8M0)."""
+    """Format of the scales that a fused fp8 cast writes.
+
+    FLOAT32: float32. UE8M0: rounded up to a power of two, of which the exponent byte is written.
+    FLOAT32_POWER_OF_TWO: rounded up likewise and written as float32, as vLLM does for DeepGEMM.
+    """
 
     FLOAT32 = "float32"
     UE8M0 = "ue8m0"
+    FLOAT32_POWER_OF_TWO = "float32_power_of_two"
 
 
 def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:

@@ -120,7 +120,7 @@ def quantize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise every group, the elements along the last dimension, with one scale.
 
-    amax = max(largest finite |x| of the group, 1e-10); scale = amax / 448, rounded up to a power of two for UE8M0;
+    amax = max(largest finite |x| of the group, 1e-10); scale = amax / 448, rounded up to a power of two but for FLOAT32;
     inverse = 1 / scale; q = e4m3(x * inverse). The two divisions and the product are one IEEE float32 operation each.
     NaN elements become 0x7F and infinities +-448; neither moves the scale of its group. An all-zero group becomes
     zero bytes (with the sign of each zero) and the scale of amax = 1e-10.
@@ -149,8 +149,9 @@ def quantize_groups(
     # Divisors and dividends are tensors: torch on CUDA turns a division by a Python number into a multiplication by
     # its reciprocal, which may differ in the last bit from the one IEEE division that is meant.
     scale = amax / torch.full_like(amax, E4M3_MAX)
-    stored = round_scale_up_to_ue8m0(scale) if kind == ScaleFormat.UE8M0 else scale
+    stored = scale if kind == ScaleFormat.FLOAT32 else round_scale_up_to_ue8m0(scale)
     factor = scales_to_float32(stored)
+    stored = factor if kind == ScaleFormat.FLOAT32_POWER_OF_TWO else stored
     inverse = torch.ones_like(factor) / factor
     return fp32_to_e4m3_bits(x * inverse.unsqueeze(-1)).view(FP8_DTYPE), stored
 

@@ -66,7 +66,7 @@ def _casts() -> dict[str, Case]:
     return {
         f"{quant}-{scale_format}": replace(base, quant_type=quant, scale_format=scale_format)
         for quant in ("fp8_per_token", "fp8_per_1x128")
-        for scale_format in ("float32", "ue8m0")
+        for scale_format in ("float32", "ue8m0", "float32_power_of_two")
     } | {
         "cast-fp32-compact": replace(base, quant_type="fp8_per_1x128", dtype=torch.float32, layout="compact"),
         "cast-fp16-odd-hidden": replace(base, quant_type="fp8_per_token", dtype=torch.float16, hidden_dim=144),

@@ -65,8 +65,8 @@ def widened(bits, DTYPE: tl.constexpr):
 
 
 @portable
-def group_scales(values, UE8M0: tl.constexpr):
-    """Scales of a tile [groups, elements]: largest finite magnitude over 448, rounded up to a power of two for UE8M0.
+def group_scales(values, POWERS_OF_TWO: tl.constexpr):
+    """Scales of a tile [groups, elements]: largest finite magnitude over 448, rounded up if asked to a power of two.
 
     Returns (scale bits as int32, reciprocals as float32), both [groups].
     """
@@ -76,7 +76,7 @@ def group_scales(values, UE8M0: tl.constexpr):
     amax = tl.maximum(reduce_max(magnitudes, 1), MIN_AMAX)
     scales = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
     bits = scales.to(tl.int32, bitcast=True)
-    if UE8M0:
+    if POWERS_OF_TWO:
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
         bits = tl.minimum(tl.maximum(exponent, 1), 254) << 23
         scales = bits.to(tl.float32, bitcast=True)
@@ -84,9 +84,9 @@ def group_scales(values, UE8M0: tl.constexpr):
 
 
 @portable
-def quantize_tile(values, UE8M0: tl.constexpr):
+def quantize_tile(values, POWERS_OF_TWO: tl.constexpr):
     """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups])."""
-    scale_bits, reciprocals = group_scales(values, UE8M0)
+    scale_bits, reciprocals = group_scales(values, POWERS_OF_TWO)
     return e4m3_bits(values * reciprocals[:, None]), scale_bits
 
 

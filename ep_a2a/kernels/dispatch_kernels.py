@@ -89,8 +89,8 @@ def dispatch_kernel(
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
+    BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -153,8 +153,9 @@ def dispatch_kernel(
             for token in range(first, last):
                 if GROUP > 0:
                     send_quantized(
-                        tile, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES, UE8M0
-                    )
+                        tile, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES,
+                        POWERS_OF_TWO, BYTE_SCALES,
+                    )  # fmt: skip
                     # while this row leaves
                     tile = load_for_cast(x, token + 1, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
                 else:

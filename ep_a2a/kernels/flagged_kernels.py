@@ -92,16 +92,17 @@ def push(starts, slots, offsets, words, mask, WORLD_SIZE: tl.constexpr):
 @portable
 def push_cast_row(
     values, starts, slots, sides, epoch, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
+    BYTE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Casts a row's tile to fp8 and pushes it, and its scales beside it."""
     groups = tl.arange(0, GROUPS_LANES)
     num_groups: tl.constexpr = HIDDEN // GROUP
     elements = tl.arange(0, GROUP_LANES)
     mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    bits, scale_bits = quantize_tile(values.to(tl.float32), UE8M0)
+    bits, scale_bits = quantize_tile(values.to(tl.float32), POWERS_OF_TWO)
     push(starts, slots, groups[:, None] * GROUP + elements[None, :], bits, mask, WORLD_SIZE)
-    if UE8M0:
+    if BYTE_SCALES:
         scale_bits = scale_bits >> 23
     push(sides, slots, groups, flagged(scale_bits, epoch), groups < num_groups, WORLD_SIZE)
 
@@ -179,7 +180,7 @@ def flagged_dispatch_kernel(
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, SLOTS: tl.constexpr, TOKEN_LANES: tl.constexpr,
     COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -228,7 +229,7 @@ def flagged_dispatch_kernel(
             if GROUP > 0:
                 push_cast_row(
                     tile, starts, slots, sides, epoch, WORLD_SIZE, ROW_WORDS * 4,
-                    GROUP, GROUP_LANES, GROUPS_LANES, UE8M0,
+                    GROUP, GROUP_LANES, GROUPS_LANES, POWERS_OF_TWO, BYTE_SCALES,
                 )  # fmt: skip
             else:
                 written_in_full = push_row(x, starts, token, slots, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)

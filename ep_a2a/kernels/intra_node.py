@@ -285,13 +285,14 @@ class IntraNodeKernels:
             "NUM_EXPERTS": config.total_experts, "ROW_WORDS": row_words,
             "GROUP": group, "GROUP_LANES": padded(max(1, group)),
             "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-            "UE8M0": config.scale_format == ScaleFormat.UE8M0, "HAS_WEIGHTS": args.weights is not None,
+            "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
+            "HAS_WEIGHTS": args.weights is not None,
             "COUNT_LANES": max(padded(count_words), threads),
             "SEND": stages.send, "RECEIVE": stages.receive,
         }  # fmt: skip
         if phase is Phase.FLAGGED_DISPATCH:
             return common | {
-                "SCALE_WORDS": config.num_scales, "BYTE_SCALES": config.scale_bytes == 1,
+                "SCALE_WORDS": config.num_scales,
                 "HAS_SCALES": cast or args.scales is not None,
                 "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
                 "SIDE_LANES": max(padded(side_words(config)), threads),

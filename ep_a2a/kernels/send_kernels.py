@@ -105,7 +105,8 @@ def load_for_cast(
 @portable
 def send_quantized(
     values, table, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, UE8M0: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
+    BYTE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Casts a row's tile to fp8 and sends bytes and scales."""
     groups = tl.arange(0, GROUPS_LANES)
@@ -114,11 +115,11 @@ def send_quantized(
     offsets = groups[:, None] * GROUP + elements[None, :]
     mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
     targets = targets_of(table, TOKENS, rows, rank, HIDDEN, WORLD_SIZE, tl.uint8)
-    bits, scale_bits = quantize_tile(values.to(tl.float32), UE8M0)
+    bits, scale_bits = quantize_tile(values.to(tl.float32), POWERS_OF_TWO)
     for step in tl.static_range(WORLD_SIZE):
         if rows[step] >= 0:
             tl.store(targets[step] + offsets, bits, mask=mask)
-    if UE8M0:
+    if BYTE_SCALES:
         scale_targets = targets_of(table, SCALES, rows, rank, num_groups, WORLD_SIZE, tl.uint8)
         store_at_all(scale_targets, rows, groups, (scale_bits >> 23).to(tl.uint8), groups < num_groups, WORLD_SIZE)
     else:

@@ -124,10 +124,10 @@ def test_e4m3_of_random_patterns():
 
 
 @portable
-def quantize_rows(values, bits_out, scales_out, GROUPS: tl.constexpr, ELEMENTS: tl.constexpr, UE8M0: tl.constexpr):
+def quantize_rows(values, bits_out, scales_out, GROUPS: tl.constexpr, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
     groups = tl.arange(0, GROUPS)
     where = groups[:, None] * ELEMENTS + tl.arange(0, ELEMENTS)[None, :]
-    bits, scale_bits = quantize_tile(tl.load(values + where), UE8M0)
+    bits, scale_bits = quantize_tile(tl.load(values + where), POWERS_OF_TWO)
     tl.store(bits_out + where, bits)
     tl.store(scales_out + groups, scale_bits)
 
@@ -161,7 +161,7 @@ def test_quantised_tiles_equal_the_reference(num_elements, scale_format):
     rows = unusual_rows(num_elements) if num_elements > 1 else torch.randn(32, 1)
     bits = torch.zeros(rows.shape, dtype=torch.uint8)
     scales = torch.zeros(32, dtype=torch.int32)
-    constants = {"GROUPS": 32, "ELEMENTS": num_elements, "UE8M0": scale_format == "ue8m0"}
+    constants = {"GROUPS": 32, "ELEMENTS": num_elements, "POWERS_OF_TWO": scale_format == "ue8m0"}
     quantize_rows.interpret((1,), rows, bits, scales, **constants)
     expected, expected_scales = quantize_groups(rows, scale_format)
     assert torch.equal(bits, expected.view(torch.uint8))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS = ("float32", "ue8m0")
+FORMATS = ("float32", "ue8m0", "float32_power_of_two")
 
 
 def e4m3_value(code: int) -> float:

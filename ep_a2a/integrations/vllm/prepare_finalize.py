@@ -93,6 +93,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 "input_dtype": moe.in_dtype,
                 "quant_dtype": self._wire.dtype,
                 "quant_type": self._wire.cast,
+                "scale_format": self._wire.scale_format,
                 "token_hidden_size": moe.hidden_dim,
                 "max_num_tokens_per_dp_rank": self._max_num_tokens,
                 "num_local_experts": moe.num_local_experts,

@@ -17,11 +17,13 @@ class WireFormat:
 
     Attributes:
         cast: quant_type of the op: which fp8 cast happens inside dispatch; "none" sends the rows as they are.
+        scale_format: of that cast's scales.
         quantize_after: received rows are quantised by vLLM's own helper, because the cast is none of ours.
         by_whole_tensor: that helper takes one scale from all rows, so rows without a token must be zeros.
     """
 
     cast: str
+    scale_format: str = "float32"
     quantize_after: bool = False
     by_whole_tensor: bool = False
 
@@ -51,8 +53,8 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
         if block is None and quant_config.per_act_token_quant:
             return WireFormat("fp8_per_token")
         fits = block is not None and block[1] == FP8_GROUP_SIZE and hidden_dim % FP8_GROUP_SIZE == 0
-        if fits and not transposed and not powers_of_two:
-            return WireFormat("fp8_per_1x128")
+        if fits and not transposed:
+            return WireFormat("fp8_per_1x128", "float32_power_of_two" if powers_of_two else "float32")
     per_row = quant_config.per_act_token_quant or quant_config.block_shape is not None
     has_scale = quant_config.a1_scale is not None or quant_config.a1_gscale is not None
     grouped = isinstance(quant_config.quant_dtype, str)  # "nvfp4", "mxfp8", ...: a scale per group of a row
