@@ -120,8 +120,9 @@ def quantize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise every group, the elements along the last dimension, with one scale.
 
-    amax = max(largest finite |x| of the group, 1e-10); scale = amax / 448, rounded up to a power of two but for FLOAT32;
-    inverse = 1 / scale; q = e4m3(x * inverse). The two divisions and the product are one IEEE float32 operation each.
+    amax = max(largest finite |x| of the group, 1e-10); scale = amax / 448, rounded up to a power of two unless the
+    format is FLOAT32; inverse = 1 / scale; q = e4m3(x * inverse). The two divisions and the product are one IEEE
+    float32 operation each.
     NaN elements become 0x7F and infinities +-448; neither moves the scale of its group. An all-zero group becomes
     zero bytes (with the sign of each zero) and the scale of amax = 1e-10.
 

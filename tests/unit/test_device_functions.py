@@ -124,7 +124,9 @@ def test_e4m3_of_random_patterns():
 
 
 @portable
-def quantize_rows(values, bits_out, scales_out, GROUPS: tl.constexpr, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
+def quantize_rows(
+    values, bits_out, scales_out, GROUPS: tl.constexpr, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr
+):
     groups = tl.arange(0, GROUPS)
     where = groups[:, None] * ELEMENTS + tl.arange(0, ELEMENTS)[None, :]
     bits, scale_bits = quantize_tile(tl.load(values + where), POWERS_OF_TWO)

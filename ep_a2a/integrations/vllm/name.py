@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from ep_a2a.errors import UnsupportedError
 
@@ -35,15 +35,12 @@ def register() -> None:
 
 def _add_name() -> None:
     """Patches `backend-name` and `chosen-config` of the ledger."""
-    from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import parallel
 
     config_class = parallel.ParallelConfig
-    if BACKEND_NAME in get_args(parallel.All2AllBackend):
-        return
-    names = Literal[(*get_args(parallel.All2AllBackend), BACKEND_NAME)]  # type: ignore[valid-type]
     original_post_init = config_class.__post_init__
-    fields = config_class.__dataclass_fields__["all2all_backend"], config_class.__pydantic_fields__["all2all_backend"]
+    if getattr(original_post_init, "is_ours", False):
+        return
 
     def post_init(self: Any, *args: Any) -> None:
         original_post_init(self, *args)
@@ -52,11 +49,22 @@ def _add_name() -> None:
 
             choose(self)
 
+    post_init.is_ours = True  # type: ignore[attr-defined]
+    config_class.__post_init__ = post_init
+    # a vLLM with a registry of backends (PR #50556) takes every name
+    if get_origin(parallel.All2AllBackend) is Literal:
+        _extend_literal(parallel)
+
+
+def _extend_literal(parallel: Any) -> None:
+    from pydantic.dataclasses import rebuild_dataclass
+
+    config_class = parallel.ParallelConfig
+    names = Literal[(*get_args(parallel.All2AllBackend), BACKEND_NAME)]  # type: ignore[valid-type]
     parallel.All2AllBackend = names
     config_class.__annotations__["all2all_backend"] = names
-    fields[0].type = names
-    fields[1].annotation = names
-    config_class.__post_init__ = post_init
+    config_class.__dataclass_fields__["all2all_backend"].type = names
+    config_class.__pydantic_fields__["all2all_backend"].annotation = names
     rebuild_dataclass(config_class, force=True)
     # where it is not loaded yet it has nothing cached
     arg_utils = sys.modules.get("vllm.engine.arg_utils")

@@ -82,11 +82,14 @@ def patch_prepare_finalize() -> None:
     if getattr(original, "is_ours", False):
         return
     support.check_signatures()
+    if hasattr(all2all_utils, "register_moe_prepare_finalize_factory"):
+        _register_factory(all2all_utils)
+        return
     ours = _wrapped(original)
     # in their dictionaries, since to ask some modules for an attribute is to import others
     for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]:
-        if names.get(original.__name__) is original:
-            names[original.__name__] = ours
+        if names.get("maybe_make_prepare_finalize") is original:
+            names["maybe_make_prepare_finalize"] = ours
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +108,27 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
     maybe_make_prepare_finalize.is_ours = True  # type: ignore[attr-defined]
     return maybe_make_prepare_finalize
+
+
+def _register_factory(all2all_utils: Any) -> None:
+    """Takes vLLM's own registry (PR #50556) in place of the patch."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareFinalizeFactory
+
+    class EpA2AFactory(MoEPrepareFinalizeFactory):  # type: ignore[misc]
+        """Makes ours for layers of the backend's name."""
+
+        backend_name = BACKEND_NAME
+        supports_sequence_parallel = True
+
+        @classmethod
+        def create(cls, *, moe: Any, use_monolithic: bool = False, **_: Any) -> Any:
+            """See make_prepare_finalize."""
+            from ep_a2a.integrations.vllm.layers import make_prepare_finalize
+
+            return make_prepare_finalize(moe, use_monolithic=use_monolithic)
+
+    if BACKEND_NAME not in all2all_utils._PREPARE_FINALIZE_FACTORIES:
+        all2all_utils.register_moe_prepare_finalize_factory(EpA2AFactory)
 
 
 def warn_once(message: str) -> None:
