@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.name import BACKEND_NAME, logger
 from ep_a2a.integrations.vllm.patches import original_communicator_class, patch_prepare_finalize, warn_once
 from ep_a2a.integrations.vllm.worker import patch_worker
@@ -24,8 +25,7 @@ INACTIVE = (
 )
 WITHOUT_EP = (
     "--all2all-backend ep_a2a has no effect without --enable-expert-parallel: every rank keeps a slice of all "
-    "experts, "
-    "and tokens travel by vLLM's allgather_reducescatter."
+    "experts, and tokens travel by vLLM's allgather_reducescatter."
 )
 
 
@@ -82,6 +82,8 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
         return communicator
     patch_prepare_finalize()
     patch_worker()
+    if communicator.device.type == "cpu":
+        patch_runner()
     manager = communicator.__dict__.pop("all2all_manager", None)
     communicator.__class__ = type(f"EpA2A{original.__name__}", (CarriesManager, original), {})
     communicator._vllm_manager = manager
@@ -91,8 +93,7 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _named(parallel: Any, name: str) -> Iterator[None]:
-    """While the platform's class is built it must know the backend's name: it makes that backend's manager "
-    "at once."""
+    """While the platform's class is built it must know the backend's name: it makes that backend's manager at once."""
     chosen, parallel.all2all_backend = parallel.all2all_backend, name
     try:
         yield

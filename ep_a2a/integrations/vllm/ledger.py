@@ -43,11 +43,9 @@ LEDGER = (
     Patch(
         "chosen-config", "vllm.config.parallel:ParallelConfig.__post_init__", "at plugin load, for everybody",
         "a configuration that names ep_a2a becomes a subclass, which activates the other patches wherever it is "
-        "sent and "
-        "answers use_sequence_parallel_moe; others are left as they are",
-        "there is no hook between parsing the options and making the groups; the backends for which tensor- "
-        "parallel ranks "
-        "take distinct tokens are a list in vLLM's source",
+        "sent and answers use_sequence_parallel_moe; others are left as they are",
+        "there is no hook between parsing the options and making the groups; the backends for which "
+        "tensor-parallel ranks take distinct tokens are a list in vLLM's source",
         REGISTRY,
     ),
     Patch(
@@ -88,5 +86,12 @@ LEDGER = (
         "an error in get_output is sent as the step's result",
         "up to vLLM 0.24 it ends the sending thread silently, and the engine waits for its own timeout",
         "0.24 is no longer supported",
+    ),
+    Patch(
+        "cpu-runner", "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",
+        f"{MODEL}, on CPU",
+        "MoE layers are called as the registered operators that they are on GPUs",
+        "torch.compile would trace into the exchange between processes",
+        "vLLM calls them as operators on CPU, too",
     ),
 )  # fmt: skip

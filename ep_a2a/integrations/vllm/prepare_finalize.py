@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
@@ -13,8 +13,9 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
 from ep_a2a.errors import StateError, UnsupportedError
+from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.step import agreed_max_tokens
-from ep_a2a.integrations.vllm.wire import RAW, WireFormat, wire_format
+from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, wire_format
 
 if TYPE_CHECKING:
     import torch
@@ -87,21 +88,12 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             powers_of_two=is_deep_gemm_e8m0_used(),
         )  # fmt: skip
         self._op = self._manager.get_handle(
-            {
-                "rank": self._manager.rank,
-                "num_ep_ranks": self._manager.world_size,
-                "input_dtype": moe.in_dtype,
-                "quant_dtype": self._wire.dtype,
-                "quant_type": self._wire.cast,
-                "scale_format": self._wire.scale_format,
-                "token_hidden_size": moe.hidden_dim,
-                "max_num_tokens_per_dp_rank": self._max_num_tokens,
-                "num_local_experts": moe.num_local_experts,
-                "num_experts": moe.num_experts,
-                "num_experts_per_token": moe.experts_per_token,
-                "layout": "rank_major",
-            }
-        )
+            handle_kwargs(
+                self._wire, rank=self._manager.rank, world_size=self._manager.world_size, dtype=moe.in_dtype,
+                hidden_dim=moe.hidden_dim, topk=moe.experts_per_token, num_experts=moe.num_experts,
+                num_local_experts=moe.num_local_experts, max_num_tokens=self._max_num_tokens,
+            )
+        )  # fmt: skip
         self._close_op_when_experts_fail(fused_experts)
 
     def _close_op_when_experts_fail(self, fused_experts: Any) -> None:
@@ -155,7 +147,10 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         row_scales = None if scales is None else scales.flatten(0, 1)
         if self._wire.quantize_after:
             rows, row_scales = self._quantized(tokens, quant_config)
-        return rows, row_scales, None, ids.flatten(0, 1), None if weights is None else weights.flatten(0, 1)
+        row_ids, row_weights = ids.flatten(0, 1), cast("torch.Tensor", weights).flatten(0, 1)
+        if rows.device.type == "cpu":
+            row_ids, row_weights = local_ids(row_ids, row_weights, expert_map)
+        return rows, row_scales, None, row_ids, row_weights
 
     def _quantized(self, tokens: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Received rows [W, t, H] as vLLM's helper quantises them, [W * t, ...]."""

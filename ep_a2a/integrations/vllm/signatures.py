@@ -44,6 +44,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "FusedMoEQuantConfig.per_act_token_quant", "FusedMoEQuantConfig.block_shape", "FusedMoEQuantConfig.a1_scale",
         "FusedMoEQuantConfig.a1_gscale",
     ),
+    f"{_LAYERS}/runner/moe_runner.py": ("MoERunner._select_forward",),
     f"{_LAYERS}/utils.py": ("moe_kernel_quantize_input",),
     f"{_LAYERS}/topk_weight_and_reduce.py": (
         "TopKWeightAndReduceDelegate.apply", "TopKWeightAndReduceContiguous.apply",

@@ -1,4 +1,4 @@
-"""How the tokens of a MoE layer travel, by vLLM's quantisation config; knows nothing of vLLM's modules."""
+"""How the tokens of a MoE layer travel, and what op that takes; knows nothing of vLLM's modules."""
 
 from __future__ import annotations
 
@@ -59,3 +59,42 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
     has_scale = quant_config.a1_scale is not None or quant_config.a1_gscale is not None
     grouped = isinstance(quant_config.quant_dtype, str)  # "nvfp4", "mxfp8", ...: a scale per group of a row
     return WireFormat("none", quantize_after=True, by_whole_tensor=not (per_row or has_scale or grouped))
+
+
+def handle_kwargs(
+    wire: WireFormat,
+    *,
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype,
+    hidden_dim: int,
+    topk: int,
+    num_experts: int,
+    num_local_experts: int,
+    max_num_tokens: int,
+) -> dict[str, Any]:
+    """What a layer asks its manager's `get_handle` for; `ep-a2a plan` asks the same.
+
+    Args:
+        wire: how the layer's tokens travel.
+        rank, world_size: of the expert-parallel group.
+        dtype: of the layer's activations.
+        hidden_dim: elements of a row as the experts want it, with vLLM's padding.
+        topk: experts per token.
+        num_experts: over all ranks, redundant ones included. num_local_experts: this rank's.
+        max_num_tokens: the most tokens that a rank brings to a step.
+    """
+    return {
+        "rank": rank,
+        "num_ep_ranks": world_size,
+        "input_dtype": dtype,
+        "quant_dtype": wire.dtype,
+        "quant_type": wire.cast,
+        "scale_format": wire.scale_format,
+        "token_hidden_size": hidden_dim,
+        "max_num_tokens_per_dp_rank": max_num_tokens,
+        "num_local_experts": num_local_experts,
+        "num_experts": num_experts,
+        "num_experts_per_token": topk,
+        "layout": "rank_major",
+    }
