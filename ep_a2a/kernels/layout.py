@@ -114,6 +114,11 @@ class Field:
             count *= size
         return count * self.dtype.itemsize
 
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes up to where the next region begins."""
+        return _aligned(self.num_bytes)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -124,7 +129,7 @@ class Block:
     @property
     def num_bytes(self) -> int:
         """Bytes of the block, a multiple of REGION_ALIGNMENT_BYTES."""
-        return max((_aligned(field.offset_bytes + field.num_bytes) for field in self.fields), default=0)
+        return sum(field.padded_bytes for field in self.fields)
 
     def __getitem__(self, region: Region) -> Field:
         return next(field for field in self.fields if field.region == region)

@@ -27,6 +27,19 @@ STEP_SHIFT = 16
 """Step counters count arrivals in their lower bits (kernels/primitives.py)."""
 
 
+def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
+    """What an op takes from an arena when it is built, in bytes. Pure arithmetic."""
+    layout = OpLayout.of(config)
+    return BlockSizes(
+        own=layout.control.num_bytes,
+        shared={"dispatch": layout.dispatch.num_bytes, "combine": layout.combine.num_bytes},
+        local_own=layout.local.num_bytes,
+        local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
+        record_words=RECORD_HEADER_WORDS + config.world_size,
+        fill_bytes={"combine": EMPTY_BYTE},
+    )
+
+
 class BoundMemory:
     """The memory of one op, region by region.
 
@@ -44,7 +57,7 @@ class BoundMemory:
                 "layout expert_major: %d bytes on rank %d for the rows of %d experts",
                 self.layout.expert.num_bytes, config.rank, config.num_local_experts,
             )  # fmt: skip
-        self.memory: OpMemory = arena.acquire(config.digest(), index, self._sizes())
+        self.memory: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
         symmetric, layout = self.memory.symmetric, self.layout
         self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
             (layout.control, symmetric["own"].local, symmetric["own"].peer_addresses),
@@ -62,17 +75,6 @@ class BoundMemory:
             self.memory.table = self._address_table(arena.device)
         self.table = self.memory.table
         self.steps = self.table[len(Region) * config.world_size :]
-
-    def _sizes(self) -> BlockSizes:
-        layout = self.layout
-        return BlockSizes(
-            own=layout.control.num_bytes,
-            shared={"dispatch": layout.dispatch.num_bytes, "combine": layout.combine.num_bytes},
-            local_own=layout.local.num_bytes,
-            local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
-            record_words=RECORD_HEADER_WORDS + self.config.world_size,
-            fill_bytes={"combine": EMPTY_BYTE},
-        )
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))

@@ -43,6 +43,11 @@ class BlockSizes:
     record_words: int
     fill_bytes: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """What an arena's `num_bytes` grows by where the blocks are new, so without the error record."""
+        return self.own + sum(self.shared.values()) + self.local_own + sum(self.local_shared.values())
+
 
 class Slot:
     """Memory that ops of one index share; at most one of them may be between dispatch and combine.

@@ -139,7 +139,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
         tokens, weights, scales, ids, _ = op.dispatch(
-            a1.contiguous(), topk_weights.contiguous(), None, topk_ids.contiguous(),
+            a1.contiguous(), topk_weights.float().contiguous(), None, topk_ids.int().contiguous(),
             max_num_tokens=agreed_max_tokens(self._max_num_tokens, self._moe.moe_parallel_config.sp_size),
             pad_id=num_experts - 1 if self._manager.rank == 0 else 0,
         )  # fmt: skip

@@ -18,6 +18,7 @@ managers: WeakSet[VllmAll2AllManager] = WeakSet()
 """Of this process; a worker has one."""
 
 CHECKED_CALLS = ("execute_model", "sample_tokens", "execute_dummy_batch")
+WARM_UP = "compile_or_warm_up_model"
 
 
 def patch_worker() -> None:
@@ -26,9 +27,13 @@ def patch_worker() -> None:
 
     if getattr(Worker.execute_model, "is_ours", False):
         return
-    for name in CHECKED_CALLS:
-        setattr(Worker, name, _checked(getattr(Worker, name)))
-    Worker.compile_or_warm_up_model = _then_shorten_waits(Worker.compile_or_warm_up_model)
+    # the CPU's worker, for one, has a warm-up of its own
+    for worker in (Worker, *Worker.__subclasses__()):
+        for name in CHECKED_CALLS:
+            if name in vars(worker):
+                setattr(worker, name, _checked(vars(worker)[name]))
+        if WARM_UP in vars(worker):
+            setattr(worker, WARM_UP, _then_shorten_waits(vars(worker)[WARM_UP]))
     _patch_output_thread()
 
 
@@ -86,13 +91,10 @@ def _patch_output_thread() -> None:
 
     @functools.wraps(enqueue)
     def enqueue_output(self: Any, output: Any) -> Any:
-        get_output = getattr(output, "get_output", None)
-        if get_output is not None:
-            try:
-                output = get_output()
-            except Exception as error:  # noqa: BLE001 - sent on, as vLLM sends errors of the step itself
-                logger.exception("a step's output could not be had")
-                output = error
-        return enqueue(self, output)
+        try:
+            return enqueue(self, output)
+        except Exception as error:
+            logger.exception("a step's output could not be had")
+            return enqueue(self, error)
 
     WorkerProc.enqueue_output = enqueue_output

@@ -1,0 +1,144 @@
+"""`ep-a2a plan`: what an op's buffers take on each GPU, without one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ep_a2a.cli.demo import Quant
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_a2a.cli.plan_sizes import Plan
+
+
+def _model(text: str, **limits: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Of a model in vLLM", **limits)
+
+
+def _op(text: str, least: int | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel="Of any op", min=least)
+
+
+def command(
+    vllm: Annotated[Path | None, _model("A model's config.json, or its folder.", exists=True)] = None,
+    data_parallel_size: Annotated[int | None, _model("As vLLM's; at least 2.", min=1)] = None,
+    tensor_parallel_size: Annotated[int | None, _model("As vLLM's; default: 1.", min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, _model("As vLLM's; default: 8192.", min=1)] = None,
+    num_redundant_experts: Annotated[int | None, _model("Of vLLM's load balancer; default: 0.", min=0)] = None,
+    sequence_parallel: Annotated[
+        bool | None, _model("Tensor-parallel ranks share their replica's tokens; default: by model.")
+    ] = None,
+    ranks: Annotated[int | None, _op("GPUs; default: 8.", 1)] = None,
+    max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1)] = None,
+    topk: Annotated[int | None, _op("Experts per token; default: 8.", 1)] = None,
+    experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1)] = None,
+    layout: Annotated[str | None, _op("compact (default), rank_major, expert_major.")] = None,
+    combine_quant: Annotated[
+        str | None, _op("Cast of combine: none (default), fp8_blockwise, fp8_direct_cast.")
+    ] = None,
+    scale_format: Annotated[str | None, _op("float32 (default), ue8m0, float32_power_of_two.")] = None,
+    max_total_recv_tokens: Annotated[int | None, _op("Cap on received rows; default: none.", 0)] = None,
+    flagged_max_tokens: Annotated[int | None, _op("Tokens of steps that travel as flags; default: 128.", 0)] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; default: the model's, else 7168.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32; default: the model's, else bfloat16.")
+    ] = None,
+    quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else; bytes.")] = False,
+) -> None:
+    """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
+
+    It needs no GPU and starts nothing. The sum is what the op allocates when it is built, to the byte.
+    """
+    for_model = {
+        "data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size,
+        "max_num_batched_tokens": max_num_batched_tokens, "num_redundant_experts": num_redundant_experts,
+        "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    for_op = {
+        "ranks": ranks, "max_tokens": max_tokens, "topk": topk, "experts": experts, "layout": layout,
+        "combine_quant": combine_quant, "scale_format": scale_format, "max_total_recv_tokens": max_total_recv_tokens,
+        "flagged_max_tokens": flagged_max_tokens,
+    }  # fmt: skip
+    for_both = {"hidden_dim": hidden, "dtype": _dtype(dtype), "cast": None if quant is None else quant.value}
+    assumed: list[str] = []
+    if vllm is None:
+        _refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
+        plan = _plan_op(**_given(for_op), **_given(for_both))
+    else:
+        _refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
+        plan, assumed = _plan_model(vllm, {"data_parallel_size": 1, **_given(for_model), **_given(for_both)})
+    _show(plan, assumed, as_json=as_json)
+
+
+def _plan_op(
+    *, ranks: int = 8, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8, experts: int = 256,
+    dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none", **others: Any,
+) -> "Plan":  # fmt: skip
+    import torch
+
+    from ep_a2a.cli.plan_sizes import plan_of
+    from ep_a2a.config import FP8_DTYPE, num_owned_experts
+    from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+
+    kwargs = {
+        "num_ep_ranks": ranks, "input_dtype": dtype or torch.bfloat16,
+        "quant_dtype": None if cast == "none" else FP8_DTYPE, "token_hidden_size": hidden_dim,
+        "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
+        "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
+    }  # fmt: skip
+    return plan_of(
+        [
+            config_from_handle_kwargs(
+                {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
+                topology_internode=False,
+            )
+            for rank in range(ranks)
+        ]
+    )
+
+
+def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
+    from ep_a2a.cli.plan_model import read_model
+    from ep_a2a.cli.plan_sizes import plan_of
+    from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs
+
+    model, vllm_options = read_model(path), VllmOptions(**options)
+    configs = vllm_configs(model, vllm_options)
+    return plan_of(configs, brings_own_rows=True), assumptions(model, vllm_options, configs[0])
+
+
+def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+
+    from ep_a2a.cli.plan_view import view_of
+
+    if as_json:
+        typer.echo(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2))
+    else:
+        Console().print(view_of(plan, assumed))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse(options: dict[str, Any], when: str, remedy: str) -> None:
+    from ep_a2a.errors import ConfigError
+
+    named = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
+    if named:
+        raise ConfigError(f"no {named} {when}", named, remedy)
+
+
+def _dtype(name: str | None) -> "torch.dtype | None":
+    from ep_a2a.cli.plan_model import DTYPES
+    from ep_a2a.errors import UnknownNameError
+
+    if name is not None and name not in DTYPES:
+        raise UnknownNameError(f"--dtype to be one of {', '.join(DTYPES)}", repr(name))
+    return None if name is None else DTYPES[name]

@@ -1,0 +1,179 @@
+"""What a model's config.json (Hugging Face) says of its MoE layers, by the keys that vLLM reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+EXPERTS_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+TOPK_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
+DTYPE_KEYS = ("dtype", "torch_dtype")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Where models of several kinds of input keep their language model."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8_BITS = 8
+
+COPIED_TOKENS = frozenset({
+    "afmoe", "aria_text", "bailing_moe", "dbrx", "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe_text", "jamba", "lfm2_moe", "longcat_flash", "minimax_m2", "mixtral", "olmoe",
+    "phimoe", "step3_text",
+})  # fmt: skip
+"""model_type of models whose MoE layers in vLLM 0.24 to 0.33 know no sequence parallelism: each tensor-parallel rank
+brings all tokens of its replica."""
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """The MoE layers of a model.
+
+    Attributes:
+        model_type: the config's, "" where it has none.
+        hidden_dim: elements of a row. num_experts: without redundant ones. topk: experts per token.
+        dtype: of activations.
+        quantization: the config's quantisation, empty where there is none.
+    """
+
+    model_type: str
+    hidden_dim: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+    quantization: Mapping[str, Any]
+
+    @property
+    def quant_method(self) -> str:
+        """Name of the quantisation, "none" where there is none."""
+        return str(self.quantization.get("quant_method") or "none").lower().replace("_", "-")
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether tensor-parallel ranks of several replicas share a replica's tokens."""
+        return self.model_type not in COPIED_TOKENS
+
+    def activation_quant(self) -> SimpleNamespace | None:
+        """The part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they stay as they are.
+
+        Of the experts that vLLM has for this quantisation, those are meant that take rows already quantised.
+        """
+        if self.quant_method == "fp8":
+            return _fp8_quant(self.quantization)
+        if self.quant_method == "compressed-tensors":
+            return _compressed_tensors_quant(self.quantization)
+        return None
+
+
+def read_model(path: Path) -> MoeModel:
+    """The MoE layers of the model of a config.json, or of the folder that it lies in.
+
+    Raises:
+        ConfigError: it cannot be read, or lacks a number that a MoE layer has.
+        UnsupportedError: the model has no experts.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a model's config.json at {file}", str(error), "Name that file, or its folder.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"a JSON object in {file}", type(values).__name__, "Name the model's config.json.")
+    return model_of(values)
+
+
+def model_of(values: Mapping[str, Any]) -> MoeModel:
+    """The MoE layers of the model of a parsed config.json; see read_model."""
+    configs = list(_with_nested(values))
+    with_experts = [config for config in configs if _number(config, EXPERTS_KEYS) > 1]
+    if not with_experts:
+        raise UnsupportedError(
+            f"a model with experts: more than one by {_names(EXPERTS_KEYS)}, there or in {_names(NESTED_KEYS)}",
+            f"none in the config of model_type {values.get('model_type')!r}",
+            "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
+        )
+    text = with_experts[0]
+    return MoeModel(
+        str(text.get("model_type") or values.get("model_type") or ""),
+        _required(text, HIDDEN_KEYS),
+        _number(text, EXPERTS_KEYS),
+        _required(text, TOPK_KEYS),
+        _dtype([values, text]),
+        next((found for config in configs for key in QUANTIZATION_KEYS if (found := config.get(key))), {}),
+    )
+
+
+def _with_nested(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield values
+    for key in NESTED_KEYS:
+        if isinstance(nested := values.get(key), Mapping):
+            yield from _with_nested(nested)
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """The first of the keys that holds something above 0, else 0; of a number per layer the largest."""
+    for key in keys:
+        value = config.get(key)
+        value = max((one for one in value if isinstance(one, int)), default=0) if isinstance(value, list) else value
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    number = _number(config, keys)
+    if not number:
+        raise ConfigError(f"a number above 0 by {_names(keys)} beside the number of experts", "none", "Correct it.")
+    return number
+
+
+def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
+    """vLLM's `--dtype auto`: activations of a float32 model, or of one that does not say, are bfloat16."""
+    for config in configs:
+        name = next((config[key] for key in DTYPE_KEYS if config.get(key)), None)
+        if name is not None:
+            dtype = DTYPES.get(str(name).removeprefix("torch."), torch.bfloat16)
+            return torch.bfloat16 if dtype == torch.float32 else dtype
+    return torch.bfloat16
+
+
+def _fp8_quant(quantization: Mapping[str, Any]) -> SimpleNamespace:
+    is_static = quantization.get("activation_scheme") == "static"
+    return _quant(block_shape=quantization.get("weight_block_size"), is_static=is_static)
+
+
+def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
+    groups = list((quantization.get("config_groups") or {}).values())
+    for_experts = [group for group in groups if any("expert" in str(name) for name in group.get("targets") or ())]
+    group: Mapping[str, Any] = next(iter(for_experts or groups), {})
+    inputs, weights = group.get("input_activations") or {}, group.get("weights") or {}
+    if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
+        return None
+    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    if isinstance(block, str):
+        block = [int(size) for size in block.split("x")]
+    by_token = block is None and inputs.get("strategy") == "token"
+    return _quant(block_shape=block, by_token=by_token, is_static=not inputs.get("dynamic"))
+
+
+def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        quant_dtype=FP8_DTYPE, block_shape=block_shape, per_act_token_quant=by_token,
+        a1_scale="static" if is_static else None, a1_gscale=None,
+    )  # fmt: skip
+
+
+def _names(keys: tuple[str, ...]) -> str:
+    return ", ".join(keys)

@@ -1,0 +1,164 @@
+"""What an op's buffers take, part by part: the byte layout that ops are built with, added up without building one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.config import Layout
+from ep_a2a.kernels.layout import OpLayout, Region
+from ep_a2a.kernels.op_memory import block_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.layout import Field
+
+WEIGHT_BYTES = 4
+PART_OF_REGION = {
+    Region.TOKENS: "dispatch_rows",
+    Region.SCALES: "scales_and_weights",
+    Region.WEIGHTS: "scales_and_weights",
+    Region.FLAGGED_ROWS: "flagged_region",
+    Region.FLAGGED_SIDES: "flagged_region",
+    Region.COMBINE_ROWS: "combine_rows",
+    Region.COMBINE_SCALES: "combine_rows",
+    Region.COMBINE_WEIGHTS: "combine_rows",
+    Region.RESULT: "result",
+    Region.RESULT_WEIGHTS: "result",
+    Region.EXPERT_ROWS: "expert_rows",
+    Region.EXPERT_SCALES: "expert_rows",
+    Region.EXPERT_WEIGHTS: "expert_rows",
+    Region.EXPERT_SLOTS: "reduced_rows",
+    Region.REDUCED_ROWS: "reduced_rows",
+}
+"""Regions of the control and the local block that are not named here are parts of their own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of an op's memory on one GPU.
+
+    Attributes:
+        name: key of the part in JSON.
+        num_bytes: with what alignment adds.
+        holds: what lies there, in words.
+        is_shared: with other ops of the same manager and index.
+    """
+
+    name: str
+    num_bytes: int
+    holds: str
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of one op, in bytes.
+
+    Attributes:
+        config: that of rank 0, which owns the most experts.
+        parts: what rank 0 allocates when the op is built.
+        later: what only certain calls allocate, each the first time, in memory that the arena counts then.
+        bytes_by_rank: of each rank when the op is built; what `Arena.num_bytes` is with this op alone.
+    """
+
+    config: EpDispatchCombineConfig
+    parts: tuple[Part, ...]
+    later: tuple[Part, ...]
+    bytes_by_rank: tuple[int, ...]
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Plain values; all sizes in bytes."""
+        return {
+            "op": op_facts(self.config),
+            "bytes_per_gpu": {part.name: part.num_bytes for part in self.parts} | {"total": self.bytes_by_rank[0]},
+            "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
+            "bytes_by_rank": list(self.bytes_by_rank),
+            "bytes_of_all_gpus": sum(self.bytes_by_rank),
+        }
+
+
+def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool = False) -> Plan:
+    """What the op of these configs takes.
+
+    Args:
+        configs: one for each rank, in rank order.
+        brings_own_rows: combine gets rows that lie in none of the op's memory, and no weights, so that nothing is
+            allocated later.
+    """
+    config, layout = configs[0], OpLayout.of(configs[0])
+    sizes = dict.fromkeys(_descriptions(config), 0)
+    for name in ("control", "dispatch", "combine", "result", "expert", "local"):
+        for field in getattr(layout, name).fields:
+            sizes[PART_OF_REGION.get(field.region, name)] += field.padded_bytes
+    parts = tuple(
+        Part(name, sizes[name], holds, is_shared)
+        for name, (holds, is_shared) in _descriptions(config).items()
+        if sizes[name]
+    )
+    by_rank = tuple(block_sizes(each).num_bytes for each in configs)
+    return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
+
+
+def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
+    """What the op is, as plain values."""
+    return {
+        "ranks": config.world_size,
+        "max_tokens_per_rank": config.max_num_inp_token_per_rank,
+        "hidden_dim": config.hidden_dim,
+        "topk": config.topk,
+        "experts": config.total_experts,
+        "layout": config.layout,
+        "dtype": _name(config.data_type),
+        "quant": config.dispatch_quant.value,
+        "scale_format": config.scale_format if config.casts_in_dispatch else None,
+        "combine_quant": config.combine_quant.value,
+        "max_total_recv_tokens": config.max_total_recv_tokens,
+        "flagged_max_tokens": config.flagged_tokens,
+    }
+
+
+def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]]:
+    """By part, in the order of the table: what it holds, and whether ops of one index share it."""
+    layout = OpLayout.of(config)
+    scales = f"{config.num_scales} scales and " if config.num_scales else ""
+    combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
+    by_source = " of every rank" if config.world_size > 1 else ""
+    return {
+        "dispatch_rows": (_rows(layout.dispatch[Region.TOKENS]), True),
+        "scales_and_weights": (f"{scales}{config.topk} weights for each", True),
+        "flagged_region": (f"steps of at most {config.flagged_tokens} tokens{by_source}", False),
+        "control": ("and source positions, of received rows", False),
+        "combine_rows": (_rows(layout.combine[Region.COMBINE_ROWS]) + f"{combine_scales}, with weights", True),
+        "result": (_rows(layout.result[Region.RESULT]) + ", with weights", True),
+        "expert_rows": (_rows(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
+        "reduced_rows": (_rows(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
+        "local": ("counters and the routing record", False),
+    }
+
+
+def _later(config: EpDispatchCombineConfig) -> tuple[Part, ...]:
+    rows, hidden_dim, topk = config.max_num_expert_rows, config.hidden_dim, config.topk
+    row_bytes = hidden_dim * config.combined_dtype.itemsize
+    shape = f"{rows} x {hidden_dim} {_name(config.combined_dtype)}"
+    parts = [Part("combine_input", rows * row_bytes, f"{shape}, when first asked for", True)]
+    if config.layout == Layout.EXPERT_MAJOR:
+        return tuple(parts)
+    if config.wire_dtype == config.combined_dtype:
+        copied = f"{shape}, when combine's input is dispatch's rows"
+        parts.append(Part("combine_rows_copy", rows * row_bytes, copied, True))
+    copied = f"{rows} x {topk}, when combine gets dispatch's weights"
+    parts.append(Part("combine_weights_copy", rows * topk * WEIGHT_BYTES, copied, True))
+    return tuple(parts)
+
+
+def _rows(field: Field) -> str:
+    return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

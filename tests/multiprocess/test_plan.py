@@ -1,0 +1,108 @@
+"""What `ep-a2a plan` says is what ops allocate, to the byte: built among real processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.cli.plan_model import model_of
+from ep_a2a.cli.plan_sizes import plan_of
+from ep_a2a.cli.plan_vllm import VllmOptions, vllm_configs
+from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs
+from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.managers.registry import create_manager
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+WORLD_SIZE, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 2, 256, 3, 129, 150
+CASTS = {"quant_dtype": FP8_DTYPE, "quant_type": "fp8_per_1x128"}
+# experts are uneven, and so many that a rank with one more has a larger local block
+CASES: dict[str, dict[str, Any]] = {
+    "compact": {},
+    "compact-cap": {"max_total_recv_tokens": 33},
+    "compact-cast-ue8m0-cap": {**CASTS, "scale_format": "ue8m0", "max_total_recv_tokens": 100},
+    "rank_major-cast": {**CASTS, "layout": "rank_major"},
+    "rank_major-per-token-few-flagged": {
+        **CASTS, "quant_type": "fp8_per_token", "layout": "rank_major", "flagged_max_tokens": 7,
+    },
+    "rank_major-combine-cast": {"quant_type": "fp8_blockwise", "layout": "rank_major", "flagged_max_tokens": 0},
+    "expert_major": {"layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
+    "expert_major-cast": {**CASTS, "layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
+    "wider-combine": {"combine_dtype": torch.float32},
+    "quantised-before": {"quant_dtype": FP8_DTYPE, "scale_dim": 5, "scale_type_size": 1},
+}  # fmt: skip
+MODEL = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def kwargs_of(rank: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "rank": rank, "num_ep_ranks": WORLD_SIZE, "input_dtype": torch.bfloat16, "quant_dtype": torch.bfloat16,
+        "token_hidden_size": HIDDEN_DIM, "max_num_tokens_per_dp_rank": MAX_TOKENS, "num_experts": NUM_EXPERTS,
+        "num_local_experts": num_owned_experts(NUM_EXPERTS, WORLD_SIZE, rank), "num_experts_per_token": TOPK, **changes,
+    }  # fmt: skip
+
+
+def allocated(context: RankContext) -> dict[str, tuple[int, int]]:
+    """By case: bytes that the arena has for the op, and those of what is allocated when first asked for."""
+    found = {}
+    for name, changes in CASES.items():
+        with create_manager("ep_a2a", context.group) as manager:
+            manager.device = context.device
+            op = manager.get_handle(kwargs_of(context.rank, **changes))
+            built = manager.arena.num_bytes
+            op.get_registered_combine_input_buffer(op.config.combined_dtype)
+            found[name] = (built, manager.arena.num_bytes - built)
+    return found
+
+
+def test_ops_allocate_what_is_planned(ranks):
+    found = ranks(allocated, WORLD_SIZE)
+    for name, changes in CASES.items():
+        configs = [config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)]
+        plan = plan_of(configs)
+        assert plan.bytes_by_rank == tuple(each[name][0] for each in found), name
+        assert plan.later[0].num_bytes == found[0][name][1], name
+
+
+def copied(context: RankContext) -> int:
+    """Bytes that a combine of dispatch's own rows and weights allocates."""
+    with create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        op = manager.get_handle(kwargs_of(context.rank, max_num_tokens_per_dp_rank=9))
+        ids = torch.arange(2 * TOPK, dtype=torch.int32).reshape(2, TOPK)
+        rows, weights, *_ = op.dispatch(torch.ones(2, HIDDEN_DIM, dtype=torch.bfloat16), torch.ones(2, TOPK), None, ids)
+        before = manager.arena.num_bytes
+        op.combine(rows, weights, ids)
+        return int(manager.arena.num_bytes - before)
+
+
+def test_copies_are_planned(ranks):
+    changes = {"max_num_tokens_per_dp_rank": 9}
+    plan = plan_of([config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)])
+    assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
+
+
+def allocated_by_layer(context: RankContext) -> int:
+    """What post_init_setup of a vLLM layer makes, whose GPU has vLLM round scales to powers of two."""
+    with create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        wire = WireFormat("fp8_per_1x128", "float32_power_of_two")
+        manager.get_handle(
+            handle_kwargs(
+                wire, rank=context.rank, world_size=WORLD_SIZE, dtype=torch.bfloat16, hidden_dim=256, topk=2,
+                num_experts=8, num_local_experts=4, max_num_tokens=200,
+            )
+        )  # fmt: skip
+        return int(manager.arena.num_bytes)
+
+
+def test_vllms_op_allocates_what_is_planned(ranks):
+    options = VllmOptions(data_parallel_size=WORLD_SIZE, max_num_batched_tokens=200)
+    plan = plan_of(vllm_configs(model_of(MODEL), options), brings_own_rows=True)
+    assert tuple(ranks(allocated_by_layer, WORLD_SIZE)) == plan.bytes_by_rank

@@ -1,0 +1,338 @@
+"""`ep-a2a plan`: keys of model families, what travels, refusals, and what is printed. Sizes: multiprocess/test_plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_a2a.cli import app
+from ep_a2a.cli.plan_model import model_of, read_model
+from ep_a2a.cli.plan_sizes import plan_of
+from ep_a2a.cli.plan_view import TITLES
+from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import ConfigError, EpA2AError, UnknownNameError, UnsupportedError
+from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs
+from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+from tests.unit.test_layout import every_config
+
+BF16 = {"torch_dtype": "bfloat16"}
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+PER_TOKEN_FP8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+DEEPSEEK = {"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168, "model_type": "deepseek_v3"}
+QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "model_type": "qwen3_moe", **BF16}
+# by name: (config.json, (hidden size, experts, top k, cast) of the op for it)
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int, str]]] = {
+    "Qwen3-30B-A3B": ({**QWEN, "hidden_size": 2048}, (2048, 128, 8, "none")),
+    "Qwen3-235B-A22B-FP8": (
+        {**QWEN, "hidden_size": 4096, "quantization_config": BLOCK_FP8}, (4096, 128, 8, "fp8_per_1x128")
+    ),
+    "DeepSeek-V2-Lite": (
+        {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 2048, "model_type": "deepseek_v2", **BF16},
+        (2048, 64, 6, "none"),
+    ),
+    "DeepSeek-V3": ({**DEEPSEEK, "quantization_config": BLOCK_FP8}, (7168, 256, 8, "fp8_per_1x128")),
+    "Mixtral": (
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 4096, "model_type": "mixtral", **BF16},
+        (4096, 8, 2, "none"),
+    ),
+    "gpt-oss": (
+        {"num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4, "hidden_size": 2880,
+         "model_type": "gpt_oss", "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}},
+        (2880, 128, 4, "none"),
+    ),
+    "GLM-4.5-FP8": (
+        {"n_routed_experts": 160, "num_experts_per_tok": 8, "hidden_size": 5120, "model_type": "glm4_moe",
+         "quantization_config": PER_TOKEN_FP8},
+        (5120, 160, 8, "fp8_per_token"),
+    ),
+    "Llama-4-Scout": (
+        {"model_type": "llama4", **BF16, "vision_config": {"hidden_size": 1408},
+         "text_config": {"num_local_experts": 16, "num_experts_per_tok": 1, "hidden_size": 5120}},
+        (5120, 16, 1, "none"),
+    ),
+    "Qwen3-Omni": (
+        {"thinker_config": {"text_config": {**QWEN, "hidden_size": 2048}}}, (2048, 128, 8, "none")
+    ),
+    "Hunyuan": ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096, **BF16}, (4096, 64, 8, "none")),
+    "Ernie-4.5-VL": ({"moe_num_experts": [64, 64], "moe_k": 6, "hidden_size": 2560}, (2560, 64, 6, "none")),
+    "Nemotron-H": (
+        {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_latent_size": 1024, "hidden_size": 4096},
+        (1024, 512, 22, "none"),
+    ),
+}  # fmt: skip
+
+
+def configs_of(values: dict[str, Any], **options: Any) -> Any:
+    return vllm_configs(model_of(values), VllmOptions(**{"data_parallel_size": 8, **options}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_keys_of_model_families(name):
+    values, (hidden_dim, experts, topk, cast) = FAMILIES[name]
+    configs = configs_of(values, max_num_batched_tokens=2048)
+    assert [config.rank for config in configs] == list(range(8))
+    for config in configs:
+        assert (config.hidden_dim, config.total_experts, config.topk) == (hidden_dim, experts, topk)
+        assert (config.dispatch_quant, config.data_type, config.combined_dtype) == (cast, *[torch.bfloat16] * 2)
+        assert (config.layout, config.max_num_inp_token_per_rank) == ("rank_major", 2048)
+        assert config.num_local_experts == experts // 8
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+GROUP = PER_TOKEN_FP8["config_groups"]["group_0"]
+BLOCK_GROUP = {**GROUP, "weights": {**FLOAT8, "strategy": "block", "block_structure": "128x128"}}
+INT4_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}, "input_activations": None}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cast"),
+    [
+        (None, "none"),
+        (BLOCK_FP8, "fp8_per_1x128"),
+        ({**BLOCK_FP8, "weight_block_size": [64, 64]}, "none"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "none"),
+        (STATIC, "none"),
+        (PER_TOKEN_FP8, "fp8_per_token"),
+        ({**PER_TOKEN_FP8, "quant_method": "compressed_tensors"}, "fp8_per_token"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": BLOCK_GROUP}}, "fp8_per_1x128"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": INT4_GROUP}}, "none"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": GROUP, "h": {**INT4_GROUP, "targets": ["re:.*experts.*"]}}}, "none"),
+        ({**PER_TOKEN_FP8, "config_groups": {}}, "none"),
+        ({"quant_method": "mxfp4"}, "none"),
+        ({"quant_method": "awq", "bits": 4}, "none"),
+    ],
+)
+def test_casts_by_quantization(quantization, cast):
+    for key in ("quantization_config", "compression_config"):
+        assert configs_of({**DEEPSEEK, key: quantization})[0].dispatch_quant == cast
+    nested = {"text_config": {**DEEPSEEK, "quantization_config": quantization}}
+    assert configs_of(nested)[0].dispatch_quant == cast
+    # where a row is not a multiple of the group, vLLM's own function quantises it on arrival
+    if cast == "fp8_per_1x128":
+        assert (
+            configs_of({**DEEPSEEK, "quantization_config": quantization}, hidden_dim=7232)[0].dispatch_quant == "none"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "torch.float16"}, torch.float16),
+        ({"torch_dtype": "float32"}, torch.bfloat16),
+        ({"torch_dtype": None}, torch.bfloat16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_dtypes(names, expected):
+    assert configs_of({**DEEPSEEK, **names})[0].data_type == expected
+    assert configs_of({**DEEPSEEK, **names}, dtype=torch.float32)[0].data_type == torch.float32
+
+
+def test_options_override_the_model():
+    values = {**DEEPSEEK, "quantization_config": BLOCK_FP8}
+    assert configs_of(values, cast="none")[0].dispatch_quant == "none"
+    assert configs_of(values, cast="fp8_per_token")[0].dispatch_quant == "fp8_per_token"
+    assert configs_of(values, hidden_dim=7424)[0].hidden_dim == 7424
+
+
+def test_tokens_and_ranks_by_parallel_sizes():
+    def tokens_and_ranks(values: dict[str, Any], **options: Any) -> tuple[int, int]:
+        config = configs_of(values, **options)[0]
+        return config.max_num_inp_token_per_rank, config.world_size
+
+    assert tokens_and_ranks(DEEPSEEK) == (8192, 8)
+    shared = {"data_parallel_size": 2, "tensor_parallel_size": 3, "max_num_batched_tokens": 1000}
+    assert tokens_and_ranks(DEEPSEEK, **shared) == (334, 6)
+    assert tokens_and_ranks(DEEPSEEK, **shared, sequence_parallel=False) == (1000, 6)
+    # vLLM's layers of this model know no sequence parallelism
+    copied = {**DEEPSEEK, "model_type": "glm4_moe"}
+    assert tokens_and_ranks(copied, **shared) == (1000, 6)
+    assert tokens_and_ranks(copied, **shared, sequence_parallel=True) == (334, 6)
+
+
+def test_redundant_experts():
+    assert configs_of(DEEPSEEK, num_redundant_experts=32)[0].total_experts == 288
+    with pytest.raises(ConfigError, match=r"multiple of the 8 ranks.*256 \+ 3"):
+        configs_of(DEEPSEEK, num_redundant_experts=3)
+    uneven = configs_of({**DEEPSEEK, "n_routed_experts": 60})
+    assert [config.num_local_experts for config in uneven] == [8] * 4 + [7] * 4
+
+
+def test_without_data_parallelism_there_is_no_op():
+    with pytest.raises(UnsupportedError, match="all-reduce"):
+        configs_of(DEEPSEEK, data_parallel_size=1, tensor_parallel_size=8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"hidden_size": 4096}, {**DEEPSEEK, "n_routed_experts": None}, {"num_experts": 1, "hidden_size": 64}, {}],
+)
+def test_a_model_without_experts_is_refused_with_the_keys_looked_for(values):
+    with pytest.raises(UnsupportedError) as caught:
+        model_of(values)
+    for key in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "text_config"):
+        assert key in caught.value.expected
+
+
+def test_a_model_that_lacks_a_number_is_refused_with_the_keys_looked_for():
+    for missing, named in (("num_experts_per_tok", "moe_topk"), ("hidden_size", "hidden_size")):
+        with pytest.raises(ConfigError, match=named):
+            model_of({key: value for key, value in DEEPSEEK.items() if key != missing})
+
+
+def test_files_that_are_no_config(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model(tmp_path)
+    for text in ("{", "[1]", "\xff"):
+        file.write_text(text, encoding="latin-1")
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            read_model(file)
+    file.write_text(json.dumps(DEEPSEEK))
+    assert read_model(tmp_path) == read_model(file) == model_of(DEEPSEEK)
+
+
+# --- what the layers themselves ask for ---
+
+
+def test_the_kwargs_of_vllms_layers():
+    sizes = {
+        "rank": 1, "world_size": 4, "dtype": torch.float16, "hidden_dim": 256, "topk": 3, "num_experts": 10,
+        "num_local_experts": 3, "max_num_tokens": 17,
+    }  # fmt: skip
+    config = config_from_handle_kwargs(handle_kwargs(RAW, **sizes), topology_internode=False)
+    assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
+    assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
+    cast = WireFormat("fp8_per_1x128", "float32_power_of_two")
+    config = config_from_handle_kwargs(handle_kwargs(cast, **sizes), topology_internode=False)
+    assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (FP8_DTYPE, torch.float16, 2)
+    # what vLLM decides on the GPU, and a plan cannot know, does not change a byte
+    other = replace(config, scale_format="float32")
+    assert plan_of([config]).bytes_by_rank == plan_of([other]).bytes_by_rank
+
+
+# --- the plan ---
+
+
+@pytest.mark.parametrize("config", every_config())
+def test_parts_add_up(config):
+    plan = plan_of([config])
+    assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]
+    assert {part.name for part in (*plan.parts, *plan.later)} <= set(TITLES)
+
+
+def test_assumptions_are_said():
+    def said(values: dict[str, Any], **options: Any) -> str:
+        model, chosen = model_of(values), VllmOptions(**{"data_parallel_size": 2, **options})
+        return "\n".join(assumptions(model, chosen, vllm_configs(model, chosen)[0]))
+
+    plain = said(DEEPSEEK, max_num_batched_tokens=8192)
+    assert len(plain.splitlines()) == 1
+    assert "8192" in said(DEEPSEEK)
+    assert "--quant none" in said({**DEEPSEEK, "quantization_config": BLOCK_FP8})
+    assert "--quant none" not in said({**DEEPSEEK, "quantization_config": BLOCK_FP8}, cast="fp8_per_1x128")
+    assert "else --no-sequence-parallel" in said(DEEPSEEK, tensor_parallel_size=2)
+    assert "else --sequence-parallel" in said(FAMILIES["Mixtral"][0], tensor_parallel_size=2)
+    assert "--hidden 3072" in said(FAMILIES["gpt-oss"][0])
+    assert "one node" in said(DEEPSEEK, data_parallel_size=16)
+
+
+# --- the command ---
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app.make_app(), ["plan", *arguments])
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**DEEPSEEK, "quantization_config": BLOCK_FP8}))
+    return str(file)
+
+
+def test_json_is_pure_and_in_bytes(model_file):
+    result = run("--vllm", model_file, "--data-parallel-size", "4", "--max-num-batched-tokens", "512", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["op"]["quant"] == "fp8_per_1x128"
+    by_part = found["bytes_per_gpu"]
+    total = by_part.pop("total")
+    assert by_part["dispatch_rows"] == 4 * 512 * 7168
+    assert by_part["scales_and_weights"] == 4 * 512 * (56 + 8) * 4
+    assert by_part["combine_rows"] == 4 * 512 * (7168 * 2 + 8 * 4)
+    assert sum(by_part.values()) == total
+    assert found["bytes_by_rank"] == [total] * 4
+    assert found["bytes_of_all_gpus"] == 4 * total
+    assert found["bytes_allocated_later"] == {}
+
+
+def test_any_op(model_file):
+    arguments = "--ranks 3 --max-tokens 64 --hidden 256 --topk 2 --experts 7 --dtype float16 --quant fp8_per_token "
+    arguments += "--combine-quant fp8_blockwise --layout expert_major --scale-format ue8m0 --flagged-max-tokens 16"
+    found = json.loads(run(*arguments.split(), "--json").stdout)
+    assert found["op"] == {
+        "ranks": 3, "max_tokens_per_rank": 64, "hidden_dim": 256, "topk": 2, "experts": 7, "layout": "expert_major",
+        "dtype": "float16", "quant": "fp8_per_token", "scale_format": "ue8m0", "combine_quant": "fp8_blockwise",
+        "max_total_recv_tokens": 0, "flagged_max_tokens": 16,
+    }  # fmt: skip
+    assert found["bytes_by_rank"][0] > found["bytes_by_rank"][1] == found["bytes_by_rank"][2]
+    assert found["bytes_allocated_later"] == {"combine_input": 3 * 3 * 64 * 256 * 2}
+    capped = json.loads(run("--max-total-recv-tokens", "100", "--ranks", "8", "--json").stdout)
+    assert capped["bytes_per_gpu"]["dispatch_rows"] == 104 * 7168 * 2
+
+
+def test_the_table(model_file):
+    result = run("--vllm", model_file, "--data-parallel-size", "8", "--max-num-batched-tokens", "4096")
+    assert result.exit_code == 0
+    for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total", "all 8 GPUs"):
+        assert text in result.stdout
+    assert "later" not in result.stdout
+    result = run("--experts", "260", "--layout", "expert_major")
+    for text in ("rows by expert", "reduced rows", "fewer experts", "combine input buffer", "allocated later"):
+        assert text in " ".join(result.stdout.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ("--data-parallel-size 8", ConfigError, "no --data-parallel-size without --vllm"),
+        ("--vllm FILE --data-parallel-size 8 --layout compact --ranks 8", ConfigError, "no --ranks, --layout with"),
+        ("--vllm FILE", UnsupportedError, "at least 2"),
+        ("--dtype float64", UnknownNameError, "float32"),
+        ("--layout sideways", UnknownNameError, "rank_major"),
+        ("--hidden 7", ConfigError, "multiple of 16"),
+    ],
+)
+def test_refusals(model_file, arguments, error, text):
+    result = run(*arguments.replace("FILE", model_file).split())
+    assert isinstance(result.exception, error)
+    assert text in str(result.exception)
+    assert isinstance(result.exception, EpA2AError)
+
+
+def test_exit_codes(model_file, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ep-a2a", "plan", "--vllm", model_file])
+    with pytest.raises(SystemExit) as caught:
+        app.run()
+    assert caught.value.code == app.EXIT_ERROR
+    assert "UnsupportedError" in capsys.readouterr().err
+    assert run("--vllm", f"{model_file}.missing").exit_code == 2
