@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ep_a2a.cli.plan_sizes import op_facts
 from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs, wire_format
+from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs, tokens_per_rank, wire_format
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
                 wire, rank=rank, world_size=world_size, dtype=options.dtype or model.dtype, hidden_dim=hidden_dim,
                 topk=model.topk, num_experts=num_experts,
                 num_local_experts=num_owned_experts(num_experts, world_size, rank),
-                max_num_tokens=-(-options.num_tokens // options.sequence_parallel_size(model)),
+                max_num_tokens=tokens_per_rank(options.num_tokens, options.sequence_parallel_size(model)),
             ),
             topology_internode=False,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+from ep_a2a.integrations.vllm.wire import tokens_per_rank
 
 
 def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> Any:
@@ -34,6 +35,5 @@ def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> Any:
             "experts that work on dispatched ids (modular kernels)", "monolithic ones, which want router logits",
             "Choose other experts, for example --moe-backend triton, or --all2all-backend allgather_reducescatter.",
         )  # fmt: skip
-    # with sequence parallelism the ranks of a replica share its tokens
-    most = -(-moe.max_num_tokens // moe.moe_parallel_config.sp_size)
+    most = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
     return EpA2APrepareAndFinalize(manager, moe, most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ep_a2a.integrations.vllm.wire import tokens_per_rank
+
 
 def agreed_max_tokens(most: int, sequence_parallel_size: int) -> int:
     """The most tokens that any rank brings to this step: equal on all ranks, and constant inside a CUDA graph.
@@ -19,4 +21,4 @@ def agreed_max_tokens(most: int, sequence_parallel_size: int) -> int:
     if metadata is None:
         return most
     tokens = int(metadata.num_tokens_across_dp_cpu.max())
-    return max(1, min(most, -(-tokens // sequence_parallel_size)))
+    return max(1, min(most, tokens_per_rank(tokens, sequence_parallel_size)))

@@ -61,6 +61,11 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
     return WireFormat("none", quantize_after=True, by_whole_tensor=not (per_row or has_scale or grouped))
 
 
+def tokens_per_rank(num_tokens: int, sequence_parallel_size: int) -> int:
+    """Tokens of each of the ranks that share a replica's, at most."""
+    return -(-num_tokens // sequence_parallel_size)
+
+
 def handle_kwargs(
     wire: WireFormat,
     *,

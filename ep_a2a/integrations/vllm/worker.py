@@ -93,7 +93,7 @@ def _patch_output_thread() -> None:
     def enqueue_output(self: Any, output: Any) -> Any:
         try:
             return enqueue(self, output)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is sent as the step's result
             logger.exception("a step's output could not be had")
             return enqueue(self, error)
 
