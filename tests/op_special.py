@@ -350,7 +350,7 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         raised(errors.ConfigMismatchError, lambda: make_op(context, case, arena, **changes), "hidden_dim", "[1]")
         other_rank = {"rank": (context.rank + 1) % case.world_size}
         raised(errors.ConfigError, lambda: make_op(context, case, arena, **other_rank))
-        raised(errors.UnsupportedError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise"))
+        raised(errors.ConfigError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise", hidden_dim=64))
         # what only one rank sees reaches the others at once, and the ranks stay in step
         alone = {"kernel_type": EpDispatchCombineKernelType.InterNodeV1} if context.rank == 1 else {}
         kind = errors.UnsupportedError if context.rank == 1 else errors.ConfigMismatchError

@@ -37,9 +37,9 @@ def local_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and weights [rows, K] for experts that take local ids and do not look at expert_map.
 
-    A slot of another rank's expert becomes one of expert 0 with weight 0.
+    A slot of another rank's expert, or of none (-1), becomes one of expert 0 with weight 0.
     """
     if expert_map is None:
         return ids, weights
-    local = expert_map[ids]
+    local = torch.where(ids < 0, -1, expert_map[ids])
     return local.clamp(min=0).to(torch.int32), torch.where(local < 0, 0.0, weights)

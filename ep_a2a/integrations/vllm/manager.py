@@ -41,18 +41,19 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
         self._kept: list[EpDispatchCombineOp] = []
-        self._is_warming_up = True
+        self._step_timeout_secs: float | None = None
         worker.managers.add(self)
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
         """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does."""
-        if self._is_warming_up:
-            # ranks load weights, compile and capture at their own pace
-            self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
-            kwargs = {"timeout_secs": timeout_secs, **kwargs}
-        op = super().get_handle(kwargs, index)
+        # Ranks load weights, compile and capture at their own pace. Also after that, or layers that are built again,
+        # with new weights, would get another op than the one that graphs have captured.
+        self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
+        op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
             self._kept.append(op)
+            if self._step_timeout_secs is not None:
+                op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:
                 found = self.explain()
                 logger.info(
@@ -68,10 +69,10 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     def end_warm_up(self, timeout_secs: float) -> None:
         """Bounds waits by `timeout_secs` once all ranks have warmed up. Collective."""
-        if not self._is_warming_up or not self._kept:
+        if self._step_timeout_secs is not None or not self._kept:
             return
         self.arena.rendezvous.barrier("the end of warm-up")
-        self._is_warming_up = False
+        self._step_timeout_secs = timeout_secs
         for op in self._kept:
             op.set_timeout(timeout_secs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,8 @@ from ep_a2a.integrations.vllm.step import agreed_max_tokens
 from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, wire_format
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
@@ -97,18 +100,23 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._close_op_when_experts_fail(fused_experts)
 
     def _close_op_when_experts_fail(self, fused_experts: Any) -> None:
-        """An error between dispatch and combine leaves a step that nobody will finish; later calls must say so."""
         apply = fused_experts.apply
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._closing_op_on_error():
                 return apply(*args, **kwargs)
-            except BaseException:
-                if self._op is not None:
-                    self._op.close()
-                raise
 
         fused_experts.apply = guarded
+
+    @contextlib.contextmanager
+    def _closing_op_on_error(self) -> Iterator[None]:
+        """An error between dispatch and combine leaves a step that nobody will finish; later calls must say so."""
+        try:
+            yield
+        except BaseException:
+            if self._op is not None:
+                self._op.close()
+            raise
 
     def _open_op(self) -> EpDispatchCombineOp:
         if self._op is None:
@@ -146,7 +154,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         rows = tokens.flatten(0, 1)
         row_scales = None if scales is None else scales.flatten(0, 1)
         if self._wire.quantize_after:
-            rows, row_scales = self._quantized(tokens, quant_config)
+            with self._closing_op_on_error():
+                rows, row_scales = self._quantized(tokens, quant_config)
         row_ids, row_weights = ids.flatten(0, 1), cast("torch.Tensor", weights).flatten(0, 1)
         if rows.device.type == "cpu":
             row_ids, row_weights = local_ids(row_ids, row_weights, expert_map)
@@ -188,8 +197,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         """
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        rows = weight_and_reduce_impl.apply(
-            output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )  # fmt: skip
-        self._open_op().combine(rows, None, None, out=output)
+        with self._closing_op_on_error():
+            rows = weight_and_reduce_impl.apply(
+                output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )  # fmt: skip
+            self._open_op().combine(rows, None, None, out=output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ep_a2a.errors import TooManyTokensError
 from ep_a2a.integrations.vllm.wire import tokens_per_rank
 
 
@@ -14,11 +15,16 @@ def agreed_max_tokens(most: int, sequence_parallel_size: int) -> int:
     Args:
         most: the limit when no forward pass is running, and of every step.
         sequence_parallel_size: ranks that share a replica's tokens.
+
+    Raises:
+        TooManyTokensError: a rank brings more than `most`; on all ranks, so that none waits for another.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
     if metadata is None:
         return most
-    tokens = int(metadata.num_tokens_across_dp_cpu.max())
-    return max(1, min(most, tokens_per_rank(tokens, sequence_parallel_size)))
+    tokens = tokens_per_rank(int(metadata.num_tokens_across_dp_cpu.max()), sequence_parallel_size)
+    if tokens > most:
+        raise TooManyTokensError(f"at most {most} tokens of each rank", str(tokens), "Raise --max-num-batched-tokens.")
+    return max(1, tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from ep_a2a import env
 from ep_a2a.integrations.vllm.name import logger
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
-managers: WeakSet[VllmAll2AllManager] = WeakSet()
+managers: weakref.WeakSet[VllmAll2AllManager] = weakref.WeakSet()
 """Of this process; a worker has one."""
 
 CHECKED_CALLS = ("execute_model", "sample_tokens", "execute_dummy_batch")
@@ -53,13 +53,15 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
-        get_output = getattr(output, "get_output", None)
+        get_output = getattr(type(output), "get_output", None)
         if get_output is None:
             check_ops()
             return output
+        # a reference to itself would keep the step's tensors until garbage is collected
+        reference = weakref.ref(output)
 
         def get_checked_output(*args: Any, **kwargs: Any) -> Any:
-            result = get_output(*args, **kwargs)
+            result = get_output(reference(), *args, **kwargs)
             check_ops()
             return result
 

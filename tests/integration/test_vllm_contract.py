@@ -1,0 +1,98 @@
+"""The vLLM integration against real releases: their sources, and their modules where vLLM's dependencies are installed.
+
+The checks are functions of tests/vllm_*_checks.py. They run in processes of their own, which import a release's Python
+files; each test asks what became of one check.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ep_a2a.integrations.vllm import support
+from ep_a2a.integrations.vllm.ledger import LEDGER
+from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
+from tests.vllm_config_checks import WITHOUT_CHOICE
+from tests.vllm_contract_program import CHOSEN
+from tests.vllm_wheels import (
+    DOWNLOAD_TIMEOUT_SECS,
+    PROGRAM_TIMEOUT_SECS,
+    VERSIONS,
+    Unavailable,
+    metadata_path,
+    run_program,
+    symbol_of,
+    wheel_folder,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = "tests.vllm_contract_program"
+TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
+
+pytestmark = [
+    pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS),
+    pytest.mark.parametrize("version", VERSIONS),
+]
+
+
+@cache
+def folder_of(version: str) -> Path | Unavailable:
+    try:
+        return wheel_folder(version)
+    except Unavailable as problem:
+        return problem
+
+
+@cache
+def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
+    try:
+        return run_program(version, PROGRAM, *checks)
+    except Unavailable as problem:
+        return problem
+
+
+@pytest.fixture
+def wheel(version: str) -> Path:
+    """The folder of a release."""
+    found = folder_of(version)
+    if isinstance(found, Unavailable):
+        pytest.skip(str(found))
+    return found
+
+
+def test_the_signatures_are_known(wheel):
+    assert support.differences(read_signatures(wheel / "vllm")) == []
+
+
+def test_its_torch_is_one_of_ours(wheel, version):
+    metadata = metadata_path(wheel, version).read_text()
+    (pinned,) = re.findall(r"^Requires-Dist: torch==(\d+\.\d+)", metadata, re.MULTILINE)
+    assert pinned in TORCH_VERSIONS
+
+
+@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+def test_the_target_of_every_patch_is_there(wheel, patch):
+    assert read_signatures(wheel / "vllm")[symbol_of(patch.target)] != MISSING
+
+
+def passes(version: str, checks: tuple[str, ...], check: str) -> None:
+    reports = reports_of(version, checks)
+    if isinstance(reports, Unavailable):
+        pytest.skip(str(reports))
+    assert check in reports, reports[""]
+    assert reports[check] is None, reports[check]
+
+
+@pytest.mark.parametrize("check", WITHOUT_CHOICE)
+def test_of_a_user_who_does_not_choose_it(version, check):
+    passes(version, tuple(WITHOUT_CHOICE), check)
+
+
+@pytest.mark.parametrize("check", CHOSEN)
+def test_of_a_user_who_chooses_it(version, check):
+    passes(version, tuple(CHOSEN), check)

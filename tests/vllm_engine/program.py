@@ -1,0 +1,86 @@
+"""One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
+
+    python -m tests.vllm_engine.program MODEL RESULT.json [--expert-parallel] [--compiled] [--late SECS] [--stop CALLS]
+
+VLLM_DP_* say which rank this is. MODEL is a folder from tests.vllm_engine.models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [
+    [5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]
+]  # fmt: skip
+NUM_TOKENS = 12
+MAX_BATCHED_TOKENS = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
+    parser.add_argument("--late", type=float, default=0, help="seconds that rank 1 sleeps in its first forward")
+    parser.add_argument("--stop", type=int, default=0, help="dispatches after which rank 1 stops, as by SIGSTOP")
+    options = parser.parse_args()
+    rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
+    if rank == 1:
+        disturb(options.late, options.stop)
+    outputs = generate(options, PROMPTS[rank::size], rank)
+    options.result.write_text(json.dumps(dict(zip(range(rank, len(PROMPTS), size), outputs))))
+
+
+def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -> list[dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+    from vllm.config import SchedulerConfig
+
+    # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
+    SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = MAX_BATCHED_TOKENS
+    parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
+    llm = LLM(
+        str(options.model), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS, enforce_eager=not options.compiled, seed=0,
+        enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, disable_log_stats=True,
+        distributed_executor_backend="uni", **parallel,
+    )  # fmt: skip
+    # not as many steps on all ranks, so that some run steps without tokens at the end
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
+    )
+    completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [_as_numbers(each.outputs[0]) for each in completions]
+
+
+def _as_numbers(completion: Any) -> dict[str, Any]:
+    tokens = list(completion.token_ids)
+    return {"tokens": tokens, "logprobs": [step[token].logprob for token, step in zip(tokens, completion.logprobs)]}
+
+
+def disturb(late_secs: float, stop_after: int) -> None:
+    """Makes this rank late in its first dispatch, or stops it in a later one."""
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+    dispatch, calls = EpDispatchCombineOp.dispatch, 0
+
+    def disturbed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            time.sleep(late_secs)
+        if calls == stop_after:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return dispatch(self, *args, **kwargs)
+
+    EpDispatchCombineOp.dispatch = disturbed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

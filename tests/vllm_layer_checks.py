@@ -1,0 +1,251 @@
+"""Checks of vLLM's layers on two ranks; each runs on every rank. See vllm_layer_cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.errors import ClosedError, TooManyTokensError
+from ep_a2a.quantization import E4M3_MAX
+from ep_a2a.routing import destination_mask
+from tests.vllm_checks import refused, replaced
+from tests.vllm_layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+
+def steps(context: RankContext, *cases: Layer) -> list[Any]:
+    """One kernel, a step for each case; what the experts saw of each."""
+    with manager_of(context) as manager:
+        kernel = kernel_of(cases[0], manager)
+        for case in cases:
+            kernel.fused_experts.case = case
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        return list(kernel.fused_experts.seen)
+
+
+def in_both_forms(context: RankContext, case: Layer) -> None:
+    """With global ids in the rows, as experts on GPUs get them, and with local ones, as on CPU."""
+    for with_map in (False, True):
+        case = replace(case, with_map=with_map)
+        steps(context, case, replace(case, seed=1, tokens=(16, 1)))
+
+
+def bf16(context: RankContext) -> None:
+    in_both_forms(context, Layer())
+
+
+def fp8_per_token(context: RankContext) -> None:
+    in_both_forms(context, Layer(quant="per_token"))
+
+
+def fp8_per_block(context: RankContext) -> None:
+    in_both_forms(context, Layer(quant="per_block", hidden=256))
+
+
+def fp8_per_block_with_scales_that_are_powers_of_two(context: RankContext) -> None:
+    (seen,) = steps(context, Layer(quant="per_block_rounded", hidden=256))
+    scales = seen.a1q_scale[seen.a1q_scale > 0]
+    assert scales.numel()
+    assert bool((torch.frexp(scales)[0] == 0.5).all())
+
+
+def fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext) -> None:
+    """The buffers still hold the large tokens of the step before."""
+    large = Layer(quant="per_tensor", scale=100.0, tokens=(16, 16))
+    small = replace(large, scale=1.0, tokens=(3, 2), seed=1)
+    seen = steps(context, large, small)
+    received = []
+    for rank in range(2):
+        tokens, _, ids = small.inputs(rank)
+        received.append(tokens[destination_mask(ids, small.num_experts, 2)[:, context.rank]])
+    amax = torch.cat(received).float().abs().max()
+    torch.testing.assert_close(seen[1].a1q_scale, (amax / E4M3_MAX).reshape(1))
+
+
+def router_weights_on_the_input(context: RankContext) -> None:
+    for quant in ("none", "per_token"):
+        in_both_forms(context, Layer(topk=1, weight_on_input=True, quant=quant))
+
+
+def ids_of_padding_rows(context: RankContext) -> None:
+    """From vLLM 0.27 routers write -1 for rows that are padding."""
+    in_both_forms(context, Layer(ids="padding", tokens=(6, 5)))
+
+
+def ids_beside_valid_ones(context: RankContext) -> None:
+    in_both_forms(context, Layer(ids="holes", tokens=(6, 5)))
+
+
+def a_rank_that_receives_nothing(context: RankContext) -> None:
+    in_both_forms(context, Layer(ids="first rank"))
+
+
+def ranks_without_tokens(context: RankContext) -> None:
+    for tokens in ((0, 5), (3, 0), (0, 0)):
+        steps(context, Layer(tokens=tokens), Layer(seed=1))
+
+
+def uneven_experts(context: RankContext) -> None:
+    in_both_forms(context, Layer(num_experts=7, topk=3))
+
+
+def experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
+    for kind in ("Contiguous", "Delegate"):
+        in_both_forms(context, Layer(reduce=kind))
+        steps(context, Layer(reduce=kind, topk=1, weight_on_input=True))
+
+
+def rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:
+    case = Layer(tokens=(2, 1), num_experts=7)
+    (seen,) = steps(context, case)
+    is_other = (seen.topk_ids >= 4) if context.rank == 0 else (seen.topk_ids < 4)
+    received = sum(
+        int(destination_mask(case.inputs(rank)[2], case.num_experts, 2)[:, context.rank].sum()) for rank in range(2)
+    )
+    assert seen.topk_ids.dtype == torch.int32
+    assert int((~is_other).any(1).sum()) == received
+    assert len(seen.rows) == 2 * case.max_tokens
+
+
+def the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> None:
+    """vLLM tells all ranks the tokens of each data-parallel rank; sequence-parallel ranks share them."""
+    from vllm.config import VllmConfig
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+
+    with manager_of(context) as manager:
+        for sp_size, tokens, rows in ((1, (7, 5), 7), (2, (7, 5), 4), (2, (8, 1), 4), (2, (0, 0), 1), (1, (16, 1), 16)):
+            brought = tuple(-(-number // sp_size) for number in tokens)
+            case = Layer(tokens=brought)
+            kernel = kernel_of(case, manager, sp_size)
+            metadata = DPMetadata(torch.tensor(tokens, dtype=torch.int32))
+            with override_forward_context(create_forward_context(None, VllmConfig(), metadata)):
+                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            assert len(kernel.fused_experts.seen[0].rows) == 2 * rows
+        with override_forward_context(create_forward_context(None, VllmConfig(), None)):
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        assert len(kernel.fused_experts.seen[1].rows) == 2 * case.max_tokens
+
+
+def too_many_tokens_are_an_error_on_all_ranks(context: RankContext) -> None:
+    """Otherwise the ranks with few tokens would wait for the one that has raised."""
+    from vllm.config import VllmConfig
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+
+    case = Layer(tokens=(17, 2))
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        metadata = DPMetadata(torch.tensor(case.tokens, dtype=torch.int32))
+        with (
+            override_forward_context(create_forward_context(None, VllmConfig(), metadata)),
+            refused(TooManyTokensError, "16", "17"),
+        ):
+            run_kernel(case, kernel, context.rank)
+        check_result(Layer(), run_kernel(Layer(), kernel, context.rank), context.rank)
+
+
+def layers_share_one_op(context: RankContext) -> None:
+    """All layers of one shape, one after another, and those of another shape beside them."""
+    with manager_of(context) as manager:
+        case, wide = Layer(), Layer(hidden=256, seed=2)
+        first = kernel_of(case, manager)
+        num_bytes = manager.arena.num_bytes
+        second = kernel_of(replace(case, seed=1), manager)
+        assert first.prepare_finalize._op is second.prepare_finalize._op
+        assert manager.arena.num_bytes == num_bytes
+        third = kernel_of(wide, manager)
+        for kernel in (first, second, third, first):
+            own = kernel.fused_experts.case
+            check_result(own, run_kernel(own, kernel, context.rank), context.rank)
+
+
+def layers_built_again_keep_their_op(context: RankContext) -> None:
+    """As when weights are reloaded after warm-up: captured graphs hold the op's addresses."""
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        op, num_bytes = kernel.prepare_finalize._op, manager.arena.num_bytes
+        run_kernel(case, kernel, context.rank)
+        manager.end_warm_up(45.0)
+        assert op._timeout_secs == 45.0
+        del kernel
+        again = kernel_of(case, manager)
+        assert again.prepare_finalize._op is op
+        assert manager.arena.num_bytes == num_bytes
+        assert op._timeout_secs == 45.0
+        wide = Layer(hidden=256)
+        another = kernel_of(wide, manager)
+        assert another.prepare_finalize._op._timeout_secs == 45.0
+        for built, own in ((again, case), (another, wide)):
+            check_result(own, run_kernel(own, built, context.rank), context.rank)
+
+
+def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> None:
+    with manager_of(context) as manager:
+        op = kernel_of(Layer(), manager).prepare_finalize._op
+        timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        assert op._timeout_secs == timeout > 60
+        assert manager.arena.rendezvous.timeout_secs == timeout
+
+
+def an_error_in_the_experts_closes_the_op(context: RankContext) -> None:
+    with manager_of(context) as manager:
+        kernel = kernel_of(Layer(), manager)
+        run_kernel(Layer(), kernel, context.rank)
+        kernel.fused_experts.error = ZeroDivisionError("of the experts")
+        with refused(ZeroDivisionError, "of the experts"):
+            run_kernel(Layer(), kernel, context.rank)
+        kernel.fused_experts.error = None
+        with refused(ClosedError, "an open op"):
+            run_kernel(Layer(), kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            manager.check()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("on the way")
+
+
+def an_error_when_rows_are_quantised_closes_the_op(context: RankContext) -> None:
+    from ep_a2a.integrations.vllm import prepare_finalize
+
+    case = Layer(quant="per_tensor")
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        with (
+            replaced(prepare_finalize, "moe_kernel_quantize_input", fail),
+            refused(ZeroDivisionError, "on the way"),
+        ):
+            run_kernel(case, kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            run_kernel(case, kernel, context.rank)
+
+
+def an_error_when_rows_are_added_closes_the_op(context: RankContext) -> None:
+    import vllm._custom_ops as ops
+
+    case = Layer(reduce="Contiguous")
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        with replaced(ops, "moe_sum", fail), refused(ZeroDivisionError, "on the way"):
+            run_kernel(case, kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            run_kernel(case, kernel, context.rank)
+
+
+LAYER_CHECKS = {
+    check.__name__: check
+    for check in (
+        bf16, fp8_per_token, fp8_per_block, fp8_per_block_with_scales_that_are_powers_of_two,
+        fp8_by_whole_tensor_ignores_rows_without_a_token, router_weights_on_the_input, ids_of_padding_rows,
+        ids_beside_valid_ones, a_rank_that_receives_nothing, ranks_without_tokens, uneven_experts,
+        experts_that_leave_the_sum_to_finalize, rows_without_a_token_name_another_ranks_expert,
+        the_rows_that_experts_see_are_bounded_by_the_step, too_many_tokens_are_an_error_on_all_ranks,
+        layers_share_one_op, layers_built_again_keep_their_op, waits_are_bounded_by_the_groups_timeout_at_first,
+        an_error_in_the_experts_closes_the_op, an_error_when_rows_are_quantised_closes_the_op,
+        an_error_when_rows_are_added_closes_the_op,
+    )
+}  # fmt: skip
