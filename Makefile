@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test test-vllm lint format clean
+.PHONY: demo test test-vllm vllm lint format clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -17,8 +17,10 @@ demo: $(VENV)/.demo-installed
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest $(ARGS)
 
-test-vllm: $(VENV)/.test-installed $(VLLM_VENV)/.installed
+test-vllm: $(VENV)/.test-installed vllm
 	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)
+
+vllm: $(VLLM_VENV)/.installed
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
