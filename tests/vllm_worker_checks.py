@@ -24,12 +24,16 @@ class Manager:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.num_checks = 0
+        self.num_closings = 0
         self.waits: list[float] = []
 
     def check(self) -> None:
         self.num_checks += 1
         if self.error is not None:
             raise self.error
+
+    def close_open_steps(self) -> None:
+        self.num_closings += 1
 
     def end_warm_up(self, timeout_secs: float) -> None:
         self.waits.append(timeout_secs)
@@ -154,6 +158,7 @@ def errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
     manager.error = TimeoutError("and a rank did not come")
     with refused(ZeroDivisionError, "the model's own"):
         _checked(fail)(object())
+    assert manager.num_closings == 1
 
 
 @with_manager

@@ -215,8 +215,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
                 layout expert_major.
             indices: None, or this rank's own ids as given to dispatch; others are an error.
             block_num, warp_per_block: launch numbers when > 0.
-            use_external_inp_buf, call_reset: accepted for MORI's sake; nothing is copied but what dispatch returned,
-                and kernels reset themselves.
+            use_external_inp_buf, call_reset: MORI's, without effect: only what dispatch returned is copied.
             out: [T, H] of combine_dtype to write into instead of the op's own result.
 
         Returns:
@@ -372,6 +371,11 @@ class EpDispatchCombineOp(DispatchCombineBase):
             failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
             raise failure.exception(self.config.rank, self._timeout_secs)
 
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a call has begun a step that no call has ended."""
+        return self._stage is not Stage.DISPATCH_SEND
+
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
@@ -389,7 +393,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             self._closed = True
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
-            if self._stage is not Stage.DISPATCH_SEND or (not self.arena.closed and self._memory.failed):
+            if self.has_open_step or (not self.arena.closed and self._memory.failed):
                 self._memory.memory.slot.spoilt = True
             self._end_step()
             self._memory.memory.user = None

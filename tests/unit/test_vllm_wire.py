@@ -33,13 +33,6 @@ class TransposableConfig(QuantConfig):
     is_scale_transposed: bool = False
 
 
-@dataclass(frozen=True)
-class EmulatedConfig(QuantConfig):
-    """Of experts that compute on numbers rounded to fp8 and back."""
-
-    quantization_emulation: bool = True
-
-
 PER_TOKEN = QuantConfig(FP8_DTYPE, per_act_token_quant=True)
 PER_BLOCK = QuantConfig(FP8_DTYPE, block_shape=[128, 128])
 AFTER = WireFormat("none", quantize_after=True)
@@ -99,7 +92,6 @@ def test_a_version_with_transposed_scales_casts_the_same_when_they_are_not(confi
         (QuantConfig(FP8_DTYPE, block_shape=[128, 64]), HIDDEN),
         (TransposableConfig(FP8_DTYPE, block_shape=[128, 128], is_scale_transposed=True), HIDDEN),
         (QuantConfig(FP8_DTYPE, block_shape=[128, 128], a1_scale=SCALE), HIDDEN),
-        (EmulatedConfig(FP8_DTYPE, block_shape=[128, 128]), HIDDEN),
     ],
 )
 def test_blocks_that_dispatch_cannot_cast_are_quantised_on_arrival(config, hidden):

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config.parallel import ParallelConfig
 
 from ep_a2a.integrations.vllm import support
+from ep_a2a.integrations.vllm.name import BACKEND_NAME
 from ep_a2a.integrations.vllm.patches import activate
 
 
@@ -20,6 +21,8 @@ class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
     @property
     def use_sequence_parallel_moe(self) -> bool:
         """As for the backends on vLLM's own list: tensor-parallel ranks bring distinct tokens, not copies."""
+        if self.all2all_backend != BACKEND_NAME:
+            return bool(super().use_sequence_parallel_moe)
         return bool(self.enable_expert_parallel and self.tensor_parallel_size > 1 and self.data_parallel_size > 1)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -67,6 +67,12 @@ class VllmAll2AllManager(NativeAll2AllManager):
         for op in self._kept:
             op.check()
 
+    def close_open_steps(self) -> None:
+        """Closes ops that an error has left between dispatch and combine: later calls must not wait for its end."""
+        for op in self._kept:
+            if op.has_open_step:
+                op.close()
+
     def end_warm_up(self, timeout_secs: float) -> None:
         """Bounds waits by `timeout_secs` once all ranks have warmed up. Collective."""
         if self._step_timeout_secs is not None or not self._kept:

@@ -83,11 +83,14 @@ def _signature(definitions: dict[str, ast.AST], name: str) -> str:
     node = definitions.get(name)
     if node is None:
         return MISSING
-    if not isinstance(node, ast.FunctionDef) or any(_is_property(each) for each in node.decorator_list):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or any(
+        _is_property(each) for each in node.decorator_list
+    ):
         return "there"
     arguments = node.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    if arguments.vararg or arguments.kwonlyargs:
+        names.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
     names += [each.arg for each in arguments.kwonlyargs]
     names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
     return ", ".join(names)
@@ -111,7 +114,7 @@ def _definitions(path: Path) -> dict[str, ast.AST]:
 
 
 def _named(node: ast.stmt) -> dict[str, ast.AST]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name: node}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return {target.id: node for target in targets if isinstance(target, ast.Name)}

@@ -93,5 +93,7 @@ def _package() -> Path:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
+    if ".dev" in version:
+        return None  # a build from source may call itself 0.1.dev
     parts = version.split(".")
     return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None

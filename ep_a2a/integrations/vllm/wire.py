@@ -46,9 +46,8 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
     """
     if quant_config is None or quant_config.quant_dtype is None or expects_unquantized:
         return RAW
-    emulated = getattr(quant_config, "quantization_emulation", False)
     transposed = getattr(quant_config, "is_scale_transposed", False)
-    if quant_config.quant_dtype == FP8_DTYPE and not emulated and quant_config.a1_scale is None:
+    if quant_config.quant_dtype == FP8_DTYPE and quant_config.a1_scale is None:
         block = quant_config.block_shape
         if block is None and quant_config.per_act_token_quant:
             return WireFormat("fp8_per_token")

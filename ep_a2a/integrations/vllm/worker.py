@@ -52,7 +52,13 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
+        try:
+            output = call(self, *args, **kwargs)
+        except BaseException:
+            # whatever it was, a layer may have dispatched and not combined
+            for manager in managers:
+                manager.close_open_steps()
+            raise
         get_output = getattr(type(output), "get_output", None)
         if get_output is None:
             check_ops()
