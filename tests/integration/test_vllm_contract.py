@@ -1,7 +1,7 @@
 """The vLLM integration against real releases: their sources, and their modules where vLLM's dependencies are installed.
 
-The checks are functions of tests/vllm_*_checks.py. They run in processes of their own, which import a release's Python
-files; each test asks what became of one check.
+The checks are functions of tests/vllm_contract/*_checks.py. They run in processes of their own, which import a
+release's Python files; each test asks what became of one check.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.ledger import LEDGER
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
-from tests.vllm_config_checks import WITHOUT_CHOICE
-from tests.vllm_contract_program import CHOSEN
-from tests.vllm_wheels import (
+from tests.vllm_contract.config_checks import WITHOUT_CHOICE
+from tests.vllm_contract.program import CHOSEN
+from tests.vllm_contract.wheels import (
     DOWNLOAD_TIMEOUT_SECS,
     PROGRAM_TIMEOUT_SECS,
     VERSIONS,
@@ -31,7 +31,7 @@ from tests.vllm_wheels import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROGRAM = "tests.vllm_contract_program"
+PROGRAM = "tests.vllm_contract.program"
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 
 pytestmark = [

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 from tests.vllm_engine.models import save_model
 from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
-from tests.vllm_wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """MoE layers of a real vLLM on two CPU ranks, with our prepare/finalize, against the dense layer in float32.
 
-The checks are functions of tests/vllm_layer_checks.py. One process with a pool of ranks runs them all; each test asks
-what became of one check.
+The checks are functions of tests/vllm_contract/layer_checks.py. One process with a pool of ranks runs them all; each
+test asks what became of one check.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from functools import cache
 
 import pytest
 
-from tests.vllm_layer_checks import LAYER_CHECKS
-from tests.vllm_wheels import DOWNLOAD_TIMEOUT_SECS, NEWEST, PROGRAM_TIMEOUT_SECS, VERSIONS, Unavailable, run_program
+from tests.vllm_contract.layer_checks import LAYER_CHECKS
+from tests.vllm_contract.wheels import (
+    DOWNLOAD_TIMEOUT_SECS,
+    NEWEST,
+    PROGRAM_TIMEOUT_SECS,
+    VERSIONS,
+    Unavailable,
+    run_program,
+)
 
 IN_EVERY_VERSION = "fp8_per_block"
 
@@ -21,7 +28,7 @@ pytestmark = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
 @cache
 def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
     try:
-        return run_program(version, "tests.vllm_layer_program", *checks)
+        return run_program(version, "tests.vllm_contract.layer_program", *checks)
     except Unavailable as problem:
         return problem
 

@@ -13,7 +13,7 @@ import pytest
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import name, register, support
-from tests.vllm_wheels import ROOT
+from tests.vllm_contract.wheels import ROOT
 
 OTHERS = (
     ["vllm", "serve", "model"],

@@ -13,7 +13,7 @@ from ep_a2a.integrations import vllm as integration
 from ep_a2a.integrations.vllm import signatures, support
 from ep_a2a.integrations.vllm.ledger import LEDGER
 from ep_a2a.integrations.vllm.signatures import MISSING, SYMBOLS, read_signatures
-from tests.vllm_wheels import VERSIONS, symbol_of
+from tests.vllm_contract.wheels import VERSIONS, symbol_of
 
 PACKAGE = Path(integration.__file__).parent
 ALL_SYMBOLS = [f"{path}:{name}" for path, names in SYMBOLS.items() for name in names]

@@ -17,7 +17,7 @@ import torch
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import expert_ranges
-from tests.vllm_checks import use_cpu
+from tests.vllm_contract.checks import use_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

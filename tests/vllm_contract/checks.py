@@ -1,4 +1,4 @@
-"""What the checks of tests/vllm_*_checks.py share; imports vLLM only inside functions."""
+"""What the checks of tests/vllm_contract/*_checks.py share; imports vLLM only inside functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from tests.vllm_wheels import report
+from tests.vllm_contract.wheels import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from tests.vllm_checks import refused, replaced
+from tests.vllm_contract.checks import refused, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

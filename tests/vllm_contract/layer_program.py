@@ -1,4 +1,4 @@
-"""`python -m tests.vllm_layer_program CHECK...`: layer checks, on two ranks, in the vLLM that this Python imports."""
+"""`python -m tests.vllm_contract.layer_program CHECK...`: layer checks, on two ranks, in the vLLM that it imports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import traceback
 
 from ep_a2a.testing import RankPool
-from tests.vllm_layer_checks import LAYER_CHECKS
-from tests.vllm_wheels import report
+from tests.vllm_contract.layer_checks import LAYER_CHECKS
+from tests.vllm_contract.wheels import report
 
 POOL_TIMEOUT_SECS = 300.0
 

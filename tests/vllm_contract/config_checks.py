@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from tests.vllm_checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
+from tests.vllm_contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
 
 FOR_EVERYBODY = ("backend-name", "chosen-config")
 UNPICKLE = "unpickle"
@@ -119,7 +119,7 @@ def a_fresh_process_is_activated_by_the_configuration() -> None:
         path = Path(folder) / "config.pickle"
         path.write_bytes(pickle.dumps(VllmConfig(parallel_config=chosen())))
         subprocess.run(
-            [sys.executable, "-m", "tests.vllm_contract_program", UNPICKLE, path], env=os.environ, check=True
+            [sys.executable, "-m", "tests.vllm_contract.program", UNPICKLE, path], env=os.environ, check=True
         )
 
 

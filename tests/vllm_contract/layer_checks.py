@@ -1,4 +1,4 @@
-"""Checks of vLLM's layers on two ranks; each runs on every rank. See vllm_layer_cases."""
+"""Checks of vLLM's layers on two ranks; each runs on every rank. See layer_cases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from ep_a2a.errors import ClosedError, TooManyTokensError
 from ep_a2a.quantization import E4M3_MAX
 from ep_a2a.routing import destination_mask
-from tests.vllm_checks import refused, replaced
-from tests.vllm_layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
+from tests.vllm_contract.checks import refused, replaced
+from tests.vllm_contract.layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

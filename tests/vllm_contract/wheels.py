@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "ep_a2a" / "vllm"
 VERSIONS = ("0.24.0", "0.28.0", "0.33.0")
 """Lowest, middle and newest of those that are supported."""

@@ -9,8 +9,8 @@ import tempfile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.vllm_checks import NAME, Messages, refused, replaced
-from tests.vllm_config_checks import chosen
+from tests.vllm_contract.checks import NAME, Messages, refused, replaced
+from tests.vllm_contract.config_checks import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,19 @@
+"""`python -m tests.vllm_contract.program CHECK...`: runs checks in the vLLM that this Python imports, in this order."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.vllm_contract.checks import run
+from tests.vllm_contract.config_checks import UNPICKLE, WITH_CHOICE, WITHOUT_CHOICE, unpickle
+from tests.vllm_contract.group_checks import GROUP_CHECKS
+from tests.vllm_contract.worker_checks import WORKER_CHECKS
+
+CHOSEN = {**WITH_CHOICE, **WORKER_CHECKS, **GROUP_CHECKS}
+CHECKS = {**WITHOUT_CHOICE, **CHOSEN}
+
+if __name__ == "__main__":
+    if sys.argv[1] == UNPICKLE:
+        unpickle(sys.argv[2])
+    else:
+        run(CHECKS, sys.argv[1:])
