@@ -54,7 +54,7 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
         parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
         assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
         assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
-    assert our_modules() == {"name", "signatures", "support"}
+    assert our_modules() == {"common", "name", "signatures", "support"}
     assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.name"])
     from ep_a2a.integrations.vllm.ledger import LEDGER
 

@@ -151,12 +151,12 @@ def other_communicators_are_the_platforms_own() -> None:
 
 
 def it_is_said_once_that_the_backend_has_no_effect() -> None:
-    from ep_a2a.integrations.vllm import patches
+    from ep_a2a.integrations.vllm import common
     from ep_a2a.integrations.vllm.communicator import INACTIVE, WITHOUT_EP
 
     said: dict[tuple[bool, int], list[str]] = {}
     for ep, dp in itertools.product((False, True), (1, 2)):
-        patches._said.clear()
+        common._said.clear()
         messages = Messages("vllm.ep_a2a")
         for _ in range(2):
             with communicator_of(ep=ep, dp=dp) as communicator:

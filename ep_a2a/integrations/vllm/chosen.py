@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config.parallel import ParallelConfig
 
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.name import BACKEND_NAME
+from ep_a2a.integrations.vllm.common import BACKEND_NAME
 from ep_a2a.integrations.vllm.patches import activate
 
 

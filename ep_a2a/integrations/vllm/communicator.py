@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger, warn_once
 from ep_a2a.integrations.vllm.cpu import patch_runner
-from ep_a2a.integrations.vllm.name import BACKEND_NAME, logger
-from ep_a2a.integrations.vllm.patches import original_communicator_class, patch_prepare_finalize, warn_once
+from ep_a2a.integrations.vllm.patches import original_communicator_class, patch_prepare_finalize
 from ep_a2a.integrations.vllm.worker import patch_worker
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ def patch_runner() -> None:
 
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
-        from ep_a2a.integrations.vllm.name import BACKEND_NAME
+        from ep_a2a.integrations.vllm.common import BACKEND_NAME
 
         parallel = self.moe_config.moe_parallel_config
         if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.integrations.vllm import worker
-from ep_a2a.integrations.vllm.name import logger
-from ep_a2a.integrations.vllm.patches import warn_once
+from ep_a2a.integrations.vllm.common import logger, warn_once
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Literal, get_args, get_origin
 
 from ep_a2a.errors import UnsupportedError
-
-BACKEND_NAME = "ep_a2a"
-
-logger = logging.getLogger("vllm.ep_a2a")
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.name import BACKEND_NAME, logger
+from ep_a2a.integrations.vllm.common import BACKEND_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,13 +129,3 @@ def _register_factory(all2all_utils: Any) -> None:
 
     if BACKEND_NAME not in all2all_utils._PREPARE_FINALIZE_FACTORIES:
         all2all_utils.register_moe_prepare_finalize_factory(EpA2AFactory)
-
-
-def warn_once(message: str) -> None:
-    """Says a fallback once in a process."""
-    if message not in _said:
-        _said.add(message)
-        logger.warning(message)
-
-
-_said: set[str] = set()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.name import logger
+from ep_a2a.integrations.vllm.common import logger
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.integrations.vllm.name import logger
+from ep_a2a.integrations.vllm.common import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
