@@ -274,10 +274,12 @@ def _wrong_halves(op: Any, tokens: torch.Tensor, ids: torch.Tensor) -> None:
         with pytest.raises(AlternationError):
             call()
     got = op.dispatch_recv()
+    assert op.has_open_step
     with pytest.raises(ForeignIndicesError):
         op.combine_send(torch.zeros_like(got[0]), None, ids + 1)
     op.combine_send(torch.zeros_like(got[0]), None, ids)
     op.reset()
+    assert not op.has_open_step
     with pytest.raises(AlternationError):
         op.combine_recv()
 
@@ -296,7 +298,8 @@ def absent_rank(context: RankContext, name: str) -> None:
     """A rank that does not come is an error after the op's timeout."""
     manager = create(name, context)
     case = Case(world_size=context.world_size, num_experts=2 * context.world_size)
-    op = manager.get_handle(kwargs_of(case, context.rank, timeout_secs=0.5))
+    op = manager.get_handle(kwargs_of(case, context.rank, timeout_secs=60))
+    op.set_timeout(0.5)
     mine = make_inputs(case, 0, context.rank)
     if context.rank == 0:
         with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited"):

@@ -148,8 +148,9 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
     """The last rank skips a phase: all others get a RankTimeoutError that names it; reset makes the op usable."""
     absent = case.world_size - 1
     with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
+        op.set_timeout(SHORT_TIMEOUT_SECS)
         if phase == "combine":
             step = Step.dispatch(case, op, 1, context.device)
         if context.rank == absent:
@@ -171,7 +172,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
                 inputs = make_inputs(case, 1, context.rank)
                 op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
         synchronize(context)
-        error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", "timeout_secs")
+        error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {SHORT_TIMEOUT_SECS:g}")
         assert isinstance(error, errors.RankTimeoutError)
         assert error.missing_ranks == (absent,)
         raised(errors.RankTimeoutError, lambda: run_step(case, op, 2, context.device))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout, QuantType
+from ep_a2a.config_fields import checked_timeout_secs
 from ep_a2a.errors import (
     AlternationError,
     CapacityError,
@@ -262,6 +263,15 @@ class CollectiveDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token."""
         return self._positions
+
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds the waits of calls from now on, on CPU; on GPUs the process group's own timeout holds. Local."""
+        self._exchange.timeout_secs = checked_timeout_secs(timeout_secs)
+
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a dispatch has not been combined, or a half not been finished."""
+        return self._step is not None or self._open_call is not None
 
     def check(self) -> None:
         """Raises ClosedError after close; all other errors are raised by the call that meets them."""
