@@ -62,8 +62,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         super().__init__(config, arena.device)
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
-        self._closed = False
-        self._timeout_secs = config.timeout
+        self._closed, self._timeout_secs = False, config.timeout
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)

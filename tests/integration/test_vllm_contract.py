@@ -17,13 +17,13 @@ from ep_a2a.integrations.vllm.ledger import LEDGER
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
 from tests.vllm_contract.config_checks import WITHOUT_CHOICE
 from tests.vllm_contract.program import CHOSEN
+from tests.vllm_contract.reports import require_passed
 from tests.vllm_contract.wheels import (
     DOWNLOAD_TIMEOUT_SECS,
     PROGRAM_TIMEOUT_SECS,
     VERSIONS,
     Unavailable,
     metadata_path,
-    run_program,
     symbol_of,
     wheel_folder,
 )
@@ -44,14 +44,6 @@ pytestmark = [
 def folder_of(version: str) -> Path | Unavailable:
     try:
         return wheel_folder(version)
-    except Unavailable as problem:
-        return problem
-
-
-@cache
-def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
-    try:
-        return run_program(version, PROGRAM, *checks)
     except Unavailable as problem:
         return problem
 
@@ -80,19 +72,11 @@ def test_the_target_of_every_patch_is_there(wheel, patch):
     assert read_signatures(wheel / "vllm")[symbol_of(patch.target)] != MISSING
 
 
-def passes(version: str, checks: tuple[str, ...], check: str) -> None:
-    reports = reports_of(version, checks)
-    if isinstance(reports, Unavailable):
-        pytest.skip(str(reports))
-    assert check in reports, reports[""]
-    assert reports[check] is None, reports[check]
-
-
 @pytest.mark.parametrize("check", WITHOUT_CHOICE)
 def test_of_a_user_who_does_not_choose_it(version, check):
-    passes(version, tuple(WITHOUT_CHOICE), check)
+    require_passed(PROGRAM, version, tuple(WITHOUT_CHOICE), check)
 
 
 @pytest.mark.parametrize("check", CHOSEN)
 def test_of_a_user_who_chooses_it(version, check):
-    passes(version, tuple(CHOSEN), check)
+    require_passed(PROGRAM, version, tuple(CHOSEN), check)
