@@ -30,6 +30,9 @@ MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
 FLAGGED_MAX_TOKENS = 128
 """Kernels number the rows of a flagged dispatch in bytes, so there is a hard limit below 256."""
+FLAGGED_MAX_ROWS = 264
+"""Rows of all ranks together that a flagged dispatch receives without a queue: two programs on each of 132
+multiprocessors. Beyond it, rows that go straight to their place are as fast or faster (bench/results)."""
 
 
 class EpDispatchCombineKernelType(enum.Enum):
@@ -128,7 +131,8 @@ class EpDispatchCombineConfig:
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
         flagged_max_tokens: steps with max_num_tokens up to this are dispatched as words that are their own flags, which
-            takes one hop less and one local copy more; 0 to FLAGGED_MAX_TOKENS.
+            takes one hop less and one local copy more; 0 to FLAGGED_MAX_TOKENS. Of many ranks fewer tokens: their
+            number times W is FLAGGED_MAX_ROWS at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles.
     """
@@ -331,7 +335,8 @@ class EpDispatchCombineConfig:
     @functools.cached_property
     def flagged_tokens(self) -> int:
         """The largest max_num_tokens of a step that is dispatched as flagged words."""
-        return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank)
+        most = max(1, FLAGGED_MAX_ROWS // self.world_size)
+        return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank, most)
 
     @functools.cached_property
     def max_num_recv_tokens_per_rank(self) -> int:

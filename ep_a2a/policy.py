@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ep_a2a.config import Layout, QuantType
+
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.tuning import TunedTables
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, so that what programs share is exercised; few, since they run in turn."""
 DISPATCH_WARPS = 8
-FLAGGED_WARPS = 4
+FLAGGED_WARPS = 8
 COMBINE_WARPS = 4
 COUNT_WARPS = 4
 BLOCK_ELEMENTS = 1024
@@ -23,8 +25,15 @@ SEND_ROW_ELEMENTS = 8192
 FEW_TOKENS = 64
 """Below this max_num_tokens latency counts: work is spread thin, and launches are prepared while the one before runs.
 From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
-BULK_SENDERS = 64
+MAX_COUNTED_IN_BYTES = 255
+"""Up to this max_num_tokens every program works out all destinations by itself, in counts of a byte per rank."""
+BULK_SENDERS = 32
 """Programs that fill the wire then; more of them take from those that add."""
+BULK_CASTERS = 160
+CASTER_ELEMENTS = 4096
+"""The same for programs that also cast what they send: more of them, with fewer registers each."""
+WIDE_SENDER_SHARE = 0.3
+"""Share of a combine's programs that send, where its multiprocessors are bounded."""
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
 
@@ -41,6 +50,12 @@ THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBIN
 """Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
 
 
+WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 32}
+"""Warps per program where the multiprocessors are bounded, and so the programs."""
+SPEAKERS = {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
+"""The first programs of a launch with two roles: they speak with the peers, and neither send nor receive rows."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How one kernel is launched.
@@ -50,9 +65,11 @@ class Launch:
         num_warps: warps of 32 threads per program.
         reason: where the numbers come from.
         num_senders: programs that send; num_receivers: programs that receive. In phases that have the two roles the
-            first program has neither: it speaks with the peers.
+            first programs have neither (SPEAKERS).
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
+        sparse_polls: programs that receive flagged rows wait for what travels beside a row before they look at it.
+        read_ahead: programs that add rows read the next ones while they add, which takes registers.
         dependent: the launch may be set up while the one before it on the stream still runs, where the GPU can do so.
     """
 
@@ -64,6 +81,8 @@ class Launch:
     send_elements: int = BLOCK_ELEMENTS
     add_elements: int = BLOCK_ELEMENTS
     pause_ns: int = 0
+    sparse_polls: bool = False
+    read_ahead: bool = False
     dependent: bool = False
 
 
@@ -102,7 +121,7 @@ def choose_launch(
     max_sms = config.max_sms if max_sms is None else max_sms
     is_bounded = 0 < max_sms < num_sms
     if is_bounded and config.launch != "manual":
-        wish = _widened(wish, phase)
+        wish = _widened(wish, phase, max_sms)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num, reason="caller")
     if warp_per_block > 0:
@@ -112,14 +131,15 @@ def choose_launch(
     return fit(wish, phase, most)
 
 
-def _widened(wish: Launch, phase: Phase) -> Launch:
-    """The wish with one program for a whole multiprocessor's threads, each of which keeps its share of elements."""
-    factor = max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps))
-    factor = 1 << (factor.bit_length() - 1)
+def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
+    """The wish with programs as wide as a multiprocessor serves them best; those of a combine take whole rows."""
+    wish = replace(wish, num_warps=WIDE_WARPS[phase])
+    if phase is not Phase.COMBINE:
+        return wish
+    senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase])))
     return replace(
-        wish, num_warps=wish.num_warps * factor,
-        send_elements=min(SEND_ROW_ELEMENTS, wish.send_elements * factor),
-        add_elements=min(SEND_ROW_ELEMENTS, wish.add_elements * factor),
+        wish, num_senders=min(wish.num_senders, senders), send_elements=SEND_ROW_ELEMENTS,
+        add_elements=SEND_ROW_ELEMENTS, read_ahead=True,
     )  # fmt: skip
 
 
@@ -129,12 +149,24 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
     few = max_num_tokens < FEW_TOKENS
     if phase is Phase.FLAGGED_DISPATCH:
-        senders, receivers = num_tokens, config.world_size * max_num_tokens
-        return Launch(1 + senders + receivers, FLAGGED_WARPS, "analytic", senders, receivers, dependent=few)
+        senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
+        num_programs = SPEAKERS[phase] + senders + receivers
+        return Launch(
+            num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few
+        )  # fmt: skip
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
-    wish = Launch(1 + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
-    return wish if few else replace(wish, num_senders=BULK_SENDERS, send_elements=SEND_ROW_ELEMENTS)
+    wish = Launch(SPEAKERS[phase] + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
+    if few:
+        return wish
+    if config.combine_quant != QuantType.NONE:
+        return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
+    return replace(wish, num_senders=BULK_SENDERS, send_elements=SEND_ROW_ELEMENTS)
+
+
+def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+    """Flagged rows that may come to a rank; its own do not travel but in layout compact."""
+    return max(1, max_num_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
 
 
 def _tuned(
@@ -153,16 +185,17 @@ def _tuned(
     default = replace(default, num_warps=tuned.num_warps, reason=found.reason)
     if phase is Phase.DISPATCH:
         return replace(default, num_programs=min(tuned.num_programs or num_tokens, num_tokens))
-    to_send, to_receive = num_tokens, config.world_size * max_num_tokens
+    to_send, to_receive = num_tokens, _rows_to_receive(config, max_num_tokens)
     if phase is Phase.COMBINE:
-        to_send, to_receive = to_receive * -(-config.hidden_dim // tuned.send_elements), num_tokens
-        to_receive *= -(-config.hidden_dim // tuned.add_elements)
+        to_send = config.world_size * max_num_tokens * -(-config.hidden_dim // tuned.send_elements)
+        to_receive = num_tokens * -(-config.hidden_dim // tuned.add_elements)
         default = replace(
             default, send_elements=tuned.send_elements, add_elements=tuned.add_elements, pause_ns=tuned.pause_ns
         )
     senders = max(1, min(tuned.num_senders or to_send, to_send))
     receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
-    return replace(default, num_programs=1 + senders + receivers, num_senders=senders, num_receivers=receivers)
+    num_programs = SPEAKERS[phase] + senders + receivers
+    return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
@@ -178,13 +211,17 @@ def launch_shapes(
     Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
     """
     most = config.max_num_inp_token_per_rank
-    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1, most}
+    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1}
+    sizes |= {MAX_COUNTED_IN_BYTES, MAX_COUNTED_IN_BYTES + 1, most}
     sizes |= tables.turning_points() if tables is not None else set()
-    shapes: dict[tuple[Phase, int, int, int, bool], tuple[Phase, int, Launch]] = {}
+    shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):
         for phase in (dispatch_phase(config, size), Phase.COMBINE):
             launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
-            shape = (phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.dependent)
+            shape = (
+                phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls,
+                launch.read_ahead, launch.dependent, size <= MAX_COUNTED_IN_BYTES,
+            )  # fmt: skip
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())
 
@@ -197,7 +234,8 @@ def fit(wish: Launch, phase: Phase, most: int) -> Launch:
     """
     if phase is Phase.DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
-    others = max(2, min(wish.num_programs, most) - 1)
+    others = max(2, min(wish.num_programs, most) - SPEAKERS[phase])
     senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
     receivers = max(1, min(wish.num_receivers, others - senders))
-    return replace(wish, num_programs=1 + senders + receivers, num_senders=senders, num_receivers=receivers)
+    num_programs = SPEAKERS[phase] + senders + receivers
+    return replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)

@@ -58,11 +58,11 @@ def push_kernel(
         epoch = tl.add(tl.load(state + EPOCH), 1, sanitize_overflow=False)
         epochs = tl.full((PEER_LANES,), 0, tl.int32) + epoch
         tl.atomic_xchg(there, epochs, mask=present, sem="release", scope="sys")
-        num_late = reduce_sum(late_lanes(here, epoch, present), 0)
+        num_late = reduce_sum(late_lanes(here, epoch, present, True), 0)
         polls = tl.full((), 0, tl.int32)
         while (num_late > 0) & (polls < max_polls):
             pause(0)
-            num_late = reduce_sum(late_lanes(here, epoch, present), 0)
+            num_late = reduce_sum(late_lanes(here, epoch, present, True), 0)
             polls += 1
         if num_late > 0:
             tl.store(state + GAVE_UP, 1)

@@ -10,6 +10,7 @@ from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     NUM_TOKENS,
+    POISON,
     STATE,
     address,
     after_previous_launch,
@@ -32,14 +33,25 @@ from ep_a2a.kernels.receive_kernels import (
     rows_before,
     wait_counts,
 )
-from ep_a2a.kernels.routing_kernels import count_rows, record_routes, rows_of_programs_before
+from ep_a2a.kernels.routing_kernels import (
+    byte_counts,
+    byte_of,
+    count_rows,
+    destination_bytes,
+    record_route,
+    record_routes,
+    rows_of_programs_before,
+)
 from ep_a2a.kernels.send_kernels import (
     first_rows_of,
+    load_choices,
     load_for_cast,
+    load_line,
     rows_of,
-    send_line,
+    rows_of_few,
     send_payload,
     send_quantized,
+    store_at_all,
     targets_of,
 )
 
@@ -63,7 +75,7 @@ def receive_rows(
     """One program's part: wait for every peer's flag and publish the counts."""
     old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
     if poison == 0:
-        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True)
     if poison == 0:
         poison = accept_rows(
             table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows,
@@ -91,9 +103,8 @@ def dispatch_kernel(
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    TOKEN_LANES: tl.constexpr, COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step.
 
@@ -107,71 +118,108 @@ def dispatch_kernel(
         pad_id: id of rows without a token.
         row_limit: rows that a rank may receive this step; num_region_rows: rows of the regions.
         first_position: source position of this rank's token 0, rank * W * M.
+        TOKEN_LANES: when > 0, no rank brings that many tokens, and every program looks at all of them.
         SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
     """
+    # an address never changes, so it may be read before the launch before this one has ended
+    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     if DEPENDENT_LAUNCH:
         after_previous_launch()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    few: tl.constexpr = TOKEN_LANES > 0
+    # scales made here are words or bytes; given ones are lines of either
+    scale_dtype: tl.constexpr = (tl.uint8 if BYTE_SCALES else tl.int32) if GROUP > 0 else SCALE_DTYPE
+    scale_width: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else SCALE_WIDTH
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if SEND else DISPATCH_RECEIVE, WORLD_SIZE)
-    answer = ask_poison(table, rank, WORLD_SIZE, POISON_LANES)
+    answer = ask_poison(poison_word, POISON_LANES)
     if SEND:
         chunk = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * chunk, num_tokens)
         last = tl.minimum(first + chunk, num_tokens)
+        # in flight together with all that decides where the row goes
         if GROUP > 0:
-            # in flight together with all that decides where the row goes
             tile = load_for_cast(x, first, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-        own_counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
-        first_index = rows_of_programs_before(
-            table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
-        )
+        if SCALE_WIDTH > 0:
+            token_scales = load_line(scales, first, last, SCALE_WIDTH, SCALE_LANES)
+        token_ids, token_weights = load_choices(ids, weights, first, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
+        choices, scale_lanes = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES)
+        sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
+        if few:
+            hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES)
+        else:
+            own_counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
+            first_index = rows_of_programs_before(
+                table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
+            )
         routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
         if program == 0:
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-        bases = own_counts * 0 + rank * stride
+        bases = tl.arange(0, WORLD_LANES) * 0 + rank * stride
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if poison == 0:
-            if COMPACT:
-                # others wait for these counts, so they cannot wait for other programs
-                if program == 0:
+            # others wait for these counts, so they cannot wait for other programs where programs wait for counts
+            counts_all: tl.constexpr = COMPACT or few
+            if program == (0 if counts_all else num_programs - 1):
+                if few:
+                    totals, _ = byte_counts(hits, num_tokens, WORLD_SIZE, TOKEN_LANES)
+                    counts = byte_of(totals, tl.arange(0, WORLD_LANES), WORLD_SIZE)
+                elif COMPACT:
                     counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
-                    post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+                else:
+                    counts = first_index + own_counts
+                post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            if COMPACT:
                 _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
                 bases = rows_before(table, rank, WORLD_SIZE, WORLD_LANES)
-            else:
-                if program == num_programs - 1:
-                    post_counts(table, first_index + own_counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            record_routes(
-                routes, address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32), ids, first, last, first_index,
-                TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS,
-            )  # fmt: skip
-            tl.debug_barrier()
+            if not few:
+                record_routes(
+                    routes, sent_ids, ids, first, last, first_index,
+                    TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS,
+                )  # fmt: skip
+                tl.debug_barrier()
         if poison == 0:
             first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
-            rows = rows_of(routes, first, last, first_rows, row_limit, rank, WORLD_SIZE)
+            if few:
+                before, own = byte_counts(hits, first, WORLD_SIZE, TOKEN_LANES)
+                rows = rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE)
+            else:
+                rows = rows_of(routes, first, last, first_rows, row_limit, rank, WORLD_SIZE)
             for token in range(first, last):
+                # all addresses before the first store, which would wait for each in turn
+                weight_targets = targets_of(table, WEIGHTS, rows, rank, TOPK, WORLD_SIZE, tl.int32)
+                id_targets = targets_of(table, INDICES, rows, rank, TOPK, WORLD_SIZE, tl.int32)
+                positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, WORLD_SIZE, tl.int32)
+                scale_targets = targets_of(
+                    table, SCALES, rows, rank, scale_width, WORLD_SIZE, scale_dtype
+                )  # fmt: skip
                 if GROUP > 0:
                     send_quantized(
-                        tile, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES,
-                        POWERS_OF_TWO, BYTE_SCALES,
+                        tile, scale_targets, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES,
+                        GROUPS_LANES, POWERS_OF_TWO, BYTE_SCALES,
                     )  # fmt: skip
                     # while this row leaves
                     tile = load_for_cast(x, token + 1, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
                 else:
                     send_payload(x, table, token, rows, rank, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)
                 if SCALE_WIDTH > 0:
-                    send_line(
-                        scales, table, SCALES, token, rows, rank, WORLD_SIZE, SCALE_WIDTH, SCALE_LANES, SCALE_DTYPE
-                    )
+                    store_at_all(scale_targets, rows, scale_lanes, token_scales, scale_lanes < SCALE_WIDTH, WORLD_SIZE)
+                    token_scales = load_line(scales, token + 1, last, SCALE_WIDTH, SCALE_LANES)
                 if HAS_WEIGHTS:
-                    send_line(weights, table, WEIGHTS, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
-                send_line(ids, table, INDICES, token, rows, rank, WORLD_SIZE, TOPK, TOPK_LANES, tl.int32)
-                positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, WORLD_SIZE, tl.int32)
+                    store_at_all(weight_targets, rows, choices, token_weights, choices < TOPK, WORLD_SIZE)
+                store_at_all(id_targets, rows, choices, token_ids, choices < TOPK, WORLD_SIZE)
                 for step in tl.static_range(WORLD_SIZE):
                     if rows[step] >= 0:
                         tl.store(positions[step], first_position + token)
-                rows = rows_of(routes, token + 1, last, first_rows, row_limit, rank, WORLD_SIZE)
+                if few:
+                    record_route(
+                        routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES
+                    )
+                    before, own = byte_counts(hits, token + 1, WORLD_SIZE, TOKEN_LANES)
+                    rows = rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE)
+                else:
+                    rows = rows_of(routes, token + 1, last, first_rows, row_limit, rank, WORLD_SIZE)
+                token_ids, token_weights = load_choices(ids, weights, token + 1, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
         is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
         if is_last:
             poison = tl.full((), 0, tl.int32)
@@ -179,7 +227,7 @@ def dispatch_kernel(
                 # a program left its rows unsent, so this step must not look complete to anyone
                 poison += poison_of(table, rank, WORLD_SIZE)
             else:
-                post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+                post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True)
             finish_stage(table, DISPATCH_SEND, 0, 1, WORLD_SIZE)
             if RECEIVE:
                 receive_rows(

@@ -10,12 +10,13 @@ announced by a released position word with the highest bit set.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
-from ep_a2a.kernels.flagged_receive_kernels import receive_flagged_rows
+from ep_a2a.kernels.flagged_receive_kernels import receive_flagged_rows, received_places
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     EMPTY,
     NUM_TOKENS,
+    POISON,
     STATE,
     address,
     after_previous_launch,
@@ -31,12 +32,13 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import accept_rows, last_received, post_counts, receive_nothing, wait_counts
-from ep_a2a.kernels.routing_kernels import byte_counts, byte_of
-from ep_a2a.kernels.send_kernels import load_for_cast
+from ep_a2a.kernels.routing_kernels import byte_counts, byte_of, destination_bytes, record_route
+from ep_a2a.kernels.send_kernels import load_choices, load_for_cast
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 FLAGGED_ROWS = tl.constexpr(Region.FLAGGED_ROWS.value)
 FLAGGED_SIDES = tl.constexpr(Region.FLAGGED_SIDES.value)
+TOKENS = tl.constexpr(Region.TOKENS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
@@ -46,26 +48,29 @@ WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
 
 @portable
-def slots_of(before, own, healthy, rank, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """The slot of a token's row in the flagged regions of every rank, -1 for none; a tuple that begins with this rank.
+def slots_of(before, own, healthy, rank, own_stride, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """The slot of a token's row at every rank, -1 for none; a tuple that begins with this rank.
 
     Args:
         before, own: from byte_counts. healthy: nothing is sent without it.
-        SLOTS: slots that the regions keep per source.
+        own_stride: slots per source where this rank's own rows go. SLOTS: those of the flagged regions.
     """
     slots = ()
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         goes = (byte_of(own, peer, WORLD_SIZE) > 0) & healthy
-        slots = slots + (tl.where(goes, rank * SLOTS + byte_of(before, peer, WORLD_SIZE), -1),)
+        first = rank * (own_stride if step == 0 else SLOTS)
+        slots = slots + (tl.where(goes, first + byte_of(before, peer, WORLD_SIZE), -1),)
     return slots
 
 
 @portable
-def bases_of(table, region: tl.constexpr, rank, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Where a region begins at every rank, as a tuple that begins with this rank."""
-    bases = ()
-    for step in tl.static_range(WORLD_SIZE):
+def bases_of(
+    table, own_region: tl.constexpr, region: tl.constexpr, rank, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Where a region begins at every rank, as a tuple that begins with this rank, for which it is `own_region`."""
+    bases = (address(table, own_region, rank, WORLD_SIZE, DTYPE),)
+    for step in tl.static_range(1, WORLD_SIZE):
         bases = bases + (address(table, region, (rank + step) % WORLD_SIZE, WORLD_SIZE, DTYPE),)
     return bases
 
@@ -82,18 +87,31 @@ def line_starts(bases, slots, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr, DTY
 
 
 @portable
-def push(starts, slots, offsets, words, mask, WORLD_SIZE: tl.constexpr):
-    """Writes words to every rank that the token goes to, past all caches of this GPU."""
-    for step in tl.static_range(WORLD_SIZE):
+def push(starts, slots, offsets, words, mask, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Writes words to every rank that the token goes to, from the FIRST in order on, past all caches of this GPU."""
+    for step in tl.static_range(FIRST, WORLD_SIZE):
         if slots[step] >= 0:
             tl.store(starts[step] + offsets, words, mask=mask, cache_modifier=".wt")
 
 
 @portable
+def push_beside(
+    own_lines, values, lanes, sides, slots, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Pushes COUNT values that travel beside a row; those of an own row go straight to its line of `own_lines`."""
+    push(sides, slots, FIRST_WORD + lanes, flagged(values, epoch), lanes < COUNT, FIRST, WORLD_SIZE)
+    if FIRST == 1:
+        if slots[0] >= 0:
+            line = own_lines + tl.cast(slots[0], tl.int64) * COUNT
+            tl.store(line + lanes, values.to(own_lines.dtype.element_ty), mask=lanes < COUNT)
+
+
+@portable
 def push_cast_row(
-    values, starts, slots, sides, epoch, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
-    BYTE_SCALES: tl.constexpr,
+    own_scales, values, starts, slots, sides, epoch, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr, BYTE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Casts a row's tile to fp8 and pushes it, and its scales beside it."""
     groups = tl.arange(0, GROUPS_LANES)
@@ -101,10 +119,10 @@ def push_cast_row(
     elements = tl.arange(0, GROUP_LANES)
     mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
     bits, scale_bits = quantize_tile(values.to(tl.float32), POWERS_OF_TWO)
-    push(starts, slots, groups[:, None] * GROUP + elements[None, :], bits, mask, WORLD_SIZE)
+    push(starts, slots, groups[:, None] * GROUP + elements[None, :], bits, mask, 0, WORLD_SIZE)
     if BYTE_SCALES:
         scale_bits = scale_bits >> 23
-    push(sides, slots, groups, flagged(scale_bits, epoch), groups < num_groups, WORLD_SIZE)
+    push_beside(own_scales, scale_bits, groups, sides, slots, epoch, 0, num_groups, FIRST, WORLD_SIZE)
 
 
 @portable
@@ -115,55 +133,31 @@ def push_row(x, starts, token, slots, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.co
     for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
         offsets = first_word + tl.arange(0, BLOCK_WORDS)
         words = tl.load(source + offsets, mask=offsets < ROW_WORDS, other=0)
-        push(starts, slots, offsets, words, offsets < ROW_WORDS, WORLD_SIZE)
+        push(starts, slots, offsets, words, offsets < ROW_WORDS, 0, WORLD_SIZE)
         num_empty += reduce_sum((words == EMPTY).to(tl.int32), 0)
     return num_empty > 0
 
 
 @portable
-def push_position(sides, slots, position, written_in_full, epoch, POSITION: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def push_position(
+    own_positions, sides, slots, position, written_in_full, epoch, POSITION: tl.constexpr, FIRST: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
     """Pushes the word that says where a row comes from, behind a fence when the row could not be its own flag."""
+    if FIRST == 1:
+        if slots[0] >= 0:
+            tl.store(own_positions + slots[0], position)
     if written_in_full:
         word = flagged(position | WRITTEN_IN_FULL, epoch)
         tl.debug_barrier()
-        for step in tl.static_range(WORLD_SIZE):
+        for step in tl.static_range(FIRST, WORLD_SIZE):
             if slots[step] >= 0:
                 tl.atomic_xchg(sides[step] + POSITION, word, sem="release", scope="sys")
     else:
         word = flagged(position, epoch)
-        for step in tl.static_range(WORLD_SIZE):
+        for step in tl.static_range(FIRST, WORLD_SIZE):
             if slots[step] >= 0:
                 tl.store(sides[step] + POSITION, word, cache_modifier=".wt")
-
-
-@portable
-def push_side(
-    ids, weights, sides, slots, token, position, written_in_full, epoch, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    SCALE_WORDS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Pushes what travels beside a row, but for its scales."""
-    at = tl.arange(0, TOPK_LANES)
-    own_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
-    push(sides, slots, SCALE_WORDS + at, flagged(own_ids, epoch), at < TOPK, WORLD_SIZE)
-    if HAS_WEIGHTS:
-        values = tl.load(weights + token * TOPK + at, mask=at < TOPK, other=0)
-        push(sides, slots, SCALE_WORDS + TOPK + at, flagged(values, epoch), at < TOPK, WORLD_SIZE)
-    push_position(sides, slots, position, written_in_full, epoch, SCALE_WORDS + 2 * TOPK, WORLD_SIZE)
-
-
-@portable
-def record_route(
-    table, ids, token, before, own, rank, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-):  # fmt: skip
-    """Records where a token went and its ids, for combine."""
-    lanes = tl.arange(0, WORLD_LANES)
-    at = tl.arange(0, TOPK_LANES)
-    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32) + token * WORLD_SIZE
-    index = tl.where(byte_of(own, lanes, WORLD_SIZE) > 0, byte_of(before, lanes, WORLD_SIZE), -1)
-    tl.store(routes + lanes, index, mask=lanes < WORLD_SIZE)
-    sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32) + token * TOPK
-    tl.store(sent_ids + at, tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1), mask=at < TOPK)
 
 
 @portable(
@@ -182,53 +176,66 @@ def flagged_dispatch_kernel(
     SCALE_WORDS: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, SLOTS: tl.constexpr, TOKEN_LANES: tl.constexpr,
-    COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SPARSE_POLLS: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step of at most SLOTS tokens per rank; arguments as in dispatch_kernel, and:
 
+    Program 0, the keeper, tells and hears the counts; program 1, the herald, posts and awaits the flags.
+
     Args:
-        num_senders: the programs after the first, which send.
-        num_receivers: the last programs of the grid, which receive. Program 0 speaks with the peers: counts and flags.
+        num_senders: the programs after those two, which send.
+        num_receivers: the last programs of the grid, which receive.
+        SPARSE_POLLS: see take_row_block.
         SEND, RECEIVE: what this launch does. The interpreter, which runs programs in turn, needs two launches.
     """
+    row_dtype: tl.constexpr = tl.uint8 if GROUP > 0 else tl.int32
+    row_width: tl.constexpr = ROW_WORDS * 4 if GROUP > 0 else ROW_WORDS
+    scale_dtype: tl.constexpr = tl.uint8 if BYTE_SCALES else tl.int32
+    # own rows go straight to where the experts read them, unless it takes all counts to know where that is
+    first_peer: tl.constexpr = 0 if COMPACT else 1
+    # addresses never change, so they may be read before the launch before this one has ended
+    row_bases = bases_of(table, FLAGGED_ROWS if COMPACT else TOKENS, FLAGGED_ROWS, rank, WORLD_SIZE, row_dtype)
+    side_bases = bases_of(table, FLAGGED_SIDES, FLAGGED_SIDES, rank, WORLD_SIZE, tl.int64)
+    places = received_places(table, rank, WORLD_SIZE, scale_dtype)
+    _own_rows, own_scales, own_weights, own_ids, own_positions = places
+    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
+    sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
+    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     if DEPENDENT_LAUNCH:
         after_previous_launch()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     is_keeper = program == 0
+    is_herald = program == 1
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if SEND else DISPATCH_RECEIVE, WORLD_SIZE)
-    answer = ask_poison(table, rank, WORLD_SIZE, COUNT_LANES)
+    answer = ask_poison(poison_word, COUNT_LANES)
     poison = tl.full((), 0, tl.int32)
     if SEND:
-        sender = program - 1
-        # -1: the keeper's sender is -1, and must find no token -1
-        end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -1)
-        row_dtype: tl.constexpr = tl.uint8 if GROUP > 0 else tl.int32
-        row_width: tl.constexpr = ROW_WORDS * 4 if GROUP > 0 else ROW_WORDS
-        row_bases = bases_of(table, FLAGGED_ROWS, rank, WORLD_SIZE, row_dtype)
-        side_bases = bases_of(table, FLAGGED_SIDES, rank, WORLD_SIZE, tl.int64)
+        sender = program - 2
+        # below the sender of the first two programs, which must find no token
+        end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -2)
+        # in flight together with all that decides where the row goes
         if GROUP > 0:
-            # in flight together with all that decides where the row goes
             tile = load_for_cast(x, sender, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-        before, own = byte_counts(
-            ids, tl.where(is_keeper, num_tokens, sender), num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES
-        )
+        token_ids, token_weights = load_choices(ids, weights, sender, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
+        hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES)
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+        if is_herald & (poison == 0):
+            post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
+        before, own = byte_counts(hits, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES)
         if is_keeper & (poison == 0):
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
             counts = byte_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE)
             post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            # last, since its fence takes longest and nobody needs it before the end
-            post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         for token in range(sender, end, num_senders):
-            slots = slots_of(before, own, poison == 0, rank, SLOTS, WORLD_SIZE)
+            slots = slots_of(before, own, poison == 0, rank, SLOTS if COMPACT else stride, SLOTS, WORLD_SIZE)
             sides = line_starts(side_bases, slots, SCALE_WORDS + 2 * TOPK + 1, WORLD_SIZE, tl.int64)
             starts = line_starts(row_bases, slots, row_width, WORLD_SIZE, row_dtype)
             written_in_full = num_tokens < 0
             if GROUP > 0:
                 push_cast_row(
-                    tile, starts, slots, sides, epoch, WORLD_SIZE, ROW_WORDS * 4,
+                    own_scales, tile, starts, slots, sides, epoch, first_peer, WORLD_SIZE, ROW_WORDS * 4,
                     GROUP, GROUP_LANES, GROUPS_LANES, POWERS_OF_TWO, BYTE_SCALES,
                 )  # fmt: skip
             else:
@@ -236,16 +243,24 @@ def flagged_dispatch_kernel(
                 if HAS_SCALES:
                     at = tl.arange(0, SIDE_LANES)
                     values = tl.load(scales + token * SCALE_WORDS + at, mask=at < SCALE_WORDS, other=0).to(tl.int32)
-                    push(sides, slots, at, flagged(values, epoch), at < SCALE_WORDS, WORLD_SIZE)
-            push_side(
-                ids, weights, sides, slots, token, first_position + token, written_in_full, epoch,
-                TOPK, TOPK_LANES, SCALE_WORDS, HAS_WEIGHTS, WORLD_SIZE,
+                    push_beside(own_scales, values, at, sides, slots, epoch, 0, SCALE_WORDS, first_peer, WORLD_SIZE)
+            choices = tl.arange(0, TOPK_LANES)
+            push_beside(own_ids, token_ids, choices, sides, slots, epoch, SCALE_WORDS, TOPK, first_peer, WORLD_SIZE)
+            if HAS_WEIGHTS:
+                push_beside(
+                    own_weights, token_weights, choices, sides, slots, epoch, SCALE_WORDS + TOPK, TOPK, first_peer,
+                    WORLD_SIZE,
+                )  # fmt: skip
+            push_position(
+                own_positions, sides, slots, first_position + token, written_in_full, epoch, SCALE_WORDS + 2 * TOPK,
+                first_peer, WORLD_SIZE,
             )  # fmt: skip
-            record_route(table, ids, token, before, own, rank, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES)
+            record_route(routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES)
             following = token + num_senders
             if GROUP > 0:
                 tile = load_for_cast(x, following, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-            before, own = byte_counts(ids, following, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES)
+            token_ids, token_weights = load_choices(ids, weights, following, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
+            before, own = byte_counts(hits, following, WORLD_SIZE, TOKEN_LANES)
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if RECEIVE:
@@ -259,16 +274,16 @@ def flagged_dispatch_kernel(
                     table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit,
                     num_region_rows, rank, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
                 )  # fmt: skip
-            if poison == 0:
-                # tells that every peer's earlier combine has read what this rank will write next
-                poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
             if poison != 0:
                 receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
+        elif is_herald & (poison == 0):
+            # tells that every peer's earlier combine has read what this rank will write next
+            poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
         elif (receiver >= 0) & (poison == 0):
             poison = receive_flagged_rows(
-                table, epoch, stride, row_limit, rank, receiver, num_receivers,
-                TOPK, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS, SCALE_WORDS, BYTE_SCALES, HAS_SCALES, HAS_WEIGHTS, COMPACT,
-                SLOTS, COUNT_LANES, SIDE_LANES, GROUP > 0,
+                table, places, epoch, stride, row_limit, rank, receiver, num_receivers,
+                TOPK, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS, SCALE_WORDS, HAS_SCALES, HAS_WEIGHTS, COMPACT,
+                SLOTS, COUNT_LANES, SIDE_LANES, GROUP > 0, SPARSE_POLLS,
             )  # fmt: skip
         if poison != 0:
             late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)

@@ -15,8 +15,18 @@ from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
-from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
-from ep_a2a.policy import COUNT_WARPS, Launch, Phase, choose_launch, dispatch_phase, fit, launch_shapes
+from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
+from ep_a2a.policy import (
+    COUNT_WARPS,
+    MAX_COUNTED_IN_BYTES,
+    SPEAKERS,
+    Launch,
+    Phase,
+    choose_launch,
+    dispatch_phase,
+    fit,
+    launch_shapes,
+)
 from ep_a2a.tuning import TunedTables, arch_name, load_tables
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once."""
 BLOCK_ROWS = 64
 """Received rows whose ids a program looks at at once."""
+FLAGGED_PROGRAMS_PER_SM = 2
+"""Programs of a flagged dispatch that a multiprocessor must hold, at the price of some registers."""
 LOOK_BACK_LANES = 2048
 """Words that a program reads at once to learn how many rows the programs before it send."""
 
@@ -262,19 +274,25 @@ class IntraNodeKernels:
 
     def _dispatch_variant(self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages) -> Variant:
         dependent = launch.dependent and self._can_depend
-        key = (phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, dependent, stages)
+        in_bytes = args.max_num_tokens <= MAX_COUNTED_IN_BYTES
+        key = (
+            phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, launch.sparse_polls,
+            dependent, in_bytes, stages,
+        )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
             kernel = dispatch_kernel if phase is Phase.DISPATCH else flagged_dispatch_kernel
-            constants = self._dispatch_constants(args, phase, launch.num_warps, stages)
+            constants = self._dispatch_constants(args, phase, launch, stages)
             constants["DEPENDENT_LAUNCH"] = dependent
-            variant = self._variants[key] = Variant(kernel, constants, launch.num_warps)
+            threads = FLAGGED_PROGRAMS_PER_SM * 32 * launch.num_warps
+            max_registers = REGISTERS_PER_SM // threads if phase is Phase.FLAGGED_DISPATCH else None
+            variant = self._variants[key] = Variant(kernel, constants, launch.num_warps, max_registers)
         return variant
 
     def _dispatch_constants(
-        self, args: DispatchArguments, phase: Phase, num_warps: int, stages: Stages
+        self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
     ) -> dict[str, Any]:
-        config, cast, threads = self.config, self._casts(args.x), 32 * num_warps
+        config, cast, threads = self.config, self._casts(args.x), 32 * launch.num_warps
         group = 0
         if cast:
             group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
@@ -295,9 +313,11 @@ class IntraNodeKernels:
                 "SCALE_WORDS": config.num_scales,
                 "HAS_SCALES": cast or args.scales is not None,
                 "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
-                "SIDE_LANES": max(padded(side_words(config)), threads),
+                "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
                 "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
             }  # fmt: skip
+        in_bytes = args.max_num_tokens <= MAX_COUNTED_IN_BYTES
+        token_lanes = padded(min(MAX_COUNTED_IN_BYTES, config.max_num_inp_token_per_rank)) if in_bytes else 0
         scale_width = self._scale_bytes(args.scales)
         in_words = scale_width % WORD_BYTES == 0
         scale_width = scale_width // WORD_BYTES if in_words else scale_width
@@ -305,7 +325,7 @@ class IntraNodeKernels:
             "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
             "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
             "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
-            "BLOCK_TOKENS": BLOCK_TOKENS, "POISON_LANES": threads,
+            "BLOCK_TOKENS": BLOCK_TOKENS, "POISON_LANES": threads, "TOKEN_LANES": token_lanes,
             "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
         }  # fmt: skip
 
@@ -337,7 +357,7 @@ class IntraNodeKernels:
     def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
         key = (
             Phase.COMBINE, args.weights is None, args.ids is None, launch.num_warps, launch.send_elements,
-            launch.add_elements, launch.dependent, stages, in_place,
+            launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -363,7 +383,8 @@ class IntraNodeKernels:
             "DTYPE": dtype, "WIRE_DTYPE": tl.float8e4nv if quantized else dtype,
             "ELEMENT": tl.uint8 if quantized else element, "QUANTIZED": quantized, "SCALED": scaled,
             "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-            "OWN_IN_PLACE": in_place and not quantized, "SEND": stages.send, "RECEIVE": stages.receive,
+            "OWN_IN_PLACE": in_place and not quantized, "READ_AHEAD": launch.read_ahead,
+            "SEND": stages.send, "RECEIVE": stages.receive,
             "DEPENDENT_LAUNCH": launch.dependent and self._can_depend,
         }  # fmt: skip
 
@@ -389,4 +410,4 @@ def _programs(launch: Launch, phase: Phase, stages: Stages) -> int:
         return launch.num_programs
     if phase is Phase.DISPATCH:
         return launch.num_programs if stages.send else 1
-    return 1 + (launch.num_senders if stages.send else launch.num_receivers)
+    return SPEAKERS[phase] + (launch.num_senders if stages.send else launch.num_receivers)

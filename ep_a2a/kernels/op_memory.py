@@ -12,6 +12,7 @@ from ep_a2a.config import Layout
 from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
 from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.pools import outside_pools
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -86,7 +87,8 @@ class BoundMemory:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
-        return torch.cat([table.flatten(), torch.zeros(len(Stage), dtype=torch.int64)]).to(device)
+        words = torch.cat([table.flatten(), torch.zeros(len(Stage), dtype=torch.int64)])
+        return outside_pools(lambda: words.to(device), device)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
         for block, tensor, _ in self._blocks:

@@ -4,10 +4,10 @@ The patterns, and why they are enough (docs/memory-model.md has the proof):
 
 begin_stage  reads the op's step counters; finish_stage moves one on when all programs of the launch have come there.
 arrive_last  all programs of a launch add one to a counter; the last to arrive has acquired what the others released.
-post_all     one release per peer of an epoch into that peer's flag word: whoever acquires the epoch sees all writes
-             that this rank ordered before the post.
-wait_all     acquires the flag word of every peer until each has reached the epoch, or the op is poisoned, or time is
-             up. Epochs grow by one and wrap, so flags are compared by wrapping difference.
+post_all     one post per peer of an epoch into that peer's flag word. If it ORDERS, it is a release: whoever acquires
+             the epoch sees all writes that this rank ordered before the post. Else it tells that launches have ended.
+wait_all     reads (if it ORDERS, acquires) the flag word of every peer until each has reached the epoch, or the op is
+             poisoned, or time is up. Epochs grow by one and wrap, so flags are compared by wrapping difference.
 flagged      a word of 8 bytes that carries 4 bytes of payload and the epoch: it is there when its epoch is. No fence.
 EMPTY        an element with all bits set has not arrived: payloads never contain one, readers leave one behind.
 overdue      the one verdict of a wait that goes on for too long, the same in all threads of a program.
@@ -154,14 +154,13 @@ def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def ask_poison(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
-    """This rank's poison word in every lane: a question whose answer `may_go_on` waits for.
+def ask_poison(poison_word, LANES: tl.constexpr):
+    """What lies at this rank's poison word, in every lane: a question whose answer `may_go_on` waits for.
 
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
     """
-    word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
-    return tl.load(word + tl.arange(0, LANES) * 0, volatile=True)
+    return tl.load(poison_word + tl.arange(0, LANES) * 0, volatile=True)
 
 
 @portable
@@ -217,21 +216,35 @@ def arrive_last(table, rank, num_programs, poison, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def post_all(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """Releases `epoch` into this rank's flag word at every peer: one vector of posts costs one hop, a loop W."""
+def post_all(
+    table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    ORDERS: tl.constexpr,
+):  # fmt: skip
+    """Posts `epoch` into this rank's flag word at every peer: one vector of posts costs one hop, a loop W.
+
+    Args:
+        ORDERS: whoever acquires the flag sees all that this program has written or acquired before. A fence takes more
+            than a microsecond; without it the flag tells that the launches before this one have ended.
+    """
     peers = tl.arange(0, WORLD_LANES)
     present = peers < WORLD_SIZE
     flags = address(table, region, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
     epochs = tl.full((WORLD_LANES,), 0, tl.int32) + epoch
-    tl.debug_barrier()
-    tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
+    if ORDERS:
+        tl.debug_barrier()
+        tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
+    else:
+        tl.atomic_xchg(flags, epochs, mask=present, sem="relaxed", scope="sys")
 
 
 @portable
-def late_lanes(flags, epoch, present):
+def late_lanes(flags, epoch, present, ORDERS: tl.constexpr):
     """1 in the lanes whose flag has not reached `epoch`; a masked atomic's result is undefined, so it is replaced."""
-    seen = tl.where(present, tl.atomic_add(flags, 0, mask=present, sem="acquire", scope="sys"), epoch)
-    return (tl.sub(seen, epoch, sanitize_overflow=False) < 0).to(tl.int32)
+    if ORDERS:
+        seen = tl.atomic_add(flags, 0, mask=present, sem="acquire", scope="sys")
+    else:
+        seen = tl.atomic_add(flags, 0, mask=present, sem="relaxed", scope="sys")
+    return (tl.sub(tl.where(present, seen, epoch), epoch, sanitize_overflow=False) < 0).to(tl.int32)
 
 
 @portable
@@ -251,22 +264,25 @@ def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def wait_all(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def wait_all(
+    table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    ORDERS: tl.constexpr,
+):  # fmt: skip
     """Waits until every peer's flag has reached `epoch`. 0 when all came, else the poison word.
 
-    All threads of a program leave with one verdict: arrival is a reduction over all lanes.
+    All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
     """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
     flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
-    late = late_lanes(flags, epoch, present)
+    late = late_lanes(flags, epoch, present, ORDERS)
     num_late = reduce_sum(late, 0)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause(0)
-        late = late_lanes(flags, epoch, present)
+        late = late_lanes(flags, epoch, present, ORDERS)
         num_late = reduce_sum(late, 0)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
@@ -326,4 +342,4 @@ def lanes_behind(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.conste
     """1 in the lanes of ranks whose flag has not reached `epoch` now."""
     lanes = tl.arange(0, WORLD_LANES)
     flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
-    return late_lanes(flags, epoch, lanes < WORLD_SIZE)
+    return late_lanes(flags, epoch, lanes < WORLD_SIZE, True)

@@ -65,30 +65,36 @@ def count_rows(
 
 
 @portable
-def byte_counts(
-    ids, token, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
+def destination_bytes(
+    ids, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Rows of at most TOKENS < 256 tokens per rank, a byte per rank, eight ranks in each int64 of the tuples.
+    """Which ranks at most TOKENS < 256 tokens go to: a byte (0 or 1) per rank, eight ranks in each int64 of a tuple."""
+    tokens = tl.arange(0, TOKENS)
+    hits = ()
+    for first_rank in tl.static_range(0, WORLD_SIZE, 8):
+        here = tl.full((TOKENS,), 0, tl.int64)
+        for k in tl.static_range(TOPK):
+            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
+            place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
+            is_here = (place >= 0) & (place < 8)
+            bit = tl.full((TOKENS,), 1, tl.int64) << tl.where(is_here, place * 8, 0).to(tl.int64)
+            here = here | tl.where(is_here, bit, 0)
+        hits = hits + (here,)
+    return hits
+
+
+@portable
+def byte_counts(hits, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """(rows per rank of tokens 0 ... token - 1, rows (0 or 1) of `token` itself), bytes as in destination_bytes.
 
     One reduction serves eight ranks, and a rank's count is a shift away, without a trip through memory.
-
-    Returns:
-        (before, own): rows of tokens 0 ... token - 1; rows (0 or 1) of `token` itself.
     """
     tokens = tl.arange(0, TOKENS)
     before = ()
     own = ()
-    for first_rank in tl.static_range(0, WORLD_SIZE, 8):
-        hits = tl.full((TOKENS,), 0, tl.int64)
-        for k in tl.static_range(TOPK):
-            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
-            place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
-            here = (place >= 0) & (place < 8)
-            bit = tl.full((TOKENS,), 1, tl.int64) << tl.where(here, place * 8, 0).to(tl.int64)
-            hits = hits | tl.where(here, bit, 0)
-        before = before + (reduce_sum(tl.where(tokens < token, hits, 0), 0),)
-        own = own + (reduce_sum(tl.where(tokens == token, hits, 0), 0),)
+    for group in tl.static_range((WORLD_SIZE + 7) // 8):
+        before = before + (reduce_sum(tl.where(tokens < token, hits[group], 0), 0),)
+        own = own + (reduce_sum(tl.where(tokens == token, hits[group], 0), 0),)
     return before, own
 
 
@@ -102,6 +108,19 @@ def byte_of(counts, rank_lanes, WORLD_SIZE: tl.constexpr):
         shift = tl.where(here, place * 8, 0).to(tl.int64)
         found += tl.where(here, ((counts[group] >> shift) & 0xFF).to(tl.int32), 0)
     return found
+
+
+@portable
+def record_route(
+    routes, sent_ids, token_ids, token, before, own, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Records where a token went and its ids [TOPK_LANES], for combine; before, own: from byte_counts."""
+    lanes = tl.arange(0, WORLD_LANES)
+    at = tl.arange(0, TOPK_LANES)
+    index = tl.where(byte_of(own, lanes, WORLD_SIZE) > 0, byte_of(before, lanes, WORLD_SIZE), -1)
+    tl.store(routes + token * WORLD_SIZE + lanes, index, mask=lanes < WORLD_SIZE)
+    tl.store(sent_ids + token * TOPK + at, token_ids, mask=at < TOPK)
 
 
 @portable

@@ -6,6 +6,7 @@ from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, reduce_sum
+from ep_a2a.kernels.routing_kernels import byte_of
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
@@ -41,6 +42,17 @@ def rows_of(routes, token, end, first_rows, row_limit, rank, WORLD_SIZE: tl.cons
 
 
 @portable
+def rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE: tl.constexpr):
+    """As rows_of, from byte_counts."""
+    rows = ()
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        row = first_rows[step] + byte_of(before, peer, WORLD_SIZE)
+        rows = rows + (tl.where((byte_of(own, peer, WORLD_SIZE) > 0) & (row < row_limit), row, -1),)
+    return rows
+
+
+@portable
 def targets_of(
     table, region: tl.constexpr, rows, rank, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -63,15 +75,23 @@ def store_at_all(targets, rows, offsets, values, mask, WORLD_SIZE: tl.constexpr)
 
 
 @portable
-def send_line(
-    source, table, region: tl.constexpr, token, rows, rank,
-    WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Sends a token's short line of `source` [T, WIDTH]: its ids, weights or scales."""
+def load_choices(ids, weights, token, end, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+    """A token's expert ids and router weights, both as int32 [TOPK_LANES]; nothing is read from token `end` on."""
+    lanes = tl.arange(0, TOPK_LANES)
+    where = tl.cast(token, tl.int64) * TOPK + lanes
+    mask = (lanes < TOPK) & (lanes * 0 + token < end)
+    token_ids = tl.load(ids + where, mask=mask, other=-1)
+    token_weights = token_ids
+    if HAS_WEIGHTS:
+        token_weights = tl.load(weights + where, mask=mask, other=0)
+    return token_ids, token_weights
+
+
+@portable
+def load_line(source, token, end, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """A token's line of `source` [T, WIDTH]; nothing is read from token `end` on."""
     lanes = tl.arange(0, LANES)
-    values = tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=lanes < WIDTH)
-    targets = targets_of(table, region, rows, rank, WIDTH, WORLD_SIZE, DTYPE)
-    store_at_all(targets, rows, lanes, values, lanes < WIDTH, WORLD_SIZE)
+    return tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (lanes * 0 + token < end))
 
 
 @portable
@@ -104,7 +124,7 @@ def load_for_cast(
 
 @portable
 def send_quantized(
-    values, table, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
+    values, scale_targets, table, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     BYTE_SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -120,8 +140,6 @@ def send_quantized(
         if rows[step] >= 0:
             tl.store(targets[step] + offsets, bits, mask=mask)
     if BYTE_SCALES:
-        scale_targets = targets_of(table, SCALES, rows, rank, num_groups, WORLD_SIZE, tl.uint8)
         store_at_all(scale_targets, rows, groups, (scale_bits >> 23).to(tl.uint8), groups < num_groups, WORLD_SIZE)
     else:
-        scale_targets = targets_of(table, SCALES, rows, rank, num_groups, WORLD_SIZE, tl.int32)
         store_at_all(scale_targets, rows, groups, scale_bits, groups < num_groups, WORLD_SIZE)

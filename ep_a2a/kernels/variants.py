@@ -30,12 +30,14 @@ class Variant:
         kernel: device code.
         constants: its compile-time arguments by name, for `num_warps` warps per program.
         num_warps: warps per program.
+        max_registers: most registers per thread, so that more programs fit; None = as many as the compiler likes.
         programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
     """
 
     kernel: PortableFunction
     constants: dict[str, Any]
     num_warps: int
+    max_registers: int | None = None
     programs_per_sm: int | None = field(default=None, init=False)
     _compiled: Any = field(default=None, init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
@@ -67,7 +69,7 @@ class Variant:
         # fused multiply-add would round once where the reference rounds twice
         compiled = self.kernel.warmup(
             *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
-            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False),
+            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers,
         )  # fmt: skip
         compiled._init_handles()
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])

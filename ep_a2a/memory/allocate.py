@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
-
-import torch
 
 from ep_a2a.errors import ConfigMismatchError
 
 if TYPE_CHECKING:
+    import torch
+
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.memory.symmetric import SymmetricMemory
 
@@ -36,21 +35,3 @@ def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: 
     from ep_a2a.memory.cuda_p2p import allocate_cuda_peer
 
     return allocate_cuda_peer(rendezvous, device, num_bytes)
-
-
-def zeros_outside_pools(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory of this rank, uint8 [num_bytes], from torch's own allocator whatever pool this thread is using.
-
-    Engines put what is allocated while they load weights into a pool that they unmap later (vLLM's sleep mode); pools
-    are per thread, so another one allocates this.
-    """
-
-    def zeros() -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-        return zeros()
-    with ThreadPoolExecutor(max_workers=1) as other:
-        memory = other.submit(zeros).result()
-    torch.cuda.synchronize(device)  # zeroed on that thread's stream
-    return memory

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import AlternationError, ClosedError, StateError
-from ep_a2a.memory.allocate import allocate_symmetric, zeros_outside_pools
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.streams import StreamOrder
 

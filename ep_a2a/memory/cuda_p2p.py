@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, PeerAccessError
+from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.memory.symmetric import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def allocate_cuda_peer(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     """Allocates a zeroed region of `num_bytes` on every rank's GPU, mapped by all; see allocate_symmetric."""
     if rendezvous.world_size == 1:
-        local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        local = zeros_outside_pools(num_bytes, device)
         return SymmetricMemory(local, (local.data_ptr(),), "CUDA memory of one rank", lambda: None)
     indices = rendezvous.exchange("CUDA device index", device.index)
     if len(set(indices)) == len(indices):

@@ -1,0 +1,30 @@
+"""Memory of this rank that outlives an engine's own memory pools."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The tensor that `make` makes on `device`, from torch's own allocator whatever pool this thread is using.
+
+    Engines put what is allocated while they load weights into a pool that they unmap later, and may not restore (vLLM's
+    sleep mode); pools are per thread, so another one allocates.
+    """
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return make()
+    with ThreadPoolExecutor(max_workers=1) as other:
+        tensor = other.submit(make).result()
+    torch.cuda.synchronize(device)  # filled on that thread's stream
+    return tensor
+
+
+def zeros_outside_pools(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeroed memory of this rank, uint8 [num_bytes], made by `outside_pools`."""
+    return outside_pools(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=device), device)
