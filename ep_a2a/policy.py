@@ -50,7 +50,7 @@ THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBIN
 """Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
 
 
-WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 32}
+WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
 SPEAKERS = {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
 """The first programs of a launch with two roles: they speak with the peers, and neither send nor receive rows."""
@@ -220,7 +220,7 @@ def launch_shapes(
             launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
             shape = (
                 phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls,
-                launch.read_ahead, launch.dependent, size <= MAX_COUNTED_IN_BYTES,
+                launch.read_ahead, launch.dependent, phase is Phase.DISPATCH and size <= MAX_COUNTED_IN_BYTES,
             )  # fmt: skip
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())

@@ -205,8 +205,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
         Args:
             input: one row per row that dispatch returned, of combine_dtype, in the same order: the sum of this
-                rank's experts for that row, already multiplied by the router's weights. Rows past the received ones
-                are not read. It is sent from where it lies. With a combine quant_type rows are cast to fp8 on the way:
+                rank's experts for that row, already multiplied by the router's weights. What rows past the received
+                ones hold has no effect. It is sent from where it lies. With a combine quant_type rows are cast to fp8 on the way:
                 fp8_blockwise with a scale per 128 elements, fp8_direct_cast without, saturating at 448.
                 Layout expert_major: [E, R, H], each expert's rows as they are; they are multiplied by the dispatched
                 weights and added in ascending order of a token's ids here, before they travel.

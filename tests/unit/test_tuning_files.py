@@ -166,15 +166,15 @@ def reason(tables: TunedTables, size: int, phase: Phase = Phase.COMBINE) -> str:
 
 
 def test_shipped_tables_are_found_by_arch_and_ranks():
-    tables = tuning.load_tables("sm_90", 4)
-    name = "sm_90_intra_node_ep4_combine.json"
+    tables = tuning.load_tables("sm_90", 2)
+    name = "sm_90_intra_node_ep2_combine.json"
     assert reason(tables, 128) == f"tuned table {name}, exact"
     assert reason(tables, 100) == f"tuned table {name}, nearest: 128"
     assert (
         reason(tables, 16, Phase.FLAGGED_DISPATCH)
         == f"tuned table {name.replace('combine', 'flagged_dispatch')}, exact"
     )
-    for arch, ranks in (("sm_80", 4), ("sm_100", 4), ("sm_90", 2), ("sm_90", 72)):
+    for arch, ranks in (("sm_80", 2), ("sm_100", 2), ("sm_90", 3), ("sm_90", 72)):
         assert reason(tuning.load_tables(arch, ranks), 128) == "analytic"
     assert tuning.arch_name((9, 0)) == "sm_90"
     assert tuning.arch_name((10, 3)) == "sm_103"
@@ -182,34 +182,34 @@ def test_shipped_tables_are_found_by_arch_and_ranks():
 
 def test_the_users_tables_come_first(tmp_path, monkeypatch):
     monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path))
-    path = tmp_path / "sm_90_intra_node_ep4_combine.json"
-    assert reason(tuning.load_tables("sm_90", 4), 128) == "tuned table sm_90_intra_node_ep4_combine.json, exact"
+    path = tmp_path / "sm_90_intra_node_ep2_combine.json"
+    assert reason(tuning.load_tables("sm_90", 2), 128) == "tuned table sm_90_intra_node_ep2_combine.json, exact"
     tuning.write_table(path, "combine", [entry(128)])
-    tables = tuning.load_tables("sm_90", 4)
+    tables = tuning.load_tables("sm_90", 2)
     assert reason(tables, 128) == f"tuned table {path}, exact"
     assert chosen(Phase.COMBINE, 128, 128, tables).num_warps == COMBINE.num_warps
     # shipped entries of other keys stay
-    assert reason(tables, 512) == "tuned table sm_90_intra_node_ep4_combine.json, exact"
+    assert reason(tables, 512) == "tuned table sm_90_intra_node_ep2_combine.json, exact"
     path.write_text("{}")
     with pytest.raises(ConfigError, match=str(path)):
-        tuning.load_tables("sm_90", 4)
+        tuning.load_tables("sm_90", 2)
 
 
 def test_none_means_no_tables_and_a_missing_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("EP_A2A_TUNING_DIR", "none")
-    assert reason(tuning.load_tables("sm_90", 4), 128) == "analytic"
+    assert reason(tuning.load_tables("sm_90", 2), 128) == "analytic"
     monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="EP_A2A_TUNING_DIR to be a folder, or none"):
-        tuning.load_tables("sm_90", 4)
+        tuning.load_tables("sm_90", 2)
     monkeypatch.setenv("EP_A2A_TUNING_DIR", "")
-    assert reason(tuning.load_tables("sm_90", 4), 128) != "analytic"
+    assert reason(tuning.load_tables("sm_90", 2), 128) != "analytic"
 
 
 # --- the shipped tables ---
 
 
 def test_there_are_shipped_tables():
-    assert {path.name for path in SHIPPED} >= {tuning.table_name("sm_90", 4, phase) for phase in tuning.PHASES}
+    assert {path.name for path in SHIPPED} >= {tuning.table_name("sm_90", 2, phase) for phase in tuning.PHASES}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -277,7 +277,7 @@ def test_an_installed_wheel_finds_its_tables(tmp_path):
     assert {f"ep_a2a/configs/{path.name}" for path in SHIPPED} <= set(names)
     assert not [name for name in names if name.startswith("configs/")]
     look = "from ep_a2a import tuning; print(tuning.__file__); print(tuning.shipped_directory()); " + (
-        "print(len(tuning.load_tables('sm_90', 4)._tables['combine'].entries))"
+        "print(len(tuning.load_tables('sm_90', 2)._tables['combine'].entries))"
     )
     result = subprocess.run(
         [sys.executable, "-c", look],
