@@ -1,0 +1,59 @@
+"""Compares greedy completions of two engines whose sums are of another order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Completion = dict[str, Any]
+"""`tokens`, and as `top` the likeliest tokens of each step with their log probabilities."""
+
+
+@dataclass
+class Difference:
+    """How completions differ from expected ones.
+
+    Attributes:
+        num_tokens: of all completions.
+        num_agreed: those before the first other token of their completion.
+        max_logprob: the largest difference of an agreed token's log probability, in nats.
+        max_gap: by how much, in nats, the expected engine preferred its own token where the first other one came. Each
+            of the two log probabilities may differ by max_logprob, so twice that much is rounding.
+    """
+
+    num_tokens: int = 0
+    num_agreed: int = 0
+    max_logprob: float = 0.0
+    max_gap: float = 0.0
+
+    def is_rounding(self, tolerance: float) -> bool:
+        """Whether differences of log probabilities up to `tolerance` explain all of it, and most tokens agree."""
+        agree = self.num_agreed >= self.num_tokens / 2
+        return agree and self.max_logprob <= tolerance and self.max_gap <= 2 * tolerance
+
+
+def compare(got: dict[int, Completion], expected: dict[int, Completion]) -> Difference:
+    """Compares up to the first other token of each completion, since from there on it says nothing."""
+    assert got.keys() == expected.keys()
+    assert got
+    found = Difference()
+    for number, mine in got.items():
+        theirs = expected[number]
+        assert len(mine["tokens"]) == len(theirs["tokens"]), number
+        found.num_tokens += len(mine["tokens"])
+        for at, (token, their_token) in enumerate(zip(mine["tokens"], theirs["tokens"])):
+            if token != their_token:
+                gap = _logprob(theirs, at, their_token) - _logprob(theirs, at, token)
+                found.max_gap = max(found.max_gap, gap)
+                break
+            found.num_agreed += 1
+            found.max_logprob = max(found.max_logprob, abs(_logprob(mine, at, token) - _logprob(theirs, at, token)))
+    return found
+
+
+def _logprob(completion: Completion, at: int, token: int) -> float:
+    """Of a token at a step, among those kept; -inf if it was none of the likeliest."""
+    found = next((logprob for other, logprob in completion["top"][at] if other == token), -math.inf)
+    assert not math.isnan(found)
+    return float(found)

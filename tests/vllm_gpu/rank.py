@@ -1,0 +1,142 @@
+"""One data-parallel rank of a real vLLM engine on GPUs: starts it and does what a job says.
+
+    python -m tests.vllm_gpu.rank FOLDER RANK
+
+VLLM_DP_* say to vLLM which rank this is. Reads FOLDER/job.json and appends a line of JSON per action to
+FOLDER/RANK.jsonl. All ranks do the same actions in the same order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_TOP = 5
+"""Log probabilities kept per token: enough to see by how little a token was missed."""
+FIRST_WORD = 2
+"""Smaller tokens are the models' marks of begin and end."""
+
+
+class Rank:
+    """The engine of one rank, its way to meet the others, and the actions."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        from vllm import LLM
+
+        job = json.loads((folder / "job.json").read_text())
+        self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
+        self.num_barriers = 0
+        self.vocab_size = json.loads((Path(job["engine"]["model"]) / "config.json").read_text())["vocab_size"]
+        self.llm = LLM(**job["engine"])
+
+    def run(self) -> None:
+        for action in self.actions:
+            name, label = action.pop("action"), action.pop("label", "")
+            result = getattr(self, name)(**action)
+            with (self.folder / f"{self.rank}.jsonl").open("a") as file:
+                file.write(json.dumps({"label": label} | result) + "\n")
+        self._settle()
+
+    # actions
+
+    def tokens(self, num_prompts: int, num_tokens: int, longest: int = 100) -> dict[str, Any]:
+        """Greedy tokens with their log probabilities. Ranks get unlike numbers of prompts and of steps."""
+        chosen = random.Random(0)
+        prompts = [self._prompt(chosen, chosen.randint(1, longest)) for _ in range(num_prompts)]
+        mine = range(self.rank, num_prompts, self.num_ranks)
+        mine = mine[: len(mine) - self.rank % 2]
+        outputs, _ = self._generate([prompts[number] for number in mine], num_tokens - 3 * (self.rank % 2), NUM_TOP)
+        completions = {
+            number: {
+                "tokens": list(output.outputs[0].token_ids),
+                "top": [[[token, each.logprob] for token, each in step.items()] for step in output.outputs[0].logprobs],
+            }
+            for number, output in zip(mine, outputs, strict=True)
+        }
+        return {"completions": completions}
+
+    def sleep(self, level: int) -> dict[str, Any]:
+        """Puts the engine to sleep and wakes it up. Level 2 forgets the weights, so they are read again."""
+        self._settle()
+        self.llm.sleep(level=level)
+        self._barrier()
+        if level == 1:
+            self.llm.wake_up()
+            return {}
+        self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights")
+        self._barrier()
+        self.llm.wake_up(tags=["kv_cache"])
+        return {}
+
+    def reload(self) -> dict[str, Any]:
+        """Reads the weights again, after graphs were captured."""
+        self._settle()
+        self.llm.collective_rpc("reload_weights")
+        return {}
+
+    def throughput(self, batch: int, prompt: int, output: int, repeats: int = 2) -> dict[str, Any]:
+        """Seconds for `batch` prompts per rank that start all at once, best of some: to `few` tokens, and to the end.
+
+        What lies between is decode of the full batch.
+        """
+        chosen = random.Random(self.rank)
+
+        def best(num_tokens: int) -> float:
+            prompts = [[self._prompt(chosen, prompt) for _ in range(batch)] for _ in range(repeats + 1)]
+            return min([self._generate(each, num_tokens)[1] for each in prompts][1:])
+
+        few = max(1, output // 8)
+        return {"few": few, "few_secs": best(few), "secs": best(output)}
+
+    # how they do it
+
+    def _prompt(self, chosen: random.Random, length: int) -> list[int]:
+        return [chosen.randrange(FIRST_WORD, self.vocab_size) for _ in range(length)]
+
+    def _generate(self, prompts: list[list[int]], num_tokens: int, num_top: int = 0) -> tuple[list[Any], float]:
+        """Completions in the order of the prompts, and seconds from the first step on.
+
+        All prompts are in all engines before one starts a step: what a batch consists of, on which rounding depends,
+        does not depend on time.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=num_top or None
+        )
+        self._barrier()
+        self.llm.sleep(level=0)
+        if prompts:
+            self.llm.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        self._barrier()
+        start = time.perf_counter()
+        self.llm.wake_up(tags=["scheduling"])
+        outputs = self.llm.wait_for_completion(use_tqdm=False)
+        return outputs, time.perf_counter() - start
+
+    def _settle(self) -> None:
+        """Waits until no engine runs a step: one without requests goes on for up to 32 for the others' sake."""
+        self._barrier()
+        time.sleep(1)
+        self._barrier()
+
+    def _barrier(self) -> None:
+        """Waits for all ranks' front-ends, not for their engines. By files: nothing that an engine uses, too."""
+        self.num_barriers += 1
+        names = [self.folder / f"barrier.{self.num_barriers}.{rank}" for rank in range(self.num_ranks)]
+        names[self.rank].touch()
+        while not all(name.exists() for name in names):
+            time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    # whoever started this asks for the stacks when it does not end, also for those of processes forked from here
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    Rank(Path(sys.argv[1]), int(sys.argv[2])).run()

@@ -1,0 +1,73 @@
+"""Tokens per second of a real vLLM engine on GPUs with dummy weights, by all-to-all backend. Batches start all at once.
+
+    python -m tests.vllm_gpu.throughput --ranks 2 --layers 16 --workloads 64x64x128,256x64x128
+
+Engines run one after the other. Prints a line of JSON per backend and workload: the decode step lasts as long as it
+does on the slowest rank; output tokens are those of all ranks, their prompts' time included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.vllm_gpu.engine import arguments, run_engine
+from tests.vllm_gpu.models import SHAPES, save_config
+
+MAX_BATCHED_TOKENS = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3_30b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="default: the shape's own number")
+    parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, one GPU each")
+    parser.add_argument("--backends", default="ep_a2a,allgather_reducescatter", help="comma-separated")
+    parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
+    parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one engine, start included")
+    options = parser.parse_args()
+    options.workloads = [tuple(map(int, workload.split("x"))) for workload in options.workloads.split(",")]
+    for backend in options.backends.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            for result in measure(options, backend, Path(folder)):
+                sys.stdout.write(json.dumps(result) + "\n")
+                sys.stdout.flush()
+
+
+def measure(options: argparse.Namespace, backend: str, folder: Path) -> list[dict[str, Any]]:
+    """What one backend reaches, a result per workload."""
+    config = SHAPES[options.shape]
+    config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
+    batches, prompts, outputs = zip(*options.workloads)
+    engine = arguments(
+        save_config(folder / "model", config), backend, load_format="dummy", gpu_memory_utilization=0.8,
+        max_model_len=max(map(sum, zip(prompts, outputs))), max_num_seqs=max(batches),
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        compilation_config={"cudagraph_capture_sizes": sorted({1, *batches})},
+    ) | options.engine  # fmt: skip
+    actions = [
+        {"action": "throughput", "label": str(number), "batch": batch, "prompt": prompt, "output": output}
+        for number, (batch, prompt, output) in enumerate(options.workloads)
+    ]
+    run = run_engine(folder / "engine", engine, actions, options.ranks, options.limit)
+    results = []
+    for number, (batch, prompt, output) in enumerate(options.workloads):
+        ranks = run.of(str(number))
+        secs, few_secs = (max(rank[name] for rank in ranks) for name in ("secs", "few_secs"))
+        step_secs = (secs - few_secs) / (output - ranks[0]["few"])
+        total = options.ranks * batch
+        results.append({
+            "backend": backend, "shape": options.shape, "layers": config["num_hidden_layers"], "ranks": options.ranks,
+            "batch": batch, "prompt": prompt, "output": output, "decode_step_ms": round(step_secs * 1e3, 3),
+            "decode_tokens_per_sec": round(total / step_secs), "output_tokens_per_sec": round(total * output / secs),
+        })  # fmt: skip
+    return results
+
+
+if __name__ == "__main__":
+    main()
