@@ -126,7 +126,7 @@ class EpDispatchCombineConfig:
         timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
         num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
         launch: "auto" takes launch numbers from the policy, "manual" from this config.
-        max_sms: most multiprocessors a launch may occupy; 0 = all.
+        max_sms: most multiprocessors a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
         dispatch_quant_type: the cast inside dispatch when quant_type names a combine cast; None = by quant_type.
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.

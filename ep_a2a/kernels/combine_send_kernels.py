@@ -100,13 +100,17 @@ def first_unit(
 ):  # fmt: skip
     """What a sender sends first and where, asked for before anything has been waited for: (unit_of, places, values).
 
-    The values may be those of a row that was not received: the counts need not be there yet.
+    But in layout compact, the values may be those of a row that was not received: the counts need not be there yet.
     """
     num_blocks: tl.constexpr = (HIDDEN + GROUPS_LANES * GROUP - 1) // (GROUPS_LANES * GROUP)
     aim = unit_of(sender, counts, stride, rank, WORLD_SIZE, WORLD_LANES, num_blocks, COMPACT, OWN_IN_PLACE)
     destination, index, row = aim
     places = return_places(table, destination, WORLD_SIZE, ELEMENT)
-    known = index < (reduce_max(counts, 0) if COMPACT else stride)
+    # in layout compact rows end with the last received one, so that counts decide; else there is room for all
+    num_rows = stride
+    if COMPACT:
+        num_rows = reduce_sum(tl.where(tl.arange(0, WORLD_LANES) == destination, counts, 0), 0)
+    known = index < num_rows
     first = (sender % num_blocks) * (GROUPS_LANES * GROUP)
     values = load_block(rows_in, tl.where(known & is_sender, row, -1), first, HIDDEN, GROUPS_LANES, GROUP)
     return aim, places, values

@@ -13,9 +13,10 @@ from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.config_fields import checked_timeout_secs
 from ep_a2a.errors import AlternationError, ClosedError
 from ep_a2a.kernels import inputs
+from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure, wire_word
-from ep_a2a.kernels.intra_node import RECEIVE, SEND, CombineArguments, DispatchArguments, IntraNodeKernels
+from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
 from ep_a2a.kernels.op_views import DispatchViews
@@ -205,8 +206,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
         Args:
             input: one row per row that dispatch returned, of combine_dtype, in the same order: the sum of this
-                rank's experts for that row, already multiplied by the router's weights. What rows past the received
-                ones hold has no effect. It is sent from where it lies. With a combine quant_type rows are cast to fp8 on the way:
+                rank's experts for that row, already multiplied by the router's weights; what rows past the received
+                ones hold has no effect. It is sent from where it lies. With a combine quant_type rows are cast to fp8:
                 fp8_blockwise with a scale per 128 elements, fp8_direct_cast without, saturating at 448.
                 Layout expert_major: [E, R, H], each expert's rows as they are; they are multiplied by the dispatched
                 weights and added in ascending order of a token's ids here, before they travel.

@@ -10,8 +10,8 @@ from ep_a2a.config import Layout
 from ep_a2a.kernels.layout import Region
 
 if TYPE_CHECKING:
+    from ep_a2a.kernels.arguments import DispatchArguments
     from ep_a2a.kernels.base_op import DispatchResult
-    from ep_a2a.kernels.intra_node import DispatchArguments
     from ep_a2a.kernels.op_memory import BoundMemory
 
 MAX_CACHED_VIEWS = 1024

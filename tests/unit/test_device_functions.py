@@ -11,13 +11,30 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ep_a2a.config import FP8_DTYPE
+from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import Region, padded
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import begin_stage, epoch_of, finish_stage, flagged, late_lanes, payload_of
-from ep_a2a.kernels.routing_kernels import byte_counts, byte_of, count_rows, owner_of, record_routes
+from ep_a2a.kernels.primitives import (
+    begin_stage,
+    epoch_of,
+    finish_stage,
+    flagged,
+    late_lanes,
+    payload_of,
+    post_all,
+    wait_all,
+)
+from ep_a2a.kernels.routing_kernels import (
+    byte_counts,
+    byte_of,
+    count_rows,
+    destination_bytes,
+    owner_of,
+    record_routes,
+)
+from ep_a2a.policy import MAX_COUNTED_IN_BYTES
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 
@@ -267,7 +284,8 @@ def count_in_bytes(
     WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token, lanes = tl.program_id(0), tl.arange(0, WORLD_LANES)
-    before, own = byte_counts(ids, token, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS)
+    hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS)
+    before, own = byte_counts(hits, token, WORLD_SIZE, TOKENS)
     tl.store(before_out + token * WORLD_LANES + lanes, byte_of(before, lanes, WORLD_SIZE))
     tl.store(own_out + token * WORLD_LANES + lanes, byte_of(own, lanes, WORLD_SIZE))
 
@@ -326,12 +344,19 @@ def test_counts_in_bytes_are_the_same_counts(num_tokens, topk, num_experts, worl
     assert torch.equal(own[:, :world_size], torch.cat([mask, nothing]))
 
 
-def test_128_tokens_to_one_rank_fit_a_byte():
-    ids = torch.zeros(128, 2, dtype=torch.int32)
-    before, own = (torch.zeros(129, 1, dtype=torch.int32) for _ in range(2))
-    count_in_bytes.interpret((129,), ids, 128, before, own, **shapes(2, 4, 1) | {"TOKENS": 128})
-    assert before.flatten().tolist() == list(range(129))
-    assert own.flatten().tolist() == [1] * 128 + [0]
+@pytest.mark.parametrize("num_tokens", [FLAGGED_MAX_TOKENS, MAX_COUNTED_IN_BYTES])
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (8, 7), (9, 8)])
+def test_as_many_tokens_as_are_counted_in_bytes_fit_a_byte(num_tokens, world_size, rank):
+    """All to one rank; rank 7 has the byte with the sign of its word."""
+    ids = torch.full((num_tokens, 1), rank, dtype=torch.int32)
+    constants = shapes(1, world_size, world_size) | {"TOKENS": padded(num_tokens)}
+    before, own = (torch.zeros(num_tokens + 1, constants["WORLD_LANES"], dtype=torch.int32) for _ in range(2))
+    count_in_bytes.interpret((num_tokens + 1,), ids, num_tokens, before, own, **constants)
+    assert before[:, rank].tolist() == list(range(num_tokens + 1))
+    assert own[:, rank].tolist() == [1] * num_tokens + [0]
+    others = [lane for lane in range(world_size) if lane != rank]
+    assert not before[:, others].any()
+    assert not own[:, others].any()
 
 
 # --- epochs and flags ---
@@ -448,13 +473,17 @@ def test_only_the_nan_with_all_bits_set_is_replaced(dtype):
 
 
 @portable
-def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, LANES: tl.constexpr):
+def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, LANES: tl.constexpr, ORDERS: tl.constexpr):
     lanes = tl.arange(0, LANES)
-    tl.store(out + lanes, late_lanes(flags + lanes, tl.load(epoch_word), lanes < PRESENT))
+    tl.store(out + lanes, late_lanes(flags + lanes, tl.load(epoch_word), lanes < PRESENT, ORDERS))
 
 
+ORDERS = pytest.mark.parametrize("orders", [True, False], ids=["acquire", "relaxed"])
+
+
+@ORDERS
 @pytest.mark.parametrize("epoch", [1, 2, 1000, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
-def test_flags_are_compared_by_wrapping_difference(epoch):
+def test_flags_are_compared_by_wrapping_difference(epoch, orders):
     """A fast peer is one ahead, a slow one behind, on either side of both wraps; a reset flag is 0."""
     before = 2**32 - 1 if epoch == 1 else epoch - 1
     after = 1 if epoch == 2**32 - 1 else epoch + 1
@@ -464,16 +493,45 @@ def test_flags_are_compared_by_wrapping_difference(epoch):
     word = torch.tensor([as_int32(epoch)], dtype=torch.int32)
     untouched = flags.clone()
     # lanes 6 and 7 are not there: whatever lies behind the flags does not count
-    lateness.interpret((1,), flags, word, out, PRESENT=6, LANES=8)
+    lateness.interpret((1,), flags, word, out, PRESENT=6, LANES=8, ORDERS=orders)
     assert out.tolist() == [1, 0, 0, 1, 0, 1, 0, 0]
     assert torch.equal(flags, untouched)
 
 
+@ORDERS
 @pytest.mark.parametrize("epoch", [1, 2**30])
-def test_a_flag_that_nobody_has_written_is_late(epoch):
+def test_a_flag_that_nobody_has_written_is_late(epoch, orders):
     flags, out = torch.zeros(8, dtype=torch.int32), torch.full((8,), 77, dtype=torch.int32)
-    lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, LANES=8)
+    lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, LANES=8, ORDERS=orders)
     assert out.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@portable
+def post_and_wait(table, out, REGION: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
+                  ORDERS: tl.constexpr):  # fmt: skip
+    rank, epoch = tl.program_id(0), -5
+    post_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS)
+    if rank == WORLD_SIZE - 1:
+        tl.store(out, wait_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS))
+
+
+@ORDERS
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_a_post_reaches_every_peer_once(world_size, orders):
+    """Each program is a rank that posts; the last one then finds all of them."""
+    flags = torch.full((world_size, world_size + 1), -6, dtype=torch.int32)
+    table = torch.zeros(len(Region) * world_size, dtype=torch.int64)
+    for peer in range(world_size):
+        table[Region.COMBINE_FLAGS * world_size + peer] = flags[peer].data_ptr()
+    out = torch.full((1,), 77, dtype=torch.int32)
+    post_and_wait.interpret(
+        (world_size,), table, out, REGION=Region.COMBINE_FLAGS.value, WORLD_SIZE=world_size, LANES=padded(world_size),
+        ORDERS=orders,
+    )  # fmt: skip
+    assert out.tolist() == [0]
+    assert (flags[:, :world_size] == -5).all()
+    # no word but those of the ranks
+    assert (flags[:, world_size] == -6).all()
 
 
 # --- what interpreting leaves behind ---

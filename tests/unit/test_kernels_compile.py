@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import triton
 
-from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.kernels.intra_node import IntraNodeKernels
-from ep_a2a.policy import Phase, choose_launch, fit
+from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
+from ep_a2a.kernels.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
+from ep_a2a.kernels.variants import REGISTER_GRANULARITY
+from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_IN_BYTES, Phase, choose_launch, fit
 from ep_a2a.testing.offline_compile import compile_offline
 
 if TYPE_CHECKING:
@@ -30,23 +33,45 @@ REGISTERS_PER_SM = 65536
 SHARED_BYTES_PER_SM = 227 * 1024
 PROGRAMS_PER_SM = 32
 THREADS_PER_SM = 2048
+# Names under which device code loads what a wait looks at.
+POLLED = {"answer", "seen", "side", "words"}
+# The most ranks of which a flagged dispatch has tokens enough for sparse polls.
+SPARSE_RANKS = FLAGGED_MAX_ROWS // FEW_TOKENS
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
-    ("none", "compact"): (
-        "dispatch-has_weights", "flagged_dispatch-has_weights", "flagged_dispatch-has_weights-dependent",
+    ("none", "compact", 8): (
+        "dispatch-has_weights", "dispatch-has_weights-bytes", "flagged_dispatch-has_weights-dependent",
         "combine-has_weights-dependent",
     ),
-    ("none", "rank_major"): ("dispatch", "dispatch-has_weights", "flagged_dispatch"),
-    ("fp8_per_1x128", "compact"): (
-        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "flagged_dispatch-cast128-has_weights",
+    ("none", "rank_major", 8): (
+        "dispatch", "dispatch-bytes", "dispatch-has_weights", "flagged_dispatch-has_weights-dependent",
+    ),
+    ("fp8_per_1x128", "compact", 8): (
+        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "dispatch-scales56-has_weights-bytes",
         "flagged_dispatch-cast128-has_weights-dependent",
     ),
-    ("fp8_per_1x128", "rank_major"): ("dispatch-cast128", "dispatch-has_weights", "flagged_dispatch-scales56"),
-    ("fp8_per_token", "compact"): ("dispatch-cast7168-has_weights", "flagged_dispatch-cast7168-has_weights"),
-    ("fp8_per_token", "rank_major"): ("dispatch-scales1",),
-    ("fp8_blockwise", "compact"): ("combine-has_weights-check_indices-quantized-scaled",),
-    ("fp8_direct_cast", "rank_major"): ("combine-quantized",),
+    ("fp8_per_1x128", "rank_major", 8): (
+        "dispatch-cast128", "dispatch-cast128-has_weights-bytes", "dispatch-has_weights",
+        "flagged_dispatch-cast128-has_weights-dependent",
+    ),
+    ("fp8_per_token", "compact", 8): (
+        "dispatch-cast7168-has_weights", "flagged_dispatch-cast7168-has_weights-dependent",
+    ),
+    ("fp8_per_token", "rank_major", 8): ("dispatch-scales1",),
+    # of few ranks also steps of more tokens are flagged
+    ("none", "compact", SPARSE_RANKS): ("flagged_dispatch-has_weights-sparse",),
+    ("none", "rank_major", SPARSE_RANKS): ("flagged_dispatch-sparse",),
+    ("fp8_per_1x128", "compact", SPARSE_RANKS): ("flagged_dispatch-cast128-has_weights-sparse",),
+    ("fp8_per_1x128", "rank_major", SPARSE_RANKS): ("flagged_dispatch-scales56-sparse",),
+    ("fp8_blockwise", "compact", 8): ("combine-has_weights-check_indices-quantized-scaled",),
+    ("fp8_direct_cast", "rank_major", 8): ("combine-quantized",),
 }  # fmt: skip
+# Programs are wider where their number is bounded.
+WIDE = {
+    ("fp8_per_1x128", "rank_major"): ("dispatch-cast128-has_weights", "flagged_dispatch-cast128-has_weights-dependent"),
+    ("none", "compact"): ("combine-ahead",),
+    ("fp8_blockwise", "rank_major"): ("combine-quantized-scaled-ahead",),
+}
 
 
 def config_of(**changes: Any) -> EpDispatchCombineConfig:
@@ -88,25 +113,39 @@ def named(variant: Variant) -> str:
     marks = [f"cast{constants['GROUP']}"] if is_dispatch(variant) and constants["GROUP"] else []
     marks += [f"scales{num_scales}"] if num_scales and not marks else []
     marks += [name for name in ("HAS_WEIGHTS", "CHECK_INDICES", "QUANTIZED", "SCALED") if constants.get(name)]
+    marks += ["sparse"] if constants.get("SPARSE_POLLS") else []
+    marks += ["ahead"] if constants.get("READ_AHEAD") else []
+    marks += ["bytes"] if kind_of(variant) == "dispatch" and constants["TOKEN_LANES"] else []
     marks += ["dependent"] if constants.get("DEPENDENT_LAUNCH") else []
     return "-".join([kind_of(variant), *marks]).lower()
 
 
 def chosen() -> list[Any]:
     cases = []
-    for (quant, layout), names in DISPATCHES.items():
-        config = config_of(quant_type=quant, layout=layout)
+    for (quant, layout, world_size), names in DISPATCHES.items():
+        config = config_of(quant_type=quant, layout=layout, world_size=world_size)
         variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
         wanted = list(names)
-        if quant == "none":
+        if quant == "none" and world_size == 8:
             # what follows dispatch does not know about its casts: test_casts_change_dispatch_only
             wanted += [n for n, (v, _) in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
         cases += [pytest.param(config, *variants[name], id=f"{quant}-{layout}-{name}") for name in wanted]
+    for (quant, layout), names in WIDE.items():
+        config = config_of(quant_type=quant, layout=layout, max_sms=20)
+        variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
+        cases += [pytest.param(config, *variants[name], id=f"{quant}-{layout}-wide-{name}") for name in names]
     return cases
 
 
 def compiled(variant: Variant, args: tuple[Any, ...], capability: int) -> dict[str, Any]:
-    return compile_offline(variant.kernel, args, variant.constants, variant.num_warps, capability)
+    """As Variant.compile would, with the bound on its registers."""
+    compile_ = triton.compile
+
+    def bounded(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
+        return compile_(source, target=target, options=options | {"maxnreg": variant.max_registers})
+
+    with mock.patch.object(triton, "compile", bounded):
+        return compile_offline(variant.kernel, args, variant.constants, variant.num_warps, capability)
 
 
 def vector_accesses(ptx: str) -> tuple[int, int]:
@@ -131,22 +170,33 @@ def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
     if kind_of(variant) != "count_local_experts":
         assert loads > 0
         assert stores > 0
-    _check_polled_once(config, asm["ttgir"])
+    _check_polled_once(config, variant, asm["ttgir"])
     _check_co_residency(config, variant, asm["cubin"], tmp_path)
 
 
-def _check_polled_once(config: EpDispatchCombineConfig, ttgir: str) -> None:
+def _check_polled_once(config: EpDispatchCombineConfig, variant: Variant, ttgir: str) -> None:
     """What is polled and then used is loaded once: of two copies one could be checked and the other used.
 
-    The compiler does load small vectors several times, one for each layout that it wants them in. Kernels load those
-    again after the verdict, so they are not among the names here.
+    The compiler does load small vectors several times, one for each layout that it wants them in. What is loaded once
+    more after a verdict (counts of ranks whose lines have all come) is not among the names here.
     """
     polled = Counter(
-        (match.group(1).rstrip("_"), re.findall(r"loc\((#loc\d+)\)", line)[-1])
+        (match.group(1), re.findall(r"loc\((#loc\d+)\)", line)[-1])
         for line in ttgir.splitlines()
-        if "isVolatile = true" in line and (match := re.match(r"\s*%(bits|words|side|seen)_?\d*\b.* = tt.load", line))
+        if "isVolatile = true" in line and (match := re.match(r"\s*%(\w+?)(_\d+)? = tt.load", line))
     )
+    polled = Counter({at: count for at, count in polled.items() if at[0] in POLLED})
     assert all(count in (1, config.world_size) for count in polled.values()), polled
+    # the names are the code's: a name that is gone would check nothing
+    constants, kind = variant.constants, kind_of(variant)
+    expected = {
+        "dispatch": {"answer"} | ({"seen"} if constants.get("COMPACT") else set()),
+        "flagged_dispatch": {"answer", "seen", "side", "words"},
+        "combine": {"answer", "seen"},
+    }.get(kind, set())
+    if kind == "dispatch" and not constants["TOKEN_LANES"]:
+        expected |= {"words"}
+    assert {name for name, _ in polled} >= expected, (kind, polled)
 
 
 def _check_co_residency(config: EpDispatchCombineConfig, variant: Variant, cubin: bytes, directory: Path) -> None:
@@ -157,6 +207,10 @@ def _check_co_residency(config: EpDispatchCombineConfig, variant: Variant, cubin
     if kind_of(variant) not in phases:
         return
     _check_fit(config, phases[kind_of(variant)], variant.num_warps, used)
+    if variant.max_registers is not None:
+        registers = -(-used["REG"] // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        assert registers <= variant.max_registers
+        assert registers * 32 * variant.num_warps * FLAGGED_PROGRAMS_PER_SM <= REGISTERS_PER_SM
 
 
 def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, used: dict[str, int]) -> None:
@@ -174,24 +228,37 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
 
 
 @pytest.mark.parametrize("num_warps", [1, 4, 32])
-@pytest.mark.parametrize("kind", ["dispatch", "flagged_dispatch", "combine"])
-def test_the_callers_warps_fit_too(kind, num_warps, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dispatch-has_weights", "dispatch-has_weights-bytes", "flagged_dispatch-has_weights-dependent",
+        "combine-has_weights",
+    ],
+)  # fmt: skip
+def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     """Other numbers of warps are other variants: their registers must allow as many programs as the policy gives."""
-    phase = Phase(kind)
     config = config_of(launch="manual", block_num=1 << 16, warp_num_per_block=num_warps, hidden_dim=1024)
-    variant, args = next((v, a) for v, a in variants_of(config) if named(v) in (f"{kind}-has_weights", kind))
+    variant, args = next((v, a) for v, a in variants_of(config) if named(v) == name)
     assert variant.num_warps == num_warps
-    _check_fit(config, phase, num_warps, resources(compiled(variant, args, HOPPER)["cubin"], tmp_path))
+    used = resources(compiled(variant, args, HOPPER)["cubin"], tmp_path)
+    _check_fit(config, Phase(kind_of(variant)), num_warps, used)
+
+
+def test_flagged_dispatches_leave_room_for_a_second_program():
+    for variant, _ in variants_of(config_of(quant_type="fp8_per_1x128")):
+        if kind_of(variant) == "flagged_dispatch":
+            assert variant.max_registers is not None
+            assert variant.max_registers * 32 * variant.num_warps * FLAGGED_PROGRAMS_PER_SM <= REGISTERS_PER_SM
+        else:
+            assert variant.max_registers is None
 
 
 def test_one_thread_reads_each_word_that_a_program_waits_for():
     """Where a reduction over lanes is one verdict for all threads, lanes must be at least the threads of a program."""
-    for num_warps in (1, 4, 16, 32):
+    manual = [{"launch": "manual", "warp_num_per_block": num_warps} for num_warps in (1, 4, 16, 32)]
+    for changes in (*manual, {}, {"max_sms": 20}):
         for world_size, hidden_dim in ((2, 8), (8, 7168)):
-            config = config_of(
-                launch="manual", warp_num_per_block=num_warps, hidden_dim=hidden_dim, world_size=world_size,
-                num_experts_per_token=2,
-            )  # fmt: skip
+            config = config_of(hidden_dim=hidden_dim, world_size=world_size, num_experts_per_token=2, **changes)
             for variant, _ in variants_of(config):
                 constants, kind = variant.constants, kind_of(variant)
                 lanes = {
@@ -199,11 +266,14 @@ def test_one_thread_reads_each_word_that_a_program_waits_for():
                     "flagged_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
                     "combine": ("WEIGHT_LANES",),
                 }.get(kind, ())
-                assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, num_warps)
+                assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, changes)
                 if kind == "combine":
                     assert constants["GROUPS_LANES"] * constants["GROUP"] >= 32 * variant.num_warps
                 if kind == "dispatch":
                     assert constants["PROGRAM_LANES"] * constants["WORLD_LANES"] >= 32 * variant.num_warps
+                if kind == "flagged_dispatch":
+                    # behind the words beside a row, a lane reads the source's count
+                    assert constants["SIDE_LANES"] > constants["SCALE_WORDS"] + 2 * constants["TOPK"] + 1
 
 
 def test_casts_change_dispatch_only():
@@ -225,31 +295,77 @@ def test_casts_change_dispatch_only():
     [("none", 2), ("fp8_per_1x128", 6), ("fp8_per_token", 6), ("fp8_blockwise", 2), ("fp8_direct_cast", 2)],
 )
 @pytest.mark.parametrize(
-    ("tokens", "flagged", "kinds", "num_combines"),
+    ("tokens", "flagged", "world_size", "kinds", "num_combines"),
     [
-        # a kind twice: with and without a dependent launch
-        (4096, 128, ("flagged_dispatch", "flagged_dispatch", "dispatch"), 8),
-        (129, 128, ("flagged_dispatch", "flagged_dispatch", "dispatch"), 8),
-        (128, 128, ("flagged_dispatch", "flagged_dispatch"), 8),
-        (16, 16, ("flagged_dispatch",), 4),
-        (16, 0, ("dispatch",), 4),
+        # dispatch twice: it counts in bytes up to a size
+        (4096, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes", "many"), 8),
+        (MAX_COUNTED_IN_BYTES, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes"), 8),
+        (FLAGGED_MAX_ROWS // 8 + 1, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes"), 4),
+        (FLAGGED_MAX_ROWS // 8, FLAGGED_MAX_TOKENS, 8, ("dependent",), 4),
+        (4096, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "bytes", "many"), 8),
+        (FLAGGED_MAX_TOKENS + 1, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "bytes"), 8),
+        (FLAGGED_MAX_TOKENS, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
+        (FEW_TOKENS - 1, FLAGGED_MAX_TOKENS, 2, ("dependent",), 4),
+        (16, 16, 8, ("dependent",), 4),
+        (16, 0, 8, ("bytes",), 4),
+        (MAX_COUNTED_IN_BYTES, 0, 8, ("bytes",), 8),
+        (MAX_COUNTED_IN_BYTES + 1, 0, 8, ("bytes", "many"), 8),
     ],
-)  # fmt: skip
-def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, kinds, num_combines):
+)
+def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, world_size, kinds, num_combines):
     """With and without weights; with a cast also fp8 tokens that come cast, with scales or (no tokens) without."""
-    config = config_of(quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged)
+    assert FLAGGED_MAX_ROWS // 8 + 1 < FEW_TOKENS <= FLAGGED_MAX_TOKENS <= FLAGGED_MAX_ROWS // 2
+    assert FLAGGED_MAX_TOKENS < MAX_COUNTED_IN_BYTES
+    config = config_of(
+        quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size
+    )
     variants = [variant for variant, _ in variants_of(config)]
     names = [named(variant) for variant in variants]
     assert len(set(names)) == len(names) == num_dispatch * len(kinds) + 1 + num_combines
-    found = [kind_of(variant) for variant in variants if is_dispatch(variant)]
+    found = [_way_of(variant) for variant in variants if is_dispatch(variant)]
     assert sorted(found) == sorted([*kinds] * num_dispatch)
+    # bounded in their multiprocessors, programs are others, and no more kinds of them
+    bounded = variants_of(replace(config, max_sms=20))
+    assert sorted(named(v).removesuffix("-ahead") for v, _ in bounded if is_dispatch(v)) == sorted(
+        named(v) for v in variants if is_dispatch(v)
+    )
+    assert all(v.constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
+
+
+def _way_of(variant: Variant) -> str:
+    """Which way of dispatch it is."""
+    constants = variant.constants
+    if kind_of(variant) == "dispatch":
+        return "bytes" if constants["TOKEN_LANES"] else "many"
+    if constants["DEPENDENT_LAUNCH"]:
+        assert not constants["SPARSE_POLLS"]
+        return "dependent"
+    return "sparse" if constants["SPARSE_POLLS"] else "flagged"
 
 
 def test_an_older_gpu_has_fewer_variants():
     """No dependent launches: what differs in nothing else is compiled once. Combine's blocks differ too."""
-    counts = Counter(named(variant) for variant, _ in variants_of(config_of(), AMPERE))
-    assert all(count == (2 if name.startswith("combine") else 1) for name, count in counts.items()), counts
-    assert len(counts) == 2 * 2 + 1 + 4
+    for world_size, ways in ((8, 3), (2, 4)):
+        counts = Counter(named(variant) for variant, _ in variants_of(config_of(world_size=world_size), AMPERE))
+        assert all(count == (2 if name.startswith("combine") else 1) for name, count in counts.items()), counts
+        # dispatch: of few tokens, of few ranks also with sparse polls, in bytes, of many; with and without weights
+        assert len(counts) == 2 * ways + 1 + 4
+
+
+@pytest.mark.parametrize("tokens", [1, 16, FLAGGED_MAX_TOKENS, MAX_COUNTED_IN_BYTES, MAX_COUNTED_IN_BYTES + 1, 4096])
+@pytest.mark.parametrize("flagged", [0, FLAGGED_MAX_TOKENS])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_bytes_hold_every_count(tokens, flagged, world_size):
+    """Where a rank's tokens are counted in a byte per destination, each has a lane and their number fits."""
+    config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
+    in_bytes = {Phase.FLAGGED_DISPATCH: config.flagged_tokens, Phase.DISPATCH: min(tokens, MAX_COUNTED_IN_BYTES)}
+    for variant, _ in variants_of(config):
+        if is_dispatch(variant) and _way_of(variant) != "many":
+            most = in_bytes[Phase(kind_of(variant))]
+            assert most <= variant.constants["TOKEN_LANES"]
+            assert most < 1 << 8
+    ways = {_way_of(variant) for variant, _ in variants_of(config) if is_dispatch(variant)}
+    assert ("many" in ways) == (tokens > MAX_COUNTED_IN_BYTES)
 
 
 @pytest.mark.parametrize("hidden_dim", [2880, 3080])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +12,22 @@ from hypothesis import strategies as st
 
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.policy import (
+    FEW_TOKENS,
     INTERPRETED_PROGRAMS,
     MAX_DISPATCH_PROGRAMS,
     SEND_ROW_ELEMENTS,
+    SPEAKERS,
     THREADS_PER_SM,
+    WIDE_SENDER_SHARE,
+    WIDE_WARPS,
     Launch,
     Phase,
     choose_launch,
+    fit,
 )
 
 H200_SMS = 132
 WITH_ROLES = [Phase.FLAGGED_DISPATCH, Phase.COMBINE]
-# one that speaks with the peers, one that sends, one that receives
-LEAST_WITH_ROLES = 3
 
 
 def config_of(**changes: Any) -> EpDispatchCombineConfig:
@@ -50,10 +54,25 @@ def threads(launch: Launch) -> int:
     return 32 * launch.num_warps * launch.num_programs
 
 
+def least(phase: Phase) -> int:
+    """Where there are roles: those that speak with the peers, one that sends, one that receives."""
+    return SPEAKERS[phase] + 2 if phase in WITH_ROLES else 1
+
+
+def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
+    """Programs that a device is given at most."""
+    return num_sms * max(1, THREADS_PER_SM[phase] // (32 * num_warps))
+
+
 def check_roles(launch: Launch, phase: Phase) -> None:
     if phase in WITH_ROLES:
-        assert launch.num_programs == 1 + launch.num_senders + launch.num_receivers
+        assert launch.num_programs == SPEAKERS[phase] + launch.num_senders + launch.num_receivers
     assert min(launch.num_senders, launch.num_receivers) >= 1
+
+
+def test_speakers_are_what_the_kernels_make_of_the_first_programs():
+    """A flagged dispatch has a keeper and a herald, a combine its keeper; the dispatch of many tokens has no roles."""
+    assert SPEAKERS == {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -102,13 +121,30 @@ def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
     if num_tokens <= 1:
         # a token is sent and added by no more programs than its row has blocks of work
         own = launch.num_senders if phase is Phase.FLAGGED_DISPATCH else launch.num_receivers
-        least = min(launch.send_elements, launch.add_elements)
-        assert own <= (1 if phase is Phase.FLAGGED_DISPATCH else -(-7168 // least))
+        smallest_block = min(launch.send_elements, launch.add_elements)
+        assert own <= (1 if phase is Phase.FLAGGED_DISPATCH else -(-7168 // smallest_block))
 
 
-def test_few_flagged_tokens_have_a_program_for_every_row():
-    launch = choose_launch(config_of(world_size=2), Phase.FLAGGED_DISPATCH, 4, 5, H200_SMS)
-    assert (launch.num_senders, launch.num_receivers) == (4, 10)
+@pytest.mark.parametrize("layout", ["compact", "rank_major", "expert_major"])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_few_flagged_tokens_have_a_program_for_every_row_that_travels(world_size, layout):
+    """A rank's own rows travel in layout compact only; there is a receiver all the same."""
+    config = config_of(world_size=world_size, layout=layout)
+    launch = choose_launch(config, Phase.FLAGGED_DISPATCH, 4, 5, H200_SMS)
+    sources = world_size if layout == "compact" else world_size - 1
+    assert (launch.num_senders, launch.num_receivers) == (4, max(1, 5 * sources))
+    check_roles(launch, Phase.FLAGGED_DISPATCH)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("max_num_tokens", [1, FEW_TOKENS - 1, FEW_TOKENS, 128, 4096])
+def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(phase, max_num_tokens):
+    """Later ones leave the bandwidth to what they wait for. All ranks agree on max_num_tokens; their own T differs."""
+    for num_tokens in (0, max_num_tokens):
+        launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
+        few = max_num_tokens < FEW_TOKENS
+        assert launch.dependent == (few and phase in WITH_ROLES)
+        assert launch.sparse_polls == (not few and phase is Phase.FLAGGED_DISPATCH)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -122,6 +158,8 @@ def test_manual_launches_take_the_configs_numbers(phase):
     assert numbers(wide) == (80, 16)
     many = config_of(launch="manual", block_num=10_000, warp_num_per_block=4)
     assert threads(choose_launch(many, phase, 4096, 4096, H200_SMS)) <= THREADS_PER_SM[phase] * H200_SMS
+    # what a launch looks at is not the caller's
+    assert launch.sparse_polls == (phase is Phase.FLAGGED_DISPATCH)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -153,18 +191,31 @@ def test_warps_are_a_power_of_two_up_to_a_thousand_threads(phase, asked, given_)
 @pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
 def test_max_sms_bounds_programs(phase, max_sms):
     """The GPU spreads programs over all multiprocessors, so a bound on those is a bound on programs."""
-    least = LEAST_WITH_ROLES if phase in WITH_ROLES else 1
     for config in (config_of(max_sms=max_sms), config_of(max_sms=max_sms, launch="manual", block_num=1000)):
         for block_num in (-1, 1000):
             launch = choose_launch(config, phase, 4096, 4096, H200_SMS, block_num)
-            assert launch.num_programs == max(least, max_sms)
+            assert launch.num_programs == max(least(phase), max_sms)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
+def test_programs_are_wide_where_they_are_bounded(phase, max_sms):
+    """A multiprocessor has one program then, which brings its threads; of a combine it takes whole rows."""
     launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
-    # as many threads on each as without a bound, to a power of two, with as much work for each
-    assert THREADS_PER_SM[phase] // 2 < 32 * launch.num_warps <= THREADS_PER_SM[phase]
     unbounded = choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
-    for name in ("send_elements", "add_elements"):
-        per_thread = [getattr(each, name) // each.num_warps for each in (launch, unbounded)]
-        assert per_thread[0] == per_thread[1] or getattr(launch, name) == SEND_ROW_ELEMENTS
+    assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
+    if phase is Phase.COMBINE:
+        assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
+        share = round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase]))
+        assert launch.num_senders == max(1, min(unbounded.num_senders, share))
+        # the caller's warps are the caller's, whatever is bounded
+        own = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS, warp_per_block=4)
+        assert own == replace(launch, num_warps=4, reason="caller")
+    else:
+        assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)
+    # the config's own numbers are not made wide
+    manual = config_of(max_sms=max_sms, launch="manual", block_num=1000, warp_num_per_block=4)
+    assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -210,12 +261,36 @@ def test_no_grid_exceeds_what_fits(
     sms = min(num_sms, max_sms or num_sms)
     assert chosen.num_warps in (1, 2, 4, 8, 16, 32)
     check_roles(chosen, phase)
-    programs_per_sm = 1 if sms < num_sms else max(1, THREADS_PER_SM[phase] // (32 * chosen.num_warps))
-    least = LEAST_WITH_ROLES if phase in WITH_ROLES else 1
-    assert 1 <= chosen.num_programs <= max(least, programs_per_sm * sms)
+    allowed = sms if sms < num_sms else most(phase, chosen.num_warps, num_sms)
+    assert 1 <= chosen.num_programs <= max(least(phase), allowed)
     if phase is Phase.DISPATCH:
         assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
     assert chosen.reason in ("analytic", "config", "caller")
     assert min(chosen.send_elements, chosen.add_elements) >= 1
     # the same question has the same answer: ranks and replays must not differ
     assert chosen == choose_launch(config, *arguments)
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(
+    phase=st.sampled_from(Phase),
+    bound=st.integers(1, 2000),
+    work=st.tuples(st.integers(1, 1 << 20), st.integers(1, 1 << 20)),
+    num_programs=st.none() | st.integers(1, 5000),
+)
+def test_a_launch_is_cut_down_to_what_fits(phase, bound, work, num_programs):
+    """Also a second time, by the registers of a kernel that has been compiled; a wish that fits stays as it is."""
+    senders, receivers = work
+    wished = SPEAKERS.get(phase, 0) + senders + receivers if num_programs is None else num_programs
+    wish = Launch(wished, 4, "any", senders, receivers)
+    fitted = fit(wish, phase, bound)
+    check_roles(fitted, phase)
+    assert least(phase) <= fitted.num_programs <= max(least(phase), bound)
+    assert fitted.num_programs <= max(least(phase), wished)
+    assert fit(fitted, phase, bound) == fitted
+    if phase in WITH_ROLES:
+        # no program without work
+        assert fitted.num_senders <= senders
+        assert fitted.num_receivers <= receivers
+        if num_programs is None and wished <= bound:
+            assert fitted == wish

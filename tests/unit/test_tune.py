@@ -87,9 +87,13 @@ def searched(best: TunedLaunch, budget: int = 10_000) -> tuple[tune.Launches, tu
 
 
 def test_the_search_follows_what_is_faster_and_takes_nothing_wrong():
-    found_, search = searched(TunedLaunch(2, 0, 32, 1, 2048, 1))
+    start = tune.analytic_launches(config_of(), H200_SMS)["combine"]
+    best = TunedLaunch(start.num_warps // 2, 0, start.num_senders // 2, 1, start.send_elements // 4, 1)
+    found_, search = searched(best)
     combine = found_["combine"]
-    assert (combine.num_warps, combine.send_elements, combine.num_senders) == (2, 2048, 32)
+    assert (combine.num_warps, combine.send_elements, combine.num_senders) == (
+        best.num_warps, best.send_elements, best.num_senders
+    )  # fmt: skip
     assert combine.add_elements != 2048
     assert search.is_complete
     # effects are timed once

@@ -16,7 +16,16 @@ import ep_a2a
 from ep_a2a import tuning
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.kernels.intra_node import IntraNodeKernels
-from ep_a2a.policy import Launch, Phase, choose_launch, dispatch_phase, launch_shapes
+from ep_a2a.policy import (
+    MAX_COUNTED_IN_BYTES,
+    SPEAKERS,
+    THREADS_PER_SM,
+    Launch,
+    Phase,
+    choose_launch,
+    dispatch_phase,
+    launch_shapes,
+)
 from ep_a2a.tuning import Evidence, ShapeKey, Table, TableEntry, TunedLaunch, TunedTables, lookup
 
 PROJECT = Path(ep_a2a.__file__).parent.parent
@@ -133,7 +142,8 @@ def chosen(phase: Phase, num_tokens: int, size: int, tables: TunedTables | None,
 
 def test_tuned_numbers_are_taken():
     launch = chosen(Phase.COMBINE, 512, 512, tables_of(entry(512)))
-    assert launch == Launch(117, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
+    num_programs = SPEAKERS[Phase.COMBINE] + 16 + 100
+    assert launch == Launch(num_programs, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
     dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
     assert chosen(Phase.DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
 
@@ -153,6 +163,10 @@ def test_programs_shrink_with_the_work(own):
     tables = tables_of(entry(4, many, cast="fp8_per_1x128"), phase="flagged_dispatch")
     flagged = chosen(Phase.FLAGGED_DISPATCH, own, 4, tables)
     assert (flagged.num_senders, flagged.num_receivers) == (max(1, own), 4 * 4)
+    # own rows travel in layout compact only
+    by_rank = chosen(Phase.FLAGGED_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
+    assert (by_rank.num_senders, by_rank.num_receivers) == (max(1, own), 3 * 4)
+    assert by_rank.num_programs == SPEAKERS[Phase.FLAGGED_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
     tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
     assert chosen(Phase.DISPATCH, own, 4, tables).num_programs == max(1, own)
 
@@ -166,10 +180,11 @@ def test_zero_means_a_program_for_each_unit_of_work():
 def test_tuned_numbers_are_wishes():
     """Programs of a launch wait for each other's ranks, so all must fit: also with fewer multiprocessors."""
     tables = tables_of(entry(4096, TunedLaunch(4, 0, 64, 594, 8192, 1024)))
-    for max_sms in (1, 20, 132):
+    for max_sms in (1, 20, H200_SMS):
         launch = chosen(Phase.COMBINE, 4096, 4096, tables, config={"max_sms": max_sms})
-        assert launch.num_programs <= (max(3, max_sms) if max_sms < 132 else 5 * max_sms)
-        assert launch.num_programs == 1 + launch.num_senders + launch.num_receivers
+        speakers, fits = SPEAKERS[Phase.COMBINE], THREADS_PER_SM[Phase.COMBINE] // (32 * 4)
+        assert launch.num_programs <= (max(speakers + 2, max_sms) if max_sms < H200_SMS else fits * H200_SMS)
+        assert launch.num_programs == speakers + launch.num_senders + launch.num_receivers
     wide = chosen(Phase.COMBINE, 4096, 4096, tables_of(entry(4096, replace(COMBINE, num_warps=32, num_senders=4000))))
     assert wide.num_programs <= H200_SMS
 
@@ -213,8 +228,13 @@ def kernels_of(config: EpDispatchCombineConfig) -> IntraNodeKernels:
     return kernels
 
 
-def shape(phase: Phase, launch: Launch) -> tuple[Any, ...]:
-    return (phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.dependent)
+def shape(phase: Phase, size: int, launch: Launch) -> tuple[Any, ...]:
+    """What kernels are compiled for; a dispatch of many tokens counts in bytes where they are few enough."""
+    in_bytes = phase is Phase.DISPATCH and size <= MAX_COUNTED_IN_BYTES
+    return (
+        phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls, launch.dependent,
+        in_bytes,
+    )  # fmt: skip
 
 
 LAUNCHES = st.builds(
@@ -240,11 +260,11 @@ def test_every_shape_that_a_step_can_have_is_listed(sizes, most, flagged):
     config = config_of(max_num_inp_token_per_rank=most, flagged_max_tokens=flagged, quant_type="none")
     listed = launch_shapes(config, H200_SMS, tables)
     needed = {
-        shape(phase, choose_launch(config, phase, size, size, H200_SMS, tables=tables))
+        shape(phase, size, choose_launch(config, phase, size, size, H200_SMS, tables=tables))
         for size in range(1, most + 1)
         for phase in (dispatch_phase(config, size), Phase.COMBINE)
     }
-    assert {shape(phase, launch) for phase, _, launch in listed} == needed
+    assert {shape(phase, size, launch) for phase, size, launch in listed} == needed
     # each once: a kernel takes seconds to compile
     assert len(listed) == len(needed)
 

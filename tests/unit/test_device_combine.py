@@ -1,0 +1,373 @@
+"""Device helpers of combine, in Triton's interpreter: what is sent back, in which order, and when it has arrived."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.kernels.combine_receive_kernels import add_results, judge_block, read_block
+from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unit_of
+from ep_a2a.kernels.layout import Region, padded
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import pause
+from tests.unit.test_device_rows import EMPTY, TOPK, table_of
+
+COUNTS = {
+    1: [[5], [0]],
+    2: [[3, 5], [0, 4], [4, 0], [0, 0]],
+    3: [[2, 4, 3], [0, 0, 4], [4, 0, 1]],
+    8: [[1, 0, 3, 2, 4, 4, 0, 1], [0, 0, 0, 0, 0, 0, 0, 4]],
+}
+SENDS = pytest.mark.parametrize(
+    ("world_size", "counts"), [(world_size, counts) for world_size, each in COUNTS.items() for counts in each]
+)
+LAYOUTS = pytest.mark.parametrize("compact", [True, False], ids=["compact", "rank_major"])
+PLACES = pytest.mark.parametrize("in_place", [True, False], ids=["own in place", "own sent"])
+STRIDE = 5
+
+
+def row_numbers(counts: list[int], *, compact: bool) -> dict[int, tuple[int, int]]:
+    """(source, index) by the row's number, for all rows that have been received."""
+    return {
+        (sum(counts[:source]) if compact else source * STRIDE) + index: (source, index)
+        for source, count in enumerate(counts)
+        for index in range(count)
+    }
+
+
+@portable
+def list_units(
+    counts, out, stride, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    lanes = tl.arange(0, WORLD_LANES)
+    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
+    destination, index, row = unit_of(
+        unit, vector, stride, rank, WORLD_SIZE, WORLD_LANES, NUM_BLOCKS, COMPACT, OWN_IN_PLACE
+    )
+    tl.store(out + unit * 3, destination)
+    tl.store(out + unit * 3 + 1, index)
+    tl.store(out + unit * 3 + 2, row)
+
+
+@SENDS
+@LAYOUTS
+@PLACES
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_units_cover_every_row_once_and_in_its_order(world_size, counts, compact, in_place, num_blocks):
+    """What push_results walks through: of each block one, row by row, from every source in turn after this rank."""
+    num_destinations = max(1, world_size - in_place)
+    num_units = max(counts) * num_destinations * num_blocks
+    for rank in {0, world_size // 2, world_size - 1}:
+        out = torch.full((max(1, num_units), 3), 77, dtype=torch.int32)
+        if num_units:
+            list_units.interpret(
+                (num_units,), torch.tensor(counts, dtype=torch.int32), out, STRIDE, rank, WORLD_SIZE=world_size,
+                WORLD_LANES=padded(world_size), NUM_BLOCKS=num_blocks, COMPACT=compact, OWN_IN_PLACE=in_place,
+            )  # fmt: skip
+        units = [tuple(unit) for unit in out[:num_units].tolist()]
+        # a row's blocks follow each other
+        assert units == [unit for unit in units[::num_blocks] for _ in range(num_blocks)]
+        turns = units[::num_blocks]
+        others = [(rank + 1 + step) % world_size for step in range(num_destinations)]
+        assert [(source, index) for source, index, _ in turns] == [
+            (source, index) for index in range(max(counts)) for source in others
+        ]
+        there = [unit for unit in turns if unit[1] < counts[unit[0]]]
+        expected = row_numbers(counts, compact=compact)
+        if in_place and world_size > 1:
+            expected = {row: where for row, where in expected.items() if where[0] != rank}
+        assert {row: (source, index) for source, index, row in there} == expected
+        assert len(there) == len(expected)
+
+
+HIDDEN, GROUP, SLOTS = 40, 16, 6
+NUM_BLOCKS = -(-HIDDEN // GROUP)
+
+
+@portable
+def ask_first(
+    rows_in, table, counts, out, values_out, stride, rank, num_senders, WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, COMPACT: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    # one program that is none before the senders, and one behind them
+    sender = tl.program_id(0) - 1
+    is_sender = (sender >= 0) & (sender < num_senders)
+    lanes = tl.arange(0, WORLD_LANES)
+    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
+    aim, _places, values = first_unit(
+        rows_in, table, vector, stride, rank, sender, is_sender, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32,
+        COMPACT, OWN_IN_PLACE,
+    )  # fmt: skip
+    destination, index, row = aim
+    at = tl.program_id(0)
+    tl.store(out + at * 3, destination)
+    tl.store(out + at * 3 + 1, index)
+    tl.store(out + at * 3 + 2, row)
+    tl.store(values_out + at * GROUP + tl.arange(0, GROUP)[None, :], values)
+
+
+def combine_memory(world_size: int) -> dict[tuple[Region, int], torch.Tensor]:
+    """What every rank gets back: nothing yet."""
+    shapes = {Region.COMBINE_ROWS: HIDDEN, Region.COMBINE_SCALES: 1, Region.COMBINE_WEIGHTS: TOPK}
+    return {
+        (region, rank): torch.full((world_size * SLOTS, width), EMPTY, dtype=torch.int32)
+        for region, width in shapes.items()
+        for rank in range(world_size)
+    }
+
+
+def numbered_rows(num_rows: int, width: int = HIDDEN) -> torch.Tensor:
+    """Every element another one, none of them 0 or EMPTY."""
+    return torch.arange(1, num_rows * width + 1, dtype=torch.int32).view(num_rows, width)
+
+
+OUTSIDE = -7
+
+
+@SENDS
+@PLACES
+@pytest.mark.parametrize(
+    ("compact", "cap"), [(True, False), (True, True), (False, False)], ids=["compact", "compact-cap", "rank_major"]
+)
+def test_the_first_unit_is_the_first_of_the_order(world_size, counts, compact, in_place, cap):
+    """It is asked for before the counts are known to hold, so it must stay inside of the rows; others ask for nothing.
+
+    Args:
+        cap: rows_in has as many rows as were received (max_total_recv_tokens).
+    """
+    num_rows = max(1, sum(counts)) if cap else world_size * STRIDE
+    memory = torch.full((num_rows + world_size * STRIDE, HIDDEN), OUTSIDE, dtype=torch.int32)
+    memory[:num_rows] = numbered_rows(num_rows)
+    table = table_of(world_size, combine_memory(world_size))
+    num_senders = max(1, max(counts) * world_size * NUM_BLOCKS)
+    for rank in {0, world_size - 1}:
+        out = torch.full((num_senders + 2, 3), 77, dtype=torch.int32)
+        values = torch.full((num_senders + 2, GROUP), 77, dtype=torch.int32)
+        ask_first.interpret(
+            (num_senders + 2,), memory, table, torch.tensor(counts, dtype=torch.int32), out, values, STRIDE, rank,
+            num_senders, WORLD_SIZE=world_size, WORLD_LANES=padded(world_size), HIDDEN=HIDDEN, GROUP=GROUP,
+            COMPACT=compact, OWN_IN_PLACE=in_place,
+        )  # fmt: skip
+        assert not (values == OUTSIDE).any(), "reads behind the rows"
+        assert (values[[0, -1]] == 0).all()
+        units = torch.full((num_senders, 3), 77, dtype=torch.int32)
+        list_units.interpret(
+            (num_senders,), torch.tensor(counts, dtype=torch.int32), units, STRIDE, rank, WORLD_SIZE=world_size,
+            WORLD_LANES=padded(world_size), NUM_BLOCKS=NUM_BLOCKS, COMPACT=compact, OWN_IN_PLACE=in_place,
+        )  # fmt: skip
+        assert torch.equal(out[1:-1], units)
+        for sender, (source, index, row) in enumerate(units.tolist()):
+            if index < counts[source]:
+                first = sender % NUM_BLOCKS * GROUP
+                expected = memory[row, first : first + GROUP]
+                assert values[1 + sender, : len(expected)].tolist() == expected.tolist()
+                assert not values[1 + sender, len(expected) :].any()
+
+
+@portable
+def send_back(
+    rows_in, weights_in, table, counts, stride, slots_per_rank, rank, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    sender, num_senders = tl.program_id(0), tl.num_programs(0)
+    lanes = tl.arange(0, WORLD_LANES)
+    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
+    first = first_unit(
+        rows_in, table, vector, stride, rank, sender, sender >= 0, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32,
+        COMPACT, OWN_IN_PLACE,
+    )  # fmt: skip
+    push_results(
+        first, rows_in, weights_in, table, vector, stride, slots_per_rank, rank, sender, num_senders,
+        TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32, False, False, HAS_WEIGHTS, COMPACT,
+        OWN_IN_PLACE,
+    )  # fmt: skip
+
+
+@SENDS
+@LAYOUTS
+@PLACES
+@pytest.mark.parametrize("num_senders", [1, 5])
+def test_senders_send_every_row_to_its_slot_and_nothing_else(world_size, counts, compact, in_place, num_senders):
+    rows, weights = numbered_rows(world_size * STRIDE), numbered_rows(world_size * STRIDE, TOPK)
+    # what must not travel, a NaN, does as another one
+    rows[0, 0] = EMPTY
+    for rank in {0, world_size - 1}:
+        for has_weights in (False, True):
+            memory = combine_memory(world_size)
+            table = table_of(world_size, memory)
+            send_back.interpret(
+                (num_senders,), rows, weights, table, torch.tensor(counts, dtype=torch.int32), STRIDE, SLOTS, rank,
+                TOPK=TOPK, TOPK_LANES=padded(TOPK), WORLD_SIZE=world_size, WORLD_LANES=padded(world_size),
+                HIDDEN=HIDDEN, GROUP=GROUP, HAS_WEIGHTS=has_weights, COMPACT=compact, OWN_IN_PLACE=in_place,
+            )  # fmt: skip
+            expected = combine_memory(world_size)
+            for row, (source, index) in row_numbers(counts, compact=compact).items():
+                if not (in_place and source == rank):
+                    slot = rank * SLOTS + index
+                    expected[Region.COMBINE_ROWS, source][slot] = rows[row].masked_fill(rows[row] == EMPTY, 2**31 - 1)
+                    if has_weights:
+                        expected[Region.COMBINE_WEIGHTS, source][slot] = weights[row]
+            assert all(torch.equal(memory[at], expected[at]) for at in expected)
+
+
+# --- scales of rows that come back as fp8 ---
+
+
+@portable
+def look_scaled(
+    rows, scales, slots_in, missing_out, total_out, WIDTH: tl.constexpr, GROUPS_LANES: tl.constexpr,
+    GROUP: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    slots = ()
+    for peer in tl.static_range(WORLD_SIZE):
+        slots = slots + (tl.load(slots_in + peer),)  # noqa: RUF005
+    seen = read_block(rows, scales, slots, rows, 0, 0, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, tl.uint8, True, False)
+    missing, total = judge_block(
+        seen, slots, 0, 0, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, tl.float8e4nv, tl.uint8, True, False
+    )
+    tl.store(missing_out, missing)
+    where = tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(total_out + where, total)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 4])
+def test_a_row_with_scales_has_arrived_with_the_last_of_them(num_groups):
+    """A scale is read once for the verdict and for the product; a token's rows come from some ranks only."""
+    group, world_size = 8, 3
+    width = num_groups * group
+    codes = torch.randint(0, 0x7F, (world_size, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scales = torch.rand(world_size, num_groups, generator=torch.Generator().manual_seed(2)) + 0.5
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32)
+
+    def seen(rows: torch.Tensor, scale_bits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        missing, total = torch.full((1,), 77, dtype=torch.int32), torch.zeros(padded(num_groups), group)
+        look_scaled.interpret(
+            (1,), rows, scale_bits, slots, missing, total, WIDTH=width, GROUPS_LANES=padded(num_groups), GROUP=group,
+            WORLD_SIZE=world_size,
+        )  # fmt: skip
+        return int(missing), total.flatten()[:width]
+
+    bits = scales.view(torch.int32)
+    # slot 1 belongs to a rank that sends nothing, so what lies there does not count
+    codes[1], bits[1] = 0xFF, EMPTY
+    missing, total = seen(codes, bits)
+    assert missing == world_size
+    wide = codes.view(FP8_DTYPE).to(torch.float32) * scales.repeat_interleave(group, 1)
+    assert torch.equal(total, torch.zeros(width) + wide[2] + wide[0])
+    for slot, peer in ((2, 0), (0, 2)):
+        for at in range(num_groups):
+            late = bits.clone()
+            late[slot, at] = EMPTY
+            assert seen(codes, late)[0] == peer
+        for at in (0, width - 1):
+            late = codes.clone()
+            late[slot, at] = 0xFF
+            assert seen(late, bits)[0] == peer
+    assert seen(torch.full_like(codes, 0xFF), bits)[0] == 0
+
+
+# --- adding what comes back ---
+
+RANK, RANKS, TOKENS = 1, 3, 5
+# which token goes where: to all, to one, to nobody, to this rank alone
+GOES = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.bool)
+
+
+@portable
+def add(
+    rows_in, weights_in, result, table, num_tokens, first_own_row, slots_per_rank, rank, poison_out,
+    TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr,
+):  # fmt: skip
+    receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
+    poison = add_results(
+        rows_in, weights_in, result, rows_in, table, num_tokens, first_own_row, slots_per_rank, rank, 1, receiver,
+        num_receivers, 0, TOPK, TOPK, TOPK, WORLD_SIZE, HIDDEN, 1, GROUP, tl.float32, tl.float32, tl.int32, False,
+        HAS_WEIGHTS, False, OWN_IN_PLACE, READ_AHEAD,
+    )  # fmt: skip
+    tl.store(poison_out + receiver, poison)
+
+
+@PLACES
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "read ahead"])
+@pytest.mark.parametrize("has_weights", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize("num_receivers", [1, 4, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_added_when_they_have_come_and_left_empty(
+    monkeypatch, seed, num_receivers, has_weights, ahead, in_place
+):
+    """Parts of rows come one by one while they are waited for; seed 0: all are there before."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.where(GOES, GOES.cumsum(0) - 1, -1).to(torch.int32)
+    sent, sent_weights = torch.randn(2, RANKS, TOKENS, HIDDEN, generator=generator)
+    sent_weights = sent_weights[..., :TOPK].contiguous()
+    memory = {
+        Region.ROUTES: indices,
+        Region.COMBINE_ROWS: torch.full((RANKS * SLOTS, HIDDEN), EMPTY, dtype=torch.int32),
+        Region.COMBINE_WEIGHTS: torch.full((RANKS * SLOTS, TOPK), EMPTY, dtype=torch.int32),
+        Region.RESULT_WEIGHTS: torch.full((TOKENS, TOPK), 77.0),
+        Region.POISON: torch.zeros(1, dtype=torch.int32),
+        Region.LIMITS: torch.tensor([10**15]),
+    }
+    # rows of other ranks' tokens lie before this rank's own
+    first_own_row = 2
+    rows_in = torch.full((first_own_row + TOKENS, HIDDEN), 77.0)
+    weights_in = torch.full((first_own_row + TOKENS, TOPK), 77.0)
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for token, peer in GOES.nonzero().tolist():
+        index = int(indices[token, peer])
+        if in_place and peer == RANK:
+            rows_in[first_own_row + index] = sent[peer, token]
+            weights_in[first_own_row + index] = sent_weights[peer, token]
+            continue
+        slot, bits = peer * SLOTS + index, sent[peer, token].view(torch.int32)
+        row, weights = memory[Region.COMBINE_ROWS][slot], memory[Region.COMBINE_WEIGHTS][slot]
+        parts += [(row[::2], bits[::2]), (row[1::2], bits[1::2])]
+        if has_weights:
+            parts.append((weights, sent_weights[peer, token].view(torch.int32)))
+    random.Random(seed).shuffle(parts)
+
+    idle = 0
+
+    def next_part(_: object = None) -> None:
+        nonlocal idle
+        if parts:
+            where, what = parts.pop()
+            where.copy_(what)
+            return
+        # what was read ahead may be older than the last part: one more look for each block
+        idle += 1
+        assert ahead
+        assert idle <= TOKENS * NUM_BLOCKS, "waits for more than there is"
+
+    while parts and seed == 0:
+        next_part()
+    monkeypatch.setitem(pause.__dict__, "python", next_part)
+    result, poison = torch.full((TOKENS, HIDDEN), 77.0), torch.full((num_receivers,), 77, dtype=torch.int32)
+    given = rows_in.clone()
+    table = table_of(RANKS, {(region, RANK): each for region, each in memory.items()})
+    add.interpret(
+        (num_receivers,), rows_in.view(torch.int32), weights_in.view(torch.int32), result, table, TOKENS,
+        first_own_row, SLOTS, RANK, poison, TOPK=TOPK, WORLD_SIZE=RANKS, HIDDEN=HIDDEN, GROUP=GROUP,
+        HAS_WEIGHTS=has_weights, OWN_IN_PLACE=in_place, READ_AHEAD=ahead,
+    )  # fmt: skip
+    assert parts == []
+    assert not poison.any()
+    for got, values in ((result, sent), (memory[Region.RESULT_WEIGHTS], sent_weights)):
+        expected = torch.zeros_like(got)
+        for peer in range(RANKS):
+            expected += torch.where(GOES[:, peer, None], values[peer], 0.0)
+        if got is not result and not has_weights:
+            expected = torch.full_like(got, 77.0)
+        assert torch.equal(got, expected)
+    assert (memory[Region.COMBINE_ROWS] == EMPTY).all()
+    assert (memory[Region.COMBINE_WEIGHTS] == EMPTY).all()
+    assert torch.equal(rows_in, given)
