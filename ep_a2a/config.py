@@ -29,7 +29,7 @@ ALIGNMENT_BYTES = 16
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
 FLAGGED_MAX_TOKENS = 128
-"""Kernels number the rows of a flagged dispatch in bytes, so there is a hard limit below 256."""
+"""The most tokens of a rank that a flagged dispatch takes: its slots are allocated for all of them."""
 FLAGGED_MAX_ROWS = 264
 """Rows of all ranks together that a flagged dispatch receives without a queue: two programs on each of 132
 multiprocessors. Beyond it, rows that go straight to their place are as fast or faster (bench/results)."""

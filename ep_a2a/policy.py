@@ -25,8 +25,8 @@ SEND_ROW_ELEMENTS = 8192
 FEW_TOKENS = 64
 """Below this max_num_tokens latency counts: work is spread thin, and launches are prepared while the one before runs.
 From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
-MAX_COUNTED_IN_BYTES = 255
-"""Up to this max_num_tokens every program works out all destinations by itself, in counts of a byte per rank."""
+MAX_COUNTED_ALONE = 1023
+"""Up to this max_num_tokens every program looks at the ids of all tokens, and learns nothing from other programs."""
 BULK_SENDERS = 32
 """Programs that fill the wire then; more of them take from those that add."""
 BULK_CASTERS = 160
@@ -212,7 +212,7 @@ def launch_shapes(
     """
     most = config.max_num_inp_token_per_rank
     sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1}
-    sizes |= {MAX_COUNTED_IN_BYTES, MAX_COUNTED_IN_BYTES + 1, most}
+    sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, most}
     sizes |= tables.turning_points() if tables is not None else set()
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):
@@ -220,7 +220,7 @@ def launch_shapes(
             launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
             shape = (
                 phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls,
-                launch.read_ahead, launch.dependent, phase is Phase.DISPATCH and size <= MAX_COUNTED_IN_BYTES,
+                launch.read_ahead, launch.dependent, phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE,
             )  # fmt: skip
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.routing import ROUTINGS
 from tests.op_cases import Case
 
@@ -223,6 +224,50 @@ def _both_dispatches() -> dict[str, Case]:
     }  # fmt: skip
 
 
+def _look_back() -> dict[str, Case]:
+    """Steps that allow so many tokens that programs learn counts from the programs before them, and have few."""
+    base = Case(
+        world_size=3, num_experts=7, topk=3, hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 77, num_steps=3,
+        tokens=((7, 0, 13), (1, 20, 2), (16, 4, 0)),
+    )  # fmt: skip
+    return {
+        f"look_back-{name}": replace(base, **changes)
+        for name, changes in {
+            "compact": {"routing": "zipf"},
+            "rank_major": {"routing": "some_dropped", "layout": "rank_major", "split": "mixed"},
+            "expert_major": {"routing": "out_of_range", "layout": "expert_major"},
+            "all_to_one": {"routing": "all_to_one", "layout": "rank_major", "num_steps": 2},
+            "one-step-less": {"max_num_tokens": (MAX_COUNTED_ALONE + 1, MAX_COUNTED_ALONE, None)},
+            "epoch-2**32": {"first_epoch": 2**32 - 3, "world_size": 2},
+            # a program's own tokens are more than it looks at at once
+            "many-tokens": {"tokens": ((200, 9),), "world_size": 2, "topk": 2, "num_steps": 1},
+        }.items()
+    }  # fmt: skip
+
+
+def _three_dispatches() -> dict[str, Case]:
+    """Steps that are flagged, of which each program counts all ids, and that look back, in turn, of one op."""
+    base = Case(
+        world_size=2, num_experts=5, hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 77, num_steps=8, pad_id=-2,
+        tokens=((9, 4), (0, 7), (16, 3), (1, 1), (5, 0)),
+        max_num_tokens=(
+            FLAGGED_MAX_TOKENS, FLAGGED_MAX_TOKENS + 1, None, 20, MAX_COUNTED_ALONE + 1, MAX_COUNTED_ALONE, 16,
+        ),
+    )  # fmt: skip
+    return {
+        "three_dispatches-compact": replace(base, routing="zipf"),
+        "three_dispatches-rank_major": replace(
+            base, routing="out_of_range", layout="rank_major", unusual=True, split="mixed"
+        ),
+    }
+
+
+def _counted_alone() -> dict[str, Case]:
+    """Steps of more tokens than a program looks at at once, where it counts all of those before its own."""
+    base = Case(world_size=2, num_experts=5, hidden_dim=8, max_tokens=400, tokens=((390, 257),), num_steps=1)
+    return {"alone-many-tokens": replace(base, routing="some_dropped")}
+
+
 def _direct(cases: dict[str, Case]) -> dict[str, Case]:
     """The same by direct writes, for steps that would otherwise be flagged."""
     never = {"flagged_max_tokens": 0}
@@ -242,7 +287,8 @@ DIRECT = _direct(_some_routings() | _contracts() | _dtypes() | _casts() | _world
 
 CASES: dict[str, Case] = (
     _expert_major() | _routings() | _contracts() | _dtypes() | _casts() | _shapes() | _worlds()
-    | _combine_quants() | _unusual() | _halves() | _both_dispatches() | DIRECT
+    | _combine_quants() | _unusual() | _halves() | _both_dispatches() | _look_back() | _three_dispatches()
+    | _counted_alone() | DIRECT
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from ep_a2a import errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
@@ -480,5 +481,10 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     ),
     "device-failures-direct": (device_failures, Case(world_size=2, tokens=((9,),), options=DIRECT)),
     "cap-overflow-direct": (cap_overflow, Case(options=DIRECT)),
+    # programs that fail have told their counts to those behind them
+    "device-failures-look-back": (
+        device_failures,
+        Case(world_size=2, tokens=((9,),), hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 1),
+    ),
     **STEP_BODIES,
 }

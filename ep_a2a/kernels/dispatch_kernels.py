@@ -34,12 +34,12 @@ from ep_a2a.kernels.receive_kernels import (
     wait_counts,
 )
 from ep_a2a.kernels.routing_kernels import (
-    byte_counts,
-    byte_of,
     count_rows,
-    destination_bytes,
+    field_of,
+    fields_of_token,
+    packed,
+    plus,
     record_route,
-    record_routes,
     rows_of_programs_before,
 )
 from ep_a2a.kernels.send_kernels import (
@@ -48,7 +48,6 @@ from ep_a2a.kernels.send_kernels import (
     load_for_cast,
     load_line,
     rows_of,
-    rows_of_few,
     send_payload,
     send_quantized,
     store_at_all,
@@ -103,7 +102,8 @@ def dispatch_kernel(
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    TOKEN_LANES: tl.constexpr, COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
+    MANY_TOKENS: tl.constexpr, COUNTS_ALONE: tl.constexpr, COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr,
+    POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step.
@@ -118,7 +118,9 @@ def dispatch_kernel(
         pad_id: id of rows without a token.
         row_limit: rows that a rank may receive this step; num_region_rows: rows of the regions.
         first_position: source position of this rank's token 0, rank * W * M.
-        TOKEN_LANES: when > 0, no rank brings that many tokens, and every program looks at all of them.
+        BLOCK_TOKENS, MANY_TOKENS: tokens whose ids a program looks at at once, where it counts its own or all.
+        COUNTS_ALONE: every program counts the rows before its own; else it learns them from the programs before it.
+        COUNT_BITS: bits that hold any rank's number of tokens.
         SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
     """
     # an address never changes, so it may be read before the launch before this one has ended
@@ -127,7 +129,6 @@ def dispatch_kernel(
         after_previous_launch()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    few: tl.constexpr = TOKEN_LANES > 0
     # scales made here are words or bytes; given ones are lines of either
     scale_dtype: tl.constexpr = (tl.uint8 if BYTE_SCALES else tl.int32) if GROUP > 0 else SCALE_DTYPE
     scale_width: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else SCALE_WIDTH
@@ -143,49 +144,43 @@ def dispatch_kernel(
         if SCALE_WIDTH > 0:
             token_scales = load_line(scales, first, last, SCALE_WIDTH, SCALE_LANES)
         token_ids, token_weights = load_choices(ids, weights, first, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        choices, scale_lanes = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES)
+        choices, scale_lanes, ranks = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES), tl.arange(0, WORLD_LANES)
         sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
-        if few:
-            hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES)
+        if COUNTS_ALONE:
+            before = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
         else:
-            own_counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
+            own_fields = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
+            own_counts = field_of(own_fields, ranks, WORLD_SIZE, COUNT_BITS)
             first_index = rows_of_programs_before(
                 table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
             )
+            before = packed(first_index, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
         routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
         if program == 0:
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-        bases = tl.arange(0, WORLD_LANES) * 0 + rank * stride
+        bases = ranks * 0 + rank * stride
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if poison == 0:
             # others wait for these counts, so they cannot wait for other programs where programs wait for counts
-            counts_all: tl.constexpr = COMPACT or few
+            counts_all: tl.constexpr = COMPACT or COUNTS_ALONE
             if program == (0 if counts_all else num_programs - 1):
-                if few:
-                    totals, _ = byte_counts(hits, num_tokens, WORLD_SIZE, TOKEN_LANES)
-                    counts = byte_of(totals, tl.arange(0, WORLD_LANES), WORLD_SIZE)
-                elif COMPACT:
-                    counts = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS)
+                if counts_all:
+                    totals = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
+                    counts = field_of(totals, ranks, WORLD_SIZE, COUNT_BITS)
                 else:
                     counts = first_index + own_counts
                 post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
             if COMPACT:
                 _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
                 bases = rows_before(table, rank, WORLD_SIZE, WORLD_LANES)
-            if not few:
-                record_routes(
-                    routes, sent_ids, ids, first, last, first_index,
-                    TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, BLOCK_TOKENS,
-                )  # fmt: skip
-                tl.debug_barrier()
         if poison == 0:
             first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
-            if few:
-                before, own = byte_counts(hits, first, WORLD_SIZE, TOKEN_LANES)
-                rows = rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE)
-            else:
-                rows = rows_of(routes, first, last, first_rows, row_limit, rank, WORLD_SIZE)
             for token in range(first, last):
+                own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+                rows = rows_of(before, own, first_rows, row_limit, rank, WORLD_SIZE, COUNT_BITS)
+                following_ids, following_weights = load_choices(
+                    ids, weights, token + 1, last, TOPK, TOPK_LANES, HAS_WEIGHTS
+                )
                 # all addresses before the first store, which would wait for each in turn
                 weight_targets = targets_of(table, WEIGHTS, rows, rank, TOPK, WORLD_SIZE, tl.int32)
                 id_targets = targets_of(table, INDICES, rows, rank, TOPK, WORLD_SIZE, tl.int32)
@@ -211,15 +206,12 @@ def dispatch_kernel(
                 for step in tl.static_range(WORLD_SIZE):
                     if rows[step] >= 0:
                         tl.store(positions[step], first_position + token)
-                if few:
-                    record_route(
-                        routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES
-                    )
-                    before, own = byte_counts(hits, token + 1, WORLD_SIZE, TOKEN_LANES)
-                    rows = rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE)
-                else:
-                    rows = rows_of(routes, token + 1, last, first_rows, row_limit, rank, WORLD_SIZE)
-                token_ids, token_weights = load_choices(ids, weights, token + 1, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
+                record_route(
+                    routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES,
+                    COUNT_BITS,
+                )  # fmt: skip
+                before = plus(before, own, WORLD_SIZE, COUNT_BITS)
+                token_ids, token_weights = following_ids, following_weights
         is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
         if is_last:
             poison = tl.full((), 0, tl.int32)

@@ -32,7 +32,7 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import accept_rows, last_received, post_counts, receive_nothing, wait_counts
-from ep_a2a.kernels.routing_kernels import byte_counts, byte_of, destination_bytes, record_route
+from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_token, fields_of_tokens, record_route
 from ep_a2a.kernels.send_kernels import load_choices, load_for_cast
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
@@ -48,19 +48,22 @@ WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
 
 @portable
-def slots_of(before, own, healthy, rank, own_stride, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def slots_of(
+    before, own, healthy, rank, own_stride, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr
+):  # fmt: skip
     """The slot of a token's row at every rank, -1 for none; a tuple that begins with this rank.
 
     Args:
-        before, own: from byte_counts. healthy: nothing is sent without it.
+        before: fields (routing_kernels), rows per rank of the tokens before it; own: of the token itself.
+        healthy: nothing is sent without it.
         own_stride: slots per source where this rank's own rows go. SLOTS: those of the flagged regions.
     """
     slots = ()
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
-        goes = (byte_of(own, peer, WORLD_SIZE) > 0) & healthy
+        goes = (field_of(own, peer, WORLD_SIZE, COUNT_BITS) > 0) & healthy
         first = rank * (own_stride if step == 0 else SLOTS)
-        slots = slots + (tl.where(goes, first + byte_of(before, peer, WORLD_SIZE), -1),)
+        slots = slots + (tl.where(goes, first + field_of(before, peer, WORLD_SIZE, COUNT_BITS), -1),)
     return slots
 
 
@@ -176,7 +179,7 @@ def flagged_dispatch_kernel(
     SCALE_WORDS: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, SLOTS: tl.constexpr, TOKEN_LANES: tl.constexpr,
-    COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SPARSE_POLLS: tl.constexpr,
+    COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SPARSE_POLLS: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step of at most SLOTS tokens per rank; arguments as in dispatch_kernel, and:
@@ -219,17 +222,20 @@ def flagged_dispatch_kernel(
         if GROUP > 0:
             tile = load_for_cast(x, sender, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
         token_ids, token_weights = load_choices(ids, weights, sender, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES)
+        going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if is_herald & (poison == 0):
             post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
-        before, own = byte_counts(hits, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES)
+        before = fields_before(going, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
+        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
         if is_keeper & (poison == 0):
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-            counts = byte_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE)
+            counts = field_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE, COUNT_BITS)
             post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
         for token in range(sender, end, num_senders):
-            slots = slots_of(before, own, poison == 0, rank, SLOTS if COMPACT else stride, SLOTS, WORLD_SIZE)
+            slots = slots_of(
+                before, own, poison == 0, rank, SLOTS if COMPACT else stride, SLOTS, WORLD_SIZE, COUNT_BITS
+            )
             sides = line_starts(side_bases, slots, SCALE_WORDS + 2 * TOPK + 1, WORLD_SIZE, tl.int64)
             starts = line_starts(row_bases, slots, row_width, WORLD_SIZE, row_dtype)
             written_in_full = num_tokens < 0
@@ -255,12 +261,15 @@ def flagged_dispatch_kernel(
                 own_positions, sides, slots, first_position + token, written_in_full, epoch, SCALE_WORDS + 2 * TOPK,
                 first_peer, WORLD_SIZE,
             )  # fmt: skip
-            record_route(routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES)
+            record_route(
+                routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
+            )
             following = token + num_senders
             if GROUP > 0:
                 tile = load_for_cast(x, following, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
             token_ids, token_weights = load_choices(ids, weights, following, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-            before, own = byte_counts(hits, following, WORLD_SIZE, TOKEN_LANES)
+            before = fields_before(going, following, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
+            own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if RECEIVE:

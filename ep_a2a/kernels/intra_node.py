@@ -14,12 +14,12 @@ from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
-from ep_a2a.kernels.layout import WORD_BYTES, padded, side_words
+from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
 from ep_a2a.policy import (
     COUNT_WARPS,
-    MAX_COUNTED_IN_BYTES,
+    MAX_COUNTED_ALONE,
     SPEAKERS,
     Launch,
     Phase,
@@ -40,7 +40,9 @@ DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 MAX_REMEMBERED_LAUNCHES = 4096
 MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
-"""Tokens whose destinations a program works out at once."""
+"""Tokens whose destinations a program works out at once, where it counts its own."""
+MANY_TOKENS = 256
+"""The same where it counts all."""
 BLOCK_ROWS = 64
 """Received rows whose ids a program looks at at once."""
 FLAGGED_PROGRAMS_PER_SM = 2
@@ -227,10 +229,10 @@ class IntraNodeKernels:
 
     def _dispatch_variant(self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages) -> Variant:
         dependent = launch.dependent and self._can_depend
-        in_bytes = args.max_num_tokens <= MAX_COUNTED_IN_BYTES
+        counted_alone = args.max_num_tokens <= MAX_COUNTED_ALONE
         key = (
             phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, launch.sparse_polls,
-            dependent, in_bytes, stages,
+            dependent, counted_alone, stages,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -268,9 +270,8 @@ class IntraNodeKernels:
                 "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
                 "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
                 "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
+                "COUNT_BITS": count_bits(config.flagged_tokens),
             }  # fmt: skip
-        in_bytes = args.max_num_tokens <= MAX_COUNTED_IN_BYTES
-        token_lanes = padded(min(MAX_COUNTED_IN_BYTES, config.max_num_inp_token_per_rank)) if in_bytes else 0
         scale_width = self._scale_bytes(args.scales)
         in_words = scale_width % WORD_BYTES == 0
         scale_width = scale_width // WORD_BYTES if in_words else scale_width
@@ -278,7 +279,9 @@ class IntraNodeKernels:
             "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
             "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
             "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
-            "BLOCK_TOKENS": BLOCK_TOKENS, "POISON_LANES": threads, "TOKEN_LANES": token_lanes,
+            "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
+            "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE,
+            "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "POISON_LANES": threads,
             "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
         }  # fmt: skip
 

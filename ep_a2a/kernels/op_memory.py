@@ -81,13 +81,13 @@ class BoundMemory:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))
 
     def _address_table(self, device: torch.device) -> torch.Tensor:
-        table = torch.zeros(len(Region), self.config.world_size, dtype=torch.int64)
+        table = torch.zeros(len(Region), self.config.world_size, dtype=torch.int64, device="cpu")
         for block, _, addresses in self._blocks:
             for field in block.fields:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
-        words = torch.cat([table.flatten(), torch.zeros(len(Stage), dtype=torch.int64)])
+        words = torch.cat([table.flatten(), table.new_zeros(len(Stage))])
         return outside_pools(lambda: words.to(device), device)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:

@@ -4,11 +4,9 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, epoch_of, flagged, payload_of, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, epoch_of, flagged, payload_of, reduce_sum
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
-
-LARGE_TILE = tl.constexpr(8)
 
 
 @portable
@@ -29,124 +27,130 @@ def owner_of(experts, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def destinations(
-    ids, first, last, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+def either(left, right):
+    """Bitwise or, as tl.reduce wants it."""
+    return left | right
+
+
+@portable
+def fields_of(experts, first_rank: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+              COUNT_BITS: tl.constexpr):  # fmt: skip
+    """1 in the field of each expert's owner, as int64 of one field of COUNT_BITS bits per rank from first_rank on.
+
+    Counts of rows per rank are kept so, in a tuple with as many words as the ranks take: one addition or reduction
+    serves all ranks of a word, and a rank's count is a shift away, without a trip through memory.
+    """
+    place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
+    here = (place >= 0) & (place < 64 // COUNT_BITS)
+    bit = (place * 0 + 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
+    return tl.where(here, bit, 0)
+
+
+@portable
+def fields_of_tokens(
+    ids, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """[TOKENS, WORLD_LANES] of 0 and 1: which ranks tokens first, first + 1, ... below last go to."""
-    tokens = first + tl.arange(0, TOKENS)
-    ranks = tl.arange(0, WORLD_LANES)
-    hits = tl.full((TOKENS, WORLD_LANES), 0, tl.int32)
-    for k in tl.static_range(TOPK):
-        experts = tl.load(ids + tl.cast(tokens, tl.int64) * TOPK + k, mask=tokens < last, other=-1)
-        owners = owner_of(experts, NUM_EXPERTS, WORLD_SIZE)
-        hits = hits | (owners[:, None] == ranks[None, :]).to(tl.int32)
-    return hits
+    """Which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
+    tokens = tl.arange(0, TOKENS)
+    fields = ()
+    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+        here = tl.full((TOKENS,), 0, tl.int64)
+        for k in tl.static_range(TOPK):
+            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
+            here = here | fields_of(experts, first_rank, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        fields = fields + (here,)
+    return fields
+
+
+@portable
+def fields_of_token(token_ids, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """Which ranks the token with these ids [TOPK_LANES] goes to: words of fields that are 0 or 1."""
+    fields = ()
+    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+        bits = fields_of(token_ids, first_rank, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        fields = fields + (tl.reduce(bits, 0, either),)
+    return fields
+
+
+@portable
+def fields_before(fields, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """Rows per rank of tokens 0 ... token - 1, from fields_of_tokens."""
+    tokens = tl.arange(0, TOKENS)
+    before = ()
+    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+        before = before + (reduce_sum(tl.where(tokens < token, fields[word], 0), 0),)
+    return before
 
 
 @portable
 def count_rows(
-    ids, first, last, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+    ids, first, last, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """[WORLD_LANES]: how many of tokens first ... last - 1 go to each rank.
-
-    Large tiles keep more loads in flight where there are many tokens; a small one finishes.
-    """
-    large: tl.constexpr = TOKENS * LARGE_TILE
-    tiled = last - (last - first) % large
-    large_sums = tl.full((large, WORLD_LANES), 0, tl.int32)
-    for start in range(first, tiled, large):
-        large_sums += destinations(ids, start, tiled, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, large)
-    sums = tl.full((TOKENS, WORLD_LANES), 0, tl.int32)
-    for start in range(tiled, last, TOKENS):
-        sums += destinations(ids, start, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
-    return reduce_sum(large_sums, 0) + reduce_sum(sums, 0)
+    """Rows per rank of tokens first ... last - 1, as fields; TOKENS are looked at at once."""
+    sums = ()
+    for _word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+        sums = sums + (tl.full((TOKENS,), 0, tl.int64),)
+    for start in range(first, last, TOKENS):
+        tile = ids + tl.cast(start, tl.int64) * TOPK
+        here = fields_of_tokens(tile, last - start, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+        sums = plus(sums, here, WORLD_SIZE, COUNT_BITS)
+    return fields_before(sums, TOKENS, WORLD_SIZE, TOKENS, COUNT_BITS)
 
 
 @portable
-def destination_bytes(
-    ids, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """Which ranks at most TOKENS < 256 tokens go to: a byte (0 or 1) per rank, eight ranks in each int64 of a tuple."""
-    tokens = tl.arange(0, TOKENS)
-    hits = ()
-    for first_rank in tl.static_range(0, WORLD_SIZE, 8):
-        here = tl.full((TOKENS,), 0, tl.int64)
-        for k in tl.static_range(TOPK):
-            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
-            place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
-            is_here = (place >= 0) & (place < 8)
-            bit = tl.full((TOKENS,), 1, tl.int64) << tl.where(is_here, place * 8, 0).to(tl.int64)
-            here = here | tl.where(is_here, bit, 0)
-        hits = hits + (here,)
-    return hits
+def packed(counts, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """Counts [WORLD_LANES] as fields."""
+    fields = ()
+    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+        place = tl.arange(0, WORLD_LANES) - first_rank
+        here = (place >= 0) & (place < 64 // COUNT_BITS)
+        shifted = counts.to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
+        fields = fields + (reduce_sum(tl.where(here, shifted, 0), 0),)
+    return fields
 
 
 @portable
-def byte_counts(hits, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """(rows per rank of tokens 0 ... token - 1, rows (0 or 1) of `token` itself), bytes as in destination_bytes.
-
-    One reduction serves eight ranks, and a rank's count is a shift away, without a trip through memory.
-    """
-    tokens = tl.arange(0, TOKENS)
-    before = ()
-    own = ()
-    for group in tl.static_range((WORLD_SIZE + 7) // 8):
-        before = before + (reduce_sum(tl.where(tokens < token, hits[group], 0), 0),)
-        own = own + (reduce_sum(tl.where(tokens == token, hits[group], 0), 0),)
-    return before, own
+def plus(left, right, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """The sum of two tuples of fields."""
+    total = ()
+    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+        total = total + (left[word] + right[word],)
+    return total
 
 
 @portable
-def byte_of(counts, rank_lanes, WORLD_SIZE: tl.constexpr):
-    """The counts of the given ranks (a vector or a scalar) out of byte_counts's tuple."""
-    found = (rank_lanes * 0).to(tl.int32)
-    for group in tl.static_range((WORLD_SIZE + 7) // 8):
-        place = rank_lanes - group * 8
-        here = (place >= 0) & (place < 8)
-        shift = tl.where(here, place * 8, 0).to(tl.int64)
-        found += tl.where(here, ((counts[group] >> shift) & 0xFF).to(tl.int32), 0)
+def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """The fields of the given ranks (a vector or a scalar), as int32."""
+    per_word: tl.constexpr = 64 // COUNT_BITS
+    found = (ranks * 0).to(tl.int32)
+    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+        place = ranks - word * per_word
+        here = (place >= 0) & (place < per_word)
+        shift = tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
+        found += tl.where(here, ((fields[word] >> shift) & ((1 << COUNT_BITS) - 1)).to(tl.int32), 0)
     return found
 
 
 @portable
 def record_route(
     routes, sent_ids, token_ids, token, before, own, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Records where a token went and its ids [TOPK_LANES], for combine; before, own: from byte_counts."""
-    lanes = tl.arange(0, WORLD_LANES)
-    at = tl.arange(0, TOPK_LANES)
-    index = tl.where(byte_of(own, lanes, WORLD_SIZE) > 0, byte_of(before, lanes, WORLD_SIZE), -1)
-    tl.store(routes + token * WORLD_SIZE + lanes, index, mask=lanes < WORLD_SIZE)
-    tl.store(sent_ids + token * TOPK + at, token_ids, mask=at < TOPK)
+    """Records where a token went and its ids [TOPK_LANES], for combine.
 
-
-@portable
-def record_routes(
-    routes, sent_ids, ids, first, last, next_index, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Writes routes[token, rank] for tokens first ... last - 1, and copies their ids.
-
-    A route is the row's index among the rows that this rank sends to that rank, or -1.
+    routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
 
     Args:
-        next_index: [WORLD_LANES], index that the next token for each rank gets.
+        before: fields, rows of the tokens before it; own: of the token itself.
     """
-    ranks = tl.arange(0, WORLD_LANES)
-    for start in range(first, last, TOKENS):
-        hits = destinations(ids, start, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
-        indices = next_index[None, :] + running_sum(hits, 0) - hits
-        tokens = start + tl.arange(0, TOKENS)
-        where = tl.cast(tokens[:, None], tl.int64) * WORLD_SIZE + ranks[None, :]
-        inside = (tokens < last)[:, None] & (ranks < WORLD_SIZE)[None, :]
-        tl.store(routes + where, tl.where(hits > 0, indices, -1), mask=inside)
-        for k in tl.static_range(TOPK):
-            slot = tl.cast(tokens, tl.int64) * TOPK + k
-            tl.store(sent_ids + slot, tl.load(ids + slot, mask=tokens < last, other=-1), mask=tokens < last)
-        next_index += reduce_sum(hits, 0)
+    lanes = tl.arange(0, WORLD_LANES)
+    at = tl.arange(0, TOPK_LANES)
+    goes = field_of(own, lanes, WORLD_SIZE, COUNT_BITS) > 0
+    index = tl.where(goes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS), -1)
+    tl.store(routes + tl.cast(token, tl.int64) * WORLD_SIZE + lanes, index, mask=lanes < WORLD_SIZE)
+    tl.store(sent_ids + tl.cast(token, tl.int64) * TOPK + at, token_ids, mask=at < TOPK)
 
 
 @portable

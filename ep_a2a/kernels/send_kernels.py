@@ -6,7 +6,7 @@ from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, reduce_sum
-from ep_a2a.kernels.routing_kernels import byte_of
+from ep_a2a.kernels.routing_kernels import field_of
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
@@ -23,32 +23,22 @@ def first_rows_of(bases, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constex
 
 
 @portable
-def rows_of(routes, token, end, first_rows, row_limit, rank, WORLD_SIZE: tl.constexpr):
-    """A token's row at every rank, -1 for none and from token `end` on, as a tuple that begins with this rank.
+def rows_of(before, own, first_rows, row_limit, rank, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """A token's row at every rank, -1 for none, as a tuple that begins with this rank.
 
-    Beginning elsewhere on each rank spreads the load over the links; a tuple lets all loads be in flight together.
+    Beginning elsewhere on each rank spreads the load over the links.
 
     Args:
+        before: fields (routing_kernels), rows per rank of the tokens before it; own: of the token itself.
         first_rows: where this rank's rows begin at every rank, a tuple of the same order.
         row_limit: rows at or beyond it do not exist.
     """
     rows = ()
     for step in tl.static_range(WORLD_SIZE):
-        route = routes + tl.cast(token, tl.int64) * WORLD_SIZE + (rank + step) % WORLD_SIZE
-        index = tl.load(route, mask=token < end, other=-1)
-        row = first_rows[step] + index
-        rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
-    return rows
-
-
-@portable
-def rows_of_few(before, own, first_rows, row_limit, rank, WORLD_SIZE: tl.constexpr):
-    """As rows_of, from byte_counts."""
-    rows = ()
-    for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
-        row = first_rows[step] + byte_of(before, peer, WORLD_SIZE)
-        rows = rows + (tl.where((byte_of(own, peer, WORLD_SIZE) > 0) & (row < row_limit), row, -1),)
+        row = first_rows[step] + field_of(before, peer, WORLD_SIZE, COUNT_BITS)
+        goes = field_of(own, peer, WORLD_SIZE, COUNT_BITS) > 0
+        rows = rows + (tl.where(goes & (row < row_limit), row, -1),)
     return rows
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
+NO_HOOKS = (None, None, None)
+"""What Triton's launcher gets for the metadata of a launch and for the hooks before and after it."""
 REGISTERS_PER_SM = 65536
 """Of all NVIDIA GPUs since compute capability 3.5, allotted to threads in multiples of REGISTER_GRANULARITY."""
 REGISTER_GRANULARITY = 8
@@ -40,6 +42,7 @@ class Variant:
     max_registers: int | None = None
     programs_per_sm: int | None = field(default=None, init=False)
     _compiled: Any = field(default=None, init=False)
+    _launch: Any = field(default=None, init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
 
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
@@ -75,17 +78,20 @@ class Variant:
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
         registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
-        self._compiled = compiled
+        self._compiled, self._launch = compiled, compiled.run
 
     def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Launches the kernel on the current stream.
 
         Triton's own way of a call binds, hashes and looks up all arguments each time, which costs more host time than
-        everything else of a step together. The types of the arguments are fixed here, so the compiled kernel can be
-        called directly, with addresses for tensors.
+        everything else of a step together, and asks its profiling hooks. The types of the arguments are fixed here, so
+        the compiled kernel's launcher can be called directly, with addresses for tensors and without hooks.
         """
         if self._compiled is None:
             self.compile(args)
         addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        self._compiled[(num_programs, 1, 1)](*addresses, *self._trailing, stream=stream)
+        self._launch(
+            num_programs, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, *NO_HOOKS, *addresses,
+            *self._trailing,
+        )  # fmt: skip

@@ -110,7 +110,7 @@ class RowExchange(abc.ABC):
                 "no CUDA graph capture around a collective backend's dispatch", "a capture",
                 "Run it outside of graphs, or use the ep_a2a backend, which can be captured.",
             )  # fmt: skip
-        own = torch.tensor(numbers, dtype=torch.int64)
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         group = self.groups.of(own.device)
         self.wait(dist.all_gather(gathered, own, group=group, async_op=True), own.device)

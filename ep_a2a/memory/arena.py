@@ -186,7 +186,7 @@ class Arena:
                 symmetric,
                 zeros_outside_pools(sizes.local_own, self.device),
                 {role: self._shared_local(slot, role, num_bytes) for role, num_bytes in sizes.local_shared.items()},
-                torch.zeros(sizes.record_words, dtype=torch.int32, pin_memory=self.device.type == "cuda"),
+                torch.zeros(sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"),
                 slot,
             )
             logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)

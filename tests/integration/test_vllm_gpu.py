@@ -93,7 +93,7 @@ def test_tokens_while_experts_move_between_ranks(model, tmp_path):
     """In float32, since in bfloat16 completions of this length part before most of the moves."""
     eplb = {"window_size": 10, "step_interval": 10, "num_redundant_experts": NUM_RANKS}
     engine = CAPTURED | FLOAT32 | {"enable_eplb": True, "eplb_config": eplb}
-    action = tokens("moving", num_prompts=12, num_tokens=200, longest=16)
+    action = tokens("moving", num_prompts=12, num_tokens=500, longest=16)
     ours = check_against_theirs(tmp_path, model("qwen3_moe"), action, engine, **IEEE)
     moves = [line for line in re.findall(r"Rearranging experts.*", ours.logs[0]) if "profile" not in line]
     assert len(moves) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
+from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
-from ep_a2a.kernels.layout import Region, padded
+from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     begin_stage,
@@ -27,14 +28,17 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.routing_kernels import (
-    byte_counts,
-    byte_of,
     count_rows,
-    destination_bytes,
+    field_of,
+    fields_before,
+    fields_of_token,
+    fields_of_tokens,
     owner_of,
-    record_routes,
+    packed,
+    plus,
+    record_route,
 )
-from ep_a2a.policy import MAX_COUNTED_IN_BYTES
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 
@@ -260,103 +264,228 @@ def test_owners(num_experts, world_size):
     assert out[:num_experts].min() >= 0
 
 
+def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
+    """The constants that most helpers take."""
+    return {"TOPK": topk, "NUM_EXPERTS": num_experts, "WORLD_SIZE": world_size, "COUNT_BITS": bits,
+            "WORLD_LANES": padded(world_size)}  # fmt: skip
+
+
+def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world_size: int) -> torch.Tensor:
+    """Ids [max(1, num_tokens), topk]: where there are no tokens, a line that is not to be looked at."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    return ROUTINGS[routing](max(1, num_tokens), topk, num_experts, world_size, generator)
+
+
+# Ranks that fill a part of a word, a word, and several, for fields of any width; experts that split evenly or do not.
+WORLDS = [(1, 1), (3, 13), (4, 8), (8, 60), (9, 40), (17, 100), (72, 100)]
+FIELDS = [(*world, bits) for world in WORLDS for bits in (8, 16, 32)]
+
+
+@portable
+def add(
+    left, right, words_out, sums_out, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr
+):
+    lanes = tl.arange(0, WORLD_LANES)
+    pair = (packed(tl.load(left + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
+            packed(tl.load(right + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS))  # fmt: skip
+    total = plus(pair[0], pair[1], WORLD_SIZE, COUNT_BITS)
+    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+        tl.store(words_out + word, total[word])
+    tl.store(sums_out + lanes, field_of(total, lanes, WORLD_SIZE, COUNT_BITS))
+
+
+def as_words(counts: list[int], bits: int) -> list[int]:
+    """By definition: rank r's count is shifted by r * bits; the words of that number as int64."""
+    number = sum(count << rank * bits for rank, count in enumerate(counts))
+    words = [number >> 64 * word & 2**64 - 1 for word in range(-(-len(counts) * bits // 64))]
+    return [word - 2**64 if word >= 2**63 else word for word in words]
+
+
+def check_sum(left: list[int], right: list[int], bits: int) -> None:
+    world_size, lanes = len(left), padded(len(left))
+    pair = [torch.tensor([*counts, *[0] * (lanes - world_size)], dtype=torch.int32) for counts in (left, right)]
+    expected = [a + b for a, b in zip(left, right)]
+    words = torch.full((len(as_words(expected, bits)),), 77, dtype=torch.int64)
+    sums = torch.full((lanes,), 77, dtype=torch.int32)
+    add.interpret((1,), *pair, words, sums, WORLD_SIZE=world_size, WORLD_LANES=lanes, COUNT_BITS=bits)
+    assert words.tolist() == as_words(expected, bits)
+    assert sums.tolist() == [*expected, *[0] * (lanes - world_size)]
+
+
+@pytest.mark.parametrize(("world_size", "_", "bits"), FIELDS)
+def test_fields_keep_their_counts_apart(world_size, _, bits):
+    """Packed, added and taken out again: whatever a field holds, its neighbours and the sign of the word are theirs."""
+    most = min(2**bits - 1, INT_MAX)
+    rng = random.Random(world_size)
+    for pattern in (lambda rank: most, lambda rank: most * (rank % 2), lambda rank: rng.randint(0, most)):
+        total = [pattern(rank) for rank in range(world_size)]
+        left = [rng.randint(0, count) for count in total]
+        check_sum(total, [0] * world_size, bits)
+        check_sum(left, [count - some for count, some in zip(total, left)], bits)
+
+
+@pytest.mark.parametrize(
+    ("rank", "bits", "counts"),
+    [(7, 8, (127, 128, 254)), (15, 8, (128,)), (3, 16, (32767, 32768, 65534)), (7, 16, (40000,)), (1, 32, (2**30,))],
+)
+@pytest.mark.parametrize("more_ranks", [0, 1])
+def test_the_field_with_the_sign_of_its_word_counts_on(rank, bits, counts, more_ranks):
+    """Up to the largest count and over the step at which the word turns negative; another word may follow."""
+    for count in counts:
+        for neighbours in (0, min(2**bits - 1, INT_MAX)):
+            before = [neighbours] * rank + [count] + [neighbours] * more_ranks
+            check_sum(before, [0] * rank + [1] + [0] * more_ranks, bits)
+
+
+@portable
+def fields_of_all(
+    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    lanes, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
+    going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    for token in range(num_tokens + 1):
+        before = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
+        tl.store(before_out + token * WORLD_LANES + lanes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS))
+        token_ids = tl.load(ids + token * TOPK + at, mask=(at < TOPK) & (at * 0 + token < num_tokens), other=-1)
+        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        tl.store(own_out + token * WORLD_LANES + lanes, field_of(own, lanes, WORLD_SIZE, COUNT_BITS))
+
+
+def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_size: int, bits: int) -> None:
+    """Of tokens together and of each alone: sums of the mask and its lines, up to the token after the last."""
+    lanes, topk = padded(world_size), ids.shape[1]
+    mask = torch.zeros(num_tokens + 1, lanes, dtype=torch.int32)
+    mask[:num_tokens, :world_size] = destination_mask(ids[:num_tokens], num_experts, world_size)
+    before, own = torch.full((2, num_tokens + 1, lanes), 77, dtype=torch.int32)
+    fields_of_all.interpret(
+        (1,), ids, num_tokens, before, own, TOPK_LANES=padded(topk), TOKENS=16,
+        **topk_shapes(topk, num_experts, world_size, bits),
+    )  # fmt: skip
+    assert torch.equal(before, (mask.cumsum(0) - mask).to(torch.int32))
+    assert torch.equal(own, mask)
+
+
+@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
+@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (5, "repeated"), (1, "uniform")])
+def test_fields_of_tokens_are_the_mask(topk, routing, world_size, num_experts, bits):
+    ids = experts_of(routing, 7, topk, num_experts, world_size)
+    check_fields(ids, 7, num_experts, world_size, bits)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16])
+def test_fields_of_up_to_as_many_tokens_as_are_looked_at_at_once(num_tokens):
+    check_fields(experts_of("out_of_range", num_tokens, 3, 60, 8), num_tokens, 60, 8, 8)
+
+
+@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
+def test_a_rank_is_named_once_or_not_at_all(world_size, num_experts, bits):
+    """A token's expert that it names twice, other experts of one rank, and ids that are none."""
+    last = num_experts - 1
+    lines = [
+        [0, 0, 0, 0], [last, INT_MIN, last, INT_MAX], [0, last, last, 0], [-1, 0, -1, num_experts],
+        [INT_MAX, INT_MIN, -1, last], [-1, -2, INT_MIN, INT_MAX],
+        [num_experts, num_experts + world_size, -num_experts, INT_MIN + 1],
+        [last // 2, min(last, last // 2 + 1), last // 2, min(last, last // 2 + 2)],
+    ]  # fmt: skip
+    check_fields(torch.tensor(lines, dtype=torch.int32), len(lines), num_experts, world_size, bits)
+
+
 @portable
 def count(
     ids, first, last, out, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
-    tl.store(out + tl.arange(0, WORLD_LANES), counts)
+    lanes = tl.arange(0, WORLD_LANES)
+    counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    tl.store(out + lanes, field_of(counts, lanes, WORLD_SIZE, COUNT_BITS))
+
+
+def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **constants: int) -> list[int]:
+    out = torch.full((constants["WORLD_LANES"],), 77, dtype=torch.int32)
+    count.interpret((1,), ids, first, last, out, TOKENS=tokens, **constants)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
+@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (2, "repeated")])
+def test_counts_are_sums_of_the_mask(topk, routing, world_size, num_experts, bits):
+    """Of ranges smaller and larger than what is looked at at once, whole multiples of it, and none."""
+    num_tokens = 37
+    ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
+    mask = destination_mask(ids, num_experts, world_size)
+    constants = topk_shapes(topk, num_experts, world_size, bits)
+    nothing = [0] * (constants["WORLD_LANES"] - world_size)
+    for first, last, tokens in ((5, num_tokens, 8), (0, num_tokens, 64), (12, 18, 8), (3, 35, 16), (9, 9, 8)):
+        assert counted(ids, first, last, tokens, **constants) == mask[first:last].sum(0).tolist() + nothing
+
+
+def test_counts_do_not_read_beyond_the_range():
+    """Behind the last token lie others, or nothing that may be read; before the first lie those of other programs."""
+    ids = torch.tensor([[0], [1], [0], [1], [1]], dtype=torch.int32)
+    for tokens in (1, 2, 8):
+        assert counted(ids, 2, 4, tokens, **topk_shapes(1, 2, 2, 8)) == [1, 1]
+        assert counted(ids, 4, 2, tokens, **topk_shapes(1, 2, 2, 8)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens"),
+    [(FLAGGED_MAX_TOKENS, 128), (255, 256), (256, 256), (MAX_COUNTED_ALONE, 256), (65535, 8192)],
+)
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (4, 3), (8, 7), (9, 8)])
+def test_as_many_tokens_as_their_bits_allow(num_tokens, tokens, world_size, rank):
+    """All to one rank: the fields of ranks 3 and 7 hold the sign of their words where they have 16 and 8 bits."""
+    ids = torch.full((num_tokens, 1), rank, dtype=torch.int32)
+    constants = topk_shapes(1, world_size, world_size, count_bits(num_tokens))
+    expected = [num_tokens * (lane == rank) for lane in range(constants["WORLD_LANES"])]
+    assert counted(ids, 0, num_tokens, tokens, **constants) == expected
+
+
+@pytest.mark.parametrize(
+    ("most", "bits"), [(0, 8), (1, 8), (255, 8), (256, 16), (65535, 16), (65536, 32), (MAX_TOKENS_PER_RANK, 32)]
+)
+def test_bits_of_a_field_hold_the_largest_count(most, bits):
+    assert count_bits(most) == bits
+    assert most < 1 << bits
 
 
 @portable
 def record(
-    routes, sent_ids, ids, first, last, start_rows, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+    routes, sent_ids, ids, first, last, next_rows, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    next_row = tl.load(start_rows + tl.arange(0, WORLD_LANES))
-    record_routes(routes, sent_ids, ids, first, last, next_row, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS)
+    at = tl.arange(0, TOPK_LANES)
+    before = packed(tl.load(next_rows + tl.arange(0, WORLD_LANES)), WORLD_SIZE, WORLD_LANES, COUNT_BITS)
+    for token in range(first, last):
+        token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
+        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        record_route(
+            routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
+        )
+        before = plus(before, own, WORLD_SIZE, COUNT_BITS)
 
 
-@portable
-def count_in_bytes(
-    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    token, lanes = tl.program_id(0), tl.arange(0, WORLD_LANES)
-    hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS)
-    before, own = byte_counts(hits, token, WORLD_SIZE, TOKENS)
-    tl.store(before_out + token * WORLD_LANES + lanes, byte_of(before, lanes, WORLD_SIZE))
-    tl.store(own_out + token * WORLD_LANES + lanes, byte_of(own, lanes, WORLD_SIZE))
-
-
-ROUTES = [
-    (*numbers, routing)
-    for numbers in ((0, 2, 8, 4), (1, 1, 1, 1), (5, 3, 60, 8), (37, 8, 13, 3))
-    for routing in ("uniform", "out_of_range", "repeated")
-]
-
-
-def shapes(topk: int, num_experts: int, world_size: int) -> dict[str, int]:
-    lanes = 1 << (world_size - 1).bit_length()
-    return {"TOPK": topk, "NUM_EXPERTS": num_experts, "WORLD_SIZE": world_size, "WORLD_LANES": lanes, "TOKENS": 8}
-
-
-@pytest.mark.parametrize(("num_tokens", "topk", "num_experts", "world_size", "routing"), ROUTES)
-def test_counts_and_routes_are_cumulative_sums_of_the_mask(num_tokens, topk, num_experts, world_size, routing):
-    generator = torch.Generator().manual_seed(num_tokens)
-    ids = ROUTINGS[routing](num_tokens, topk, num_experts, world_size, generator)
+@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
+@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (2, "repeated")])
+def test_routes_are_cumulative_sums_of_the_mask(topk, routing, world_size, num_experts, bits):
+    """From any row on that programs before have left; what belongs to other tokens is not touched."""
+    num_tokens = 9
+    ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
     mask = destination_mask(ids, num_experts, world_size)
-    constants = shapes(topk, num_experts, world_size)
-    lanes = constants["WORLD_LANES"]
-    start_rows = torch.arange(lanes, dtype=torch.int32) * 100
-    for first, last in {(0, num_tokens), (num_tokens // 3, num_tokens), (num_tokens // 3, num_tokens // 2)}:
-        counts = torch.full((lanes,), 99, dtype=torch.int32)
-        count.interpret((1,), ids, first, last, counts, **constants)
-        assert counts.tolist() == mask[first:last].sum(0).tolist() + [0] * (lanes - world_size)
+    constants = topk_shapes(topk, num_experts, world_size, bits) | {"TOPK_LANES": padded(topk)}
+    most = min(2**bits - 1, INT_MAX) - num_tokens
+    next_rows = (torch.arange(constants["WORLD_LANES"]) * 9973 % most).to(torch.int32)
+    next_rows[world_size // 2 : world_size] = most
+    for first, last in ((0, num_tokens), (5, 7), (4, 4)):
         routes = torch.full((num_tokens, world_size), 77, dtype=torch.int32)
         sent_ids = torch.full_like(ids, 77)
-        record.interpret((1,), routes, sent_ids, ids, first, last, start_rows, **constants)
-        rows = start_rows[:world_size] + mask[first:last].cumsum(0) - 1
-        assert torch.equal(routes[first:last], torch.where(mask[first:last], rows, -1).to(torch.int32))
-        assert torch.equal(sent_ids[first:last], ids[first:last])
-        outside = torch.ones(num_tokens, dtype=torch.bool)
-        outside[first:last] = False
-        assert (routes[outside] == 77).all()
-        assert (sent_ids[outside] == 77).all()
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 37, 64])
-@pytest.mark.parametrize(
-    ("topk", "num_experts", "world_size"), [(2, 8, 4), (8, 13, 3), (1, 1, 1), (5, 40, 9), (3, 100, 72)]
-)
-def test_counts_in_bytes_are_the_same_counts(num_tokens, topk, num_experts, world_size):
-    """A byte per rank, eight ranks to a word: also for worlds that fill several words, and for the token after all."""
-    ids = ROUTINGS["out_of_range"](num_tokens, topk, num_experts, world_size, torch.Generator().manual_seed(5))
-    mask = destination_mask(ids, num_experts, world_size).to(torch.int32)
-    constants = shapes(topk, num_experts, world_size) | {"TOKENS": 64}
-    lanes = constants["WORLD_LANES"]
-    before, own = (torch.full((num_tokens + 1, lanes), 77, dtype=torch.int32) for _ in range(2))
-    ids = ids if num_tokens else torch.zeros(1, topk, dtype=torch.int32)
-    count_in_bytes.interpret((num_tokens + 1,), ids, num_tokens, before, own, **constants)
-    nothing = torch.zeros(1, world_size, dtype=torch.int32)
-    assert torch.equal(before[:, :world_size], torch.cat([nothing, mask.cumsum(0).to(torch.int32)]))
-    assert torch.equal(own[:, :world_size], torch.cat([mask, nothing]))
-
-
-@pytest.mark.parametrize("num_tokens", [FLAGGED_MAX_TOKENS, MAX_COUNTED_IN_BYTES])
-@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (8, 7), (9, 8)])
-def test_as_many_tokens_as_are_counted_in_bytes_fit_a_byte(num_tokens, world_size, rank):
-    """All to one rank; rank 7 has the byte with the sign of its word."""
-    ids = torch.full((num_tokens, 1), rank, dtype=torch.int32)
-    constants = shapes(1, world_size, world_size) | {"TOKENS": padded(num_tokens)}
-    before, own = (torch.zeros(num_tokens + 1, constants["WORLD_LANES"], dtype=torch.int32) for _ in range(2))
-    count_in_bytes.interpret((num_tokens + 1,), ids, num_tokens, before, own, **constants)
-    assert before[:, rank].tolist() == list(range(num_tokens + 1))
-    assert own[:, rank].tolist() == [1] * num_tokens + [0]
-    others = [lane for lane in range(world_size) if lane != rank]
-    assert not before[:, others].any()
-    assert not own[:, others].any()
+        record.interpret((1,), routes, sent_ids, ids, first, last, next_rows, **constants)
+        rows = next_rows[:world_size] + mask[first:last].cumsum(0) - 1
+        expected, expected_ids = torch.full_like(routes, 77), torch.full_like(ids, 77)
+        expected[first:last] = torch.where(mask[first:last], rows, -1).to(torch.int32)
+        expected_ids[first:last] = ids[first:last]
+        assert torch.equal(routes, expected)
+        assert torch.equal(sent_ids, expected_ids)
 
 
 # --- epochs and flags ---

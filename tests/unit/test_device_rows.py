@@ -13,8 +13,17 @@ from ep_a2a.kernels.flagged_receive_kernels import judge_beside, judge_row, read
 from ep_a2a.kernels.layout import Region, Stage, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import pause
-from ep_a2a.kernels.routing_kernels import byte_counts, destination_bytes, record_route, record_routes
-from ep_a2a.kernels.send_kernels import rows_of, rows_of_few
+from ep_a2a.kernels.routing_kernels import (
+    count_rows,
+    field_of,
+    fields_before,
+    fields_of_token,
+    fields_of_tokens,
+    packed,
+    plus,
+    rows_of_programs_before,
+)
+from ep_a2a.kernels.send_kernels import rows_of
 from ep_a2a.routing import ROUTINGS, destination_mask
 
 EMPTY = -1
@@ -372,62 +381,94 @@ def test_a_wait_that_takes_too_long_accuses_the_rows_source(monkeypatch, sparse)
     assert arrival.poison.tolist() == [poison]
 
 
-# --- rows of few tokens ---
+# --- row numbers ---
+
+NUM_PROGRAMS = 3
+ROW_STRIDE = 100
+
+
+@portable
+def store_rows(rows, out, token, WORLD_SIZE: tl.constexpr):
+    for step in tl.static_range(WORLD_SIZE):
+        tl.store(out + token * WORLD_SIZE + step, rows[step])
 
 
 @portable
 def find_rows(
-    ids, routes, sent_ids, few_routes, few_ids, first_rows, row_limit, rank, num_tokens, rows_out, few_out,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr,
+    ids, table, first_rows, row_limit, rank, num_tokens, alone_out, told_out, few_out, TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PROGRAM_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    if token == 0:
-        nothing_before = tl.arange(0, WORLD_LANES) * 0
-        record_routes(
-            routes, sent_ids, ids, 0, num_tokens, nothing_before, TOPK, NUM_EXPERTS, WORLD_SIZE, WORLD_LANES, TOKENS
-        )
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    ranks, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
+    chunk = (num_tokens + num_programs - 1) // num_programs
+    first = tl.minimum(program * chunk, num_tokens)
+    last = tl.minimum(first + chunk, num_tokens)
     starts = ()
     for step in tl.static_range(WORLD_SIZE):
         starts = starts + (tl.load(first_rows + (rank + step) % WORLD_SIZE),)  # noqa: RUF005
-    rows = rows_of(routes, token, num_tokens, starts, row_limit, rank, WORLD_SIZE)
-    hits = destination_bytes(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS)
-    before_it, own = byte_counts(hits, token, WORLD_SIZE, TOKENS)
-    few = rows_of_few(before_it, own, starts, row_limit, rank, WORLD_SIZE)
-    for step in tl.static_range(WORLD_SIZE):
-        tl.store(rows_out + token * WORLD_SIZE + step, rows[step])
-        tl.store(few_out + token * WORLD_SIZE + step, few[step])
-    if token < num_tokens:
-        lanes = tl.arange(0, TOPK_LANES)
-        token_ids = tl.load(ids + token * TOPK + lanes, mask=lanes < TOPK, other=-1)
-        record_route(few_routes, few_ids, token_ids, token, before_it, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES)
+    alone = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
+    own_counts = field_of(
+        count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS),
+        ranks, WORLD_SIZE, COUNT_BITS,
+    )  # fmt: skip
+    before_it = rows_of_programs_before(table, 9, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES)
+    told = packed(before_it, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
+    going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    for token in range(first, last):
+        token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
+        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        few = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
+        store_rows(rows_of(alone, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), alone_out, token, WORLD_SIZE)
+        store_rows(rows_of(told, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), told_out, token, WORLD_SIZE)
+        store_rows(rows_of(few, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), few_out, token, WORLD_SIZE)
+        alone = plus(alone, own, WORLD_SIZE, COUNT_BITS)
+        told = plus(told, own, WORLD_SIZE, COUNT_BITS)
+
+
+def found_rows(
+    ids: torch.Tensor, first_rows: torch.Tensor, row_limit: int, rank: int, num_tokens: int, num_experts: int, bits: int
+) -> torch.Tensor:
+    """[way, token, rank]: of counts over all ids, of counts told by programs before, and of a flagged dispatch."""
+    topk, world_size = ids.shape[1], len(first_rows)
+    chunk_counts = torch.zeros(NUM_PROGRAMS, world_size, dtype=torch.int64)
+    table = table_of(world_size, {(Region.CHUNK_COUNTS, rank): chunk_counts})
+    alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
+    find_rows.interpret(
+        (NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, alone, told, few, TOPK=topk,
+        TOPK_LANES=padded(topk), NUM_EXPERTS=num_experts, WORLD_SIZE=world_size, WORLD_LANES=padded(world_size),
+        TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
+    )  # fmt: skip
+    return torch.stack([alone, told, few])
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "topk", "num_experts", "world_size"),
-    [(0, 2, 8, 4), (1, 1, 1, 1), (37, 8, 13, 3), (13, 5, 40, 8), (9, 5, 40, 9), (5, 3, 100, 17)],
-)
+    ("num_tokens", "topk", "num_experts", "world_size", "bits"),
+    [
+        (0, 2, 8, 4, 8), (1, 1, 1, 1, 8), (37, 8, 13, 3, 8), (37, 8, 13, 3, 16), (13, 5, 40, 8, 8), (7, 5, 40, 8, 16),
+        (7, 2, 40, 8, 32), (9, 5, 40, 9, 8), (5, 3, 100, 17, 16), (1, 3, 100, 72, 8),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("routing", ["uniform", "out_of_range", "repeated"])
-def test_rows_of_few_tokens_are_those_of_many(num_tokens, topk, num_experts, world_size, routing):
-    """Counted in bytes or recorded and read back: one row number, one route, also at the limit and after the end."""
-    ids = ROUTINGS[routing](num_tokens, topk, num_experts, world_size, torch.Generator().manual_seed(num_tokens))
-    mask = destination_mask(ids, num_experts, world_size).to(torch.int64)
-    indices = mask.cumsum(0) - mask
-    first_rows = torch.arange(world_size, dtype=torch.int32) * 100 + 7
-    ids = ids if num_tokens else torch.zeros(1, topk, dtype=torch.int32)
-    for rank in {0, world_size // 2}:
-        for row_limit in (2**31 - 1, 7 + 100 * (world_size // 2) + num_tokens // 4):
-            routes, few_routes = torch.full((2, num_tokens + 1, world_size), 77, dtype=torch.int32)
-            sent_ids, few_ids = torch.full((2, num_tokens + 1, topk), 77, dtype=torch.int32)
-            rows, few = torch.full((2, num_tokens + 1, world_size), 77, dtype=torch.int32)
-            find_rows.interpret(
-                (num_tokens + 1,), ids, routes, sent_ids, few_routes, few_ids, first_rows, row_limit, rank, num_tokens,
-                rows, few, TOPK=topk, TOPK_LANES=padded(topk), NUM_EXPERTS=num_experts, WORLD_SIZE=world_size,
-                WORLD_LANES=padded(world_size), TOKENS=64,
-            )  # fmt: skip
-            order = [(rank + step) % world_size for step in range(world_size)]
-            expected = torch.where((mask > 0) & (first_rows + indices < row_limit), first_rows + indices, -1)
-            assert rows.tolist() == [*expected[:, order].tolist(), [-1] * world_size]
-            assert torch.equal(few, rows)
-            assert torch.equal(few_routes, routes)
-            assert torch.equal(few_ids, sent_ids)
+def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_experts, world_size, bits, routing):
+    """Alone, with what other programs tell, or of few tokens: the sums of the mask, also at the limit."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = ROUTINGS[routing](max(1, num_tokens), topk, num_experts, world_size, generator)
+    mask = destination_mask(ids[:num_tokens], num_experts, world_size).to(torch.int64)
+    first_rows = torch.arange(world_size, dtype=torch.int32) * ROW_STRIDE + 7
+    rows = first_rows + mask.cumsum(0) - mask
+    middle = world_size // 2
+    for rank, row_limit in ((0, 2**31 - 1), (middle, 7 + ROW_STRIDE * middle + num_tokens // 4)):
+        order = [(rank + step) % world_size for step in range(world_size)]
+        expected = torch.where((mask > 0) & (rows < row_limit), rows, -1)[:, order]
+        for found in found_rows(ids, first_rows, row_limit, rank, num_tokens, num_experts, bits):
+            assert found.tolist() == expected.tolist()
+
+
+def test_the_row_limit_is_the_first_row_that_does_not_exist():
+    """All tokens to one rank: the limit's place among them, whichever program has it."""
+    ids, first_rows = torch.ones(10, 1, dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)
+    for row_limit in range(6, 19):
+        expected = [[7 + token if 7 + token < row_limit else -1, -1] for token in range(10)]
+        for found in found_rows(ids, first_rows, row_limit, 1, 10, 2, 8):
+            assert found.tolist() == expected

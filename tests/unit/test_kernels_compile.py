@@ -19,7 +19,7 @@ import triton
 from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
 from ep_a2a.kernels.variants import REGISTER_GRANULARITY
-from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_IN_BYTES, Phase, choose_launch, fit
+from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 from ep_a2a.testing.offline_compile import compile_offline
 
 if TYPE_CHECKING:
@@ -40,18 +40,18 @@ SPARSE_RANKS = FLAGGED_MAX_ROWS // FEW_TOKENS
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
     ("none", "compact", 8): (
-        "dispatch-has_weights", "dispatch-has_weights-bytes", "flagged_dispatch-has_weights-dependent",
+        "dispatch-has_weights", "dispatch-has_weights-alone", "flagged_dispatch-has_weights-dependent",
         "combine-has_weights-dependent",
     ),
     ("none", "rank_major", 8): (
-        "dispatch", "dispatch-bytes", "dispatch-has_weights", "flagged_dispatch-has_weights-dependent",
+        "dispatch", "dispatch-alone", "dispatch-has_weights", "flagged_dispatch-has_weights-dependent",
     ),
     ("fp8_per_1x128", "compact", 8): (
-        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "dispatch-scales56-has_weights-bytes",
+        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "dispatch-scales56-has_weights-alone",
         "flagged_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_1x128", "rank_major", 8): (
-        "dispatch-cast128", "dispatch-cast128-has_weights-bytes", "dispatch-has_weights",
+        "dispatch-cast128", "dispatch-cast128-has_weights-alone", "dispatch-has_weights",
         "flagged_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_token", "compact", 8): (
@@ -115,7 +115,7 @@ def named(variant: Variant) -> str:
     marks += [name for name in ("HAS_WEIGHTS", "CHECK_INDICES", "QUANTIZED", "SCALED") if constants.get(name)]
     marks += ["sparse"] if constants.get("SPARSE_POLLS") else []
     marks += ["ahead"] if constants.get("READ_AHEAD") else []
-    marks += ["bytes"] if kind_of(variant) == "dispatch" and constants["TOKEN_LANES"] else []
+    marks += ["alone"] if constants.get("COUNTS_ALONE") else []
     marks += ["dependent"] if constants.get("DEPENDENT_LAUNCH") else []
     return "-".join([kind_of(variant), *marks]).lower()
 
@@ -194,7 +194,7 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: Variant, ttgir:
         "flagged_dispatch": {"answer", "seen", "side", "words"},
         "combine": {"answer", "seen"},
     }.get(kind, set())
-    if kind == "dispatch" and not constants["TOKEN_LANES"]:
+    if kind == "dispatch" and not constants["COUNTS_ALONE"]:
         expected |= {"words"}
     assert {name for name, _ in polled} >= expected, (kind, polled)
 
@@ -231,7 +231,7 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
 @pytest.mark.parametrize(
     "name",
     [
-        "dispatch-has_weights", "dispatch-has_weights-bytes", "flagged_dispatch-has_weights-dependent",
+        "dispatch-has_weights", "dispatch-has_weights-alone", "flagged_dispatch-has_weights-dependent",
         "combine-has_weights",
     ],
 )  # fmt: skip
@@ -297,25 +297,25 @@ def test_casts_change_dispatch_only():
 @pytest.mark.parametrize(
     ("tokens", "flagged", "world_size", "kinds", "num_combines"),
     [
-        # dispatch twice: it counts in bytes up to a size
-        (4096, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes", "many"), 8),
-        (MAX_COUNTED_IN_BYTES, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes"), 8),
-        (FLAGGED_MAX_ROWS // 8 + 1, FLAGGED_MAX_TOKENS, 8, ("dependent", "bytes"), 4),
+        # dispatch twice: its programs count alone up to a size
+        (4096, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone", "many"), 8),
+        (MAX_COUNTED_ALONE, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone"), 8),
+        (FLAGGED_MAX_ROWS // 8 + 1, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone"), 4),
         (FLAGGED_MAX_ROWS // 8, FLAGGED_MAX_TOKENS, 8, ("dependent",), 4),
-        (4096, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "bytes", "many"), 8),
-        (FLAGGED_MAX_TOKENS + 1, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "bytes"), 8),
+        (4096, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "alone", "many"), 8),
+        (FLAGGED_MAX_TOKENS + 1, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "alone"), 8),
         (FLAGGED_MAX_TOKENS, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
         (FEW_TOKENS - 1, FLAGGED_MAX_TOKENS, 2, ("dependent",), 4),
         (16, 16, 8, ("dependent",), 4),
-        (16, 0, 8, ("bytes",), 4),
-        (MAX_COUNTED_IN_BYTES, 0, 8, ("bytes",), 8),
-        (MAX_COUNTED_IN_BYTES + 1, 0, 8, ("bytes", "many"), 8),
+        (16, 0, 8, ("alone",), 4),
+        (MAX_COUNTED_ALONE, 0, 8, ("alone",), 8),
+        (MAX_COUNTED_ALONE + 1, 0, 8, ("alone", "many"), 8),
     ],
 )
 def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, world_size, kinds, num_combines):
     """With and without weights; with a cast also fp8 tokens that come cast, with scales or (no tokens) without."""
     assert FLAGGED_MAX_ROWS // 8 + 1 < FEW_TOKENS <= FLAGGED_MAX_TOKENS <= FLAGGED_MAX_ROWS // 2
-    assert FLAGGED_MAX_TOKENS < MAX_COUNTED_IN_BYTES
+    assert FLAGGED_MAX_TOKENS < MAX_COUNTED_ALONE
     config = config_of(
         quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size
     )
@@ -336,7 +336,7 @@ def _way_of(variant: Variant) -> str:
     """Which way of dispatch it is."""
     constants = variant.constants
     if kind_of(variant) == "dispatch":
-        return "bytes" if constants["TOKEN_LANES"] else "many"
+        return "alone" if constants["COUNTS_ALONE"] else "many"
     if constants["DEPENDENT_LAUNCH"]:
         assert not constants["SPARSE_POLLS"]
         return "dependent"
@@ -348,24 +348,27 @@ def test_an_older_gpu_has_fewer_variants():
     for world_size, ways in ((8, 3), (2, 4)):
         counts = Counter(named(variant) for variant, _ in variants_of(config_of(world_size=world_size), AMPERE))
         assert all(count == (2 if name.startswith("combine") else 1) for name, count in counts.items()), counts
-        # dispatch: of few tokens, of few ranks also with sparse polls, in bytes, of many; with and without weights
+        # dispatch: of few tokens, of few ranks also with sparse polls, counted alone, of many; with and without weights
         assert len(counts) == 2 * ways + 1 + 4
 
 
-@pytest.mark.parametrize("tokens", [1, 16, FLAGGED_MAX_TOKENS, MAX_COUNTED_IN_BYTES, MAX_COUNTED_IN_BYTES + 1, 4096])
+@pytest.mark.parametrize(
+    "tokens", [1, FLAGGED_MAX_TOKENS, 255, 256, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, 65535, 65536, 2**24 - 1]
+)
 @pytest.mark.parametrize("flagged", [0, FLAGGED_MAX_TOKENS])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_bytes_hold_every_count(tokens, flagged, world_size):
-    """Where a rank's tokens are counted in a byte per destination, each has a lane and their number fits."""
+def test_fields_hold_every_count(tokens, flagged, world_size):
+    """A rank may send all its tokens to one rank: that number fits a field, and of few tokens each has a lane."""
     config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
-    in_bytes = {Phase.FLAGGED_DISPATCH: config.flagged_tokens, Phase.DISPATCH: min(tokens, MAX_COUNTED_IN_BYTES)}
-    for variant, _ in variants_of(config):
-        if is_dispatch(variant) and _way_of(variant) != "many":
-            most = in_bytes[Phase(kind_of(variant))]
-            assert most <= variant.constants["TOKEN_LANES"]
-            assert most < 1 << 8
-    ways = {_way_of(variant) for variant, _ in variants_of(config) if is_dispatch(variant)}
-    assert ("many" in ways) == (tokens > MAX_COUNTED_IN_BYTES)
+    most = {Phase.FLAGGED_DISPATCH: config.flagged_tokens, Phase.DISPATCH: tokens}
+    dispatches = [variant for variant, _ in variants_of(config) if is_dispatch(variant)]
+    for variant in dispatches:
+        constants, count = variant.constants, most[Phase(kind_of(variant))]
+        assert count < 1 << constants["COUNT_BITS"]
+        assert 64 % constants["COUNT_BITS"] == 0
+        if kind_of(variant) == "flagged_dispatch":
+            assert count <= constants["TOKEN_LANES"]
+    assert ("many" in map(_way_of, dispatches)) == (tokens > MAX_COUNTED_ALONE)
 
 
 @pytest.mark.parametrize("hidden_dim", [2880, 3080])

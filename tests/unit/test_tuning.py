@@ -17,7 +17,7 @@ from ep_a2a import tuning
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.policy import (
-    MAX_COUNTED_IN_BYTES,
+    MAX_COUNTED_ALONE,
     SPEAKERS,
     THREADS_PER_SM,
     Launch,
@@ -229,11 +229,11 @@ def kernels_of(config: EpDispatchCombineConfig) -> IntraNodeKernels:
 
 
 def shape(phase: Phase, size: int, launch: Launch) -> tuple[Any, ...]:
-    """What kernels are compiled for; a dispatch of many tokens counts in bytes where they are few enough."""
-    in_bytes = phase is Phase.DISPATCH and size <= MAX_COUNTED_IN_BYTES
+    """What kernels are compiled for; a program of a dispatch counts alone where tokens are few enough."""
+    alone = phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE
     return (
         phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls, launch.dependent,
-        in_bytes,
+        alone,
     )  # fmt: skip
 
 
@@ -250,8 +250,8 @@ LAUNCHES = st.builds(
 
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 700), st.sampled_from([4096, 7168, 2048]), LAUNCHES), max_size=6),
-    most=st.integers(1, 600),
+    sizes=st.lists(st.tuples(st.integers(1, 1200), st.sampled_from([4096, 7168, 2048]), LAUNCHES), max_size=6),
+    most=st.integers(1, 600) | st.integers(MAX_COUNTED_ALONE - 1, MAX_COUNTED_ALONE + 60),
     flagged=st.sampled_from([0, 1, 30, 128]),
 )
 def test_every_shape_that_a_step_can_have_is_listed(sizes, most, flagged):
