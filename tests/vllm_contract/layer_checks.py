@@ -191,6 +191,14 @@ def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> No
         assert manager.arena.rendezvous.timeout_secs == timeout
 
 
+def layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
+    case = Layer()
+    with manager_of(context) as manager:
+        with torch.device("meta"):
+            kernel = kernel_of(case, manager)
+        check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+
+
 def an_error_in_the_experts_closes_the_op(context: RankContext) -> None:
     with manager_of(context) as manager:
         kernel = kernel_of(Layer(), manager)
@@ -245,7 +253,7 @@ LAYER_CHECKS = {
         experts_that_leave_the_sum_to_finalize, rows_without_a_token_name_another_ranks_expert,
         the_rows_that_experts_see_are_bounded_by_the_step, too_many_tokens_are_an_error_on_all_ranks,
         layers_share_one_op, layers_built_again_keep_their_op, waits_are_bounded_by_the_groups_timeout_at_first,
-        an_error_in_the_experts_closes_the_op, an_error_when_rows_are_quantised_closes_the_op,
-        an_error_when_rows_are_added_closes_the_op,
+        layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
+        an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
     )
 }  # fmt: skip

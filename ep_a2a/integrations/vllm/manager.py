@@ -48,7 +48,9 @@ class VllmAll2AllManager(NativeAll2AllManager):
         # Ranks load weights, compile and capture at their own pace. Also after that, or layers that are built again,
         # with new weights, would get another op than the one that graphs have captured.
         self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
-        op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
+        # an op has tensors of the host, too, and some of vLLM's callers make the GPU the default device
+        with torch.device("cpu"):
+            op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
             self._kept.append(op)
             if self._step_timeout_secs is not None:
