@@ -18,6 +18,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
+from tests.counter_bodies import COUNTER_BODIES
 from tests.op_cases import (
     Case,
     Step,
@@ -481,4 +482,5 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "device-failures-direct": (device_failures, Case(world_size=2, tokens=((9,),), options=DIRECT)),
     "cap-overflow-direct": (cap_overflow, Case(options=DIRECT)),
     **STEP_BODIES,
+    **COUNTER_BODIES,
 }
