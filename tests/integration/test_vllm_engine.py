@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_engine.models import QWEN3_MOE, save_model
 from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
 
@@ -208,14 +209,7 @@ def test_counters_leave_the_engines_own_process(models, alone, tmp_path):
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"))
     for layers in zip(*counters_of(run)):
-        for steps in zip(*(layer["latest_steps"] for layer in layers)):
-            sent, received, kept = (
-                [step[f"num_{name}_rows"] for step in steps] for name in ("sent", "received", "kept")
-            )
-            assert sent == received[::-1]
-            assert {step["rank_rows"] for step in steps} == {(sum(sent) + sum(kept)) / 2}
-            assert len({step["skew_rows"] for step in steps}) == 1
-        assert sum(layer["num_sent_rows"] for layer in layers) > 0
+        check_ranks_agree(list(layers))
 
 
 def check_step(step: dict[str, Any], rank: int, ids: list[list[list[int]]]) -> None:
