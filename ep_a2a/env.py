@@ -51,6 +51,17 @@ MAX_TIMEOUT_SECS = 1e9
 """Three decades; in nanoseconds it still fits the 64 bits that kernels count with."""
 
 
+MAX_KEPT_STEPS = 1 << 16
+"""Of 128 bytes each, per layer."""
+
+
+def _num_steps(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_KEPT_STEPS:
+        raise ValueError(text)
+    return value
+
+
 def _timeout_secs(text: str) -> float:
     value = float(text)
     if not 0 < value <= MAX_TIMEOUT_SECS:
@@ -78,11 +89,25 @@ TUNING_DIR: Variable[str] = Variable(
     "a folder, or none",
     "Folder of tuned tables that count before the shipped ones (configs/*.json); none = no tables, analytic launches.",
 )
+COUNTERS: Variable[int] = Variable(
+    "EP_A2A_COUNTERS",
+    0,
+    _num_steps,
+    f"a number of steps, 0 to {MAX_KEPT_STEPS}",
+    "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
+)
 LOG_LEVEL: Variable[str] = Variable(
     "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."
 )
 
-VARIABLES: tuple[Variable[str] | Variable[float], ...] = (BACKEND, CONFIG, TIMEOUT_SECS, TUNING_DIR, LOG_LEVEL)
+VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
+    BACKEND,
+    CONFIG,
+    TIMEOUT_SECS,
+    TUNING_DIR,
+    COUNTERS,
+    LOG_LEVEL,
+)
 
 
 def launcher_variable(name: str) -> str | None:

@@ -19,6 +19,7 @@ from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
+from tests.counter_bodies import COUNTER_BODIES
 from tests.op_cases import (
     Case,
     Step,
@@ -487,4 +488,5 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
         Case(world_size=2, tokens=((9,),), hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 1),
     ),
     **STEP_BODIES,
+    **COUNTER_BODIES,
 }

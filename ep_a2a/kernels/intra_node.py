@@ -78,6 +78,7 @@ class IntraNodeKernels:
             not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
         )
         self._tables: TunedTables | None = None
+        self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._variants: dict[tuple[Any, ...], Variant] = {}
         self._by_expert: ExpertMajorKernels | None = None
@@ -164,8 +165,8 @@ class IntraNodeKernels:
     def compile(self) -> None:
         """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
 
-        Nothing is launched. The halves of the split calls are compiled when they are first used. Each rank begins
-        elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
+        Nothing is launched. The halves of the split calls are compiled when they are first used, or by compile_halves.
+        Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
         """
         if self._interpreted:
             return
@@ -173,17 +174,22 @@ class IntraNodeKernels:
             # not before: what is wrong with a table is told to the other ranks here
             capability = torch.cuda.get_device_capability(self.device)
             self.use_tables(load_tables(arch_name(capability), self.config.world_size))
-        variants = self.variants()
+        variants = [each for stages in self._compiled_stages for each in self.variants(stages)]
         for position in range(len(variants)):
             variant, values = variants[(position + self.config.rank) % len(variants)]
             variant.compile(values)
 
-    def variants(self) -> list[tuple[Variant, tuple[Any, ...]]]:
-        """Every (variant, run-time arguments) that whole calls of the op can need, with stand-in tensors."""
-        # several shapes of launches have one variant where the device knows no dependent launch
-        return list({id(variant): (variant, values) for variant, values in self._reachable()}.values())
+    def compile_halves(self) -> None:
+        """Compiles what the split calls need, now and whenever `compile` is called: they may be captured at once."""
+        self._compiled_stages = (WHOLE, SEND, RECEIVE)
+        self.compile()
 
-    def _reachable(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def variants(self, stages: Stages = WHOLE) -> list[tuple[Variant, tuple[Any, ...]]]:
+        """Every (variant, run-time arguments) that such calls of the op can need, with stand-in tensors."""
+        # several shapes of launches have one variant where the device knows no dependent launch
+        return list({id(variant): (variant, values) for variant, values in self._reachable(stages)}.values())
+
+    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)
@@ -203,7 +209,7 @@ class IntraNodeKernels:
                 for scales in [None] if cast else scale_options:
                     for weights in sent_weights:
                         args = DispatchArguments(x, scales, weights, word, 0, tokens, 1, -1, 1)
-                        variant = self._dispatch_variant(args, phase, launch, WHOLE)
+                        variant = self._dispatch_variant(args, phase, launch, stages)
                         yield variant, self._dispatch_values(args, phase, launch)
         yield self._count_variant(), (self.table, 0, 1, 0, word)
         rows = torch.empty(16, dtype=config.combined_dtype, device=self.device)
@@ -211,7 +217,7 @@ class IntraNodeKernels:
             for weights in summed_weights if phase is Phase.COMBINE else ():
                 for ids in (None, word):
                     combine = CombineArguments(rows, weights, ids, rows, 0, tokens)
-                    variant = self._combine_variant(combine, launch, WHOLE, in_place=True)
+                    variant = self._combine_variant(combine, launch, stages, in_place=stages == WHOLE)
                     yield variant, self._combine_values(combine, launch)
         if self._by_expert is not None:
             yield from self._by_expert.variants()

@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.op import EpDispatchCombineOp
 
 
+LAUNCHES = ("dispatch", "combine", "count_local_experts", "start_wait", "count_dispatch", "count_combine")
+
+
 class _Recorder:
-    """Stands in for an op's kernels: runs every launch and remembers it."""
+    """Stands in for an op's kernels, or for those beside it: runs every launch and remembers it."""
 
     def __init__(self, kernels: Any, calls: list[Callable[[], Any]]) -> None:
         self._kernels, self._calls = kernels, calls
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._kernels, name)
-        if name not in ("dispatch", "combine", "count_local_experts"):
+        if name not in LAUNCHES:
             return method
 
         def run(*args: Any, **options: Any) -> None:
@@ -38,9 +41,15 @@ class CapturedStep:
     Args:
         op: the op that `body` calls.
         body: calls dispatch, `call(experts)` and combine. What is computed outside of `call` is not replayed on CPU.
+        beside: what else launches in `body` by its `_kernels` (CountedExchange).
     """
 
-    def __init__(self, op: EpDispatchCombineOp, body: Callable[[Callable[[Callable[[], None]], None]], None]) -> None:
+    def __init__(
+        self,
+        op: EpDispatchCombineOp,
+        body: Callable[[Callable[[Callable[[], None]], None]], None],
+        beside: tuple[Any, ...] = (),
+    ) -> None:
         self.device = op.arena.device
         self.ran_at_capture = self.device.type == "cpu"
         if self.device.type == "cuda":
@@ -49,12 +58,15 @@ class CapturedStep:
                 body(lambda work: work())
             return
         self._calls: list[Callable[[], Any]] = []
-        kernels = op._kernels
-        op._kernels = _Recorder(kernels, self._calls)  # type: ignore[assignment]
+        owners: tuple[Any, ...] = (op, *beside)
+        kernels = [owner._kernels for owner in owners]
+        for owner, own in zip(owners, kernels):
+            owner._kernels = _Recorder(own, self._calls)
         try:
             body(self._call)
         finally:
-            op._kernels = kernels
+            for owner, own in zip(owners, kernels):
+                owner._kernels = own
 
     def _call(self, work: Callable[[], None]) -> None:
         self._calls.append(work)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.markers import needs_gpus
+from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_gpu.compare import compare
 from tests.vllm_gpu.engine import Action, Run, arguments, run_engine
 from tests.vllm_gpu.models import SHAPES, save_model
@@ -97,6 +98,17 @@ def test_tokens_while_experts_move_between_ranks(model, tmp_path):
     ours = check_against_theirs(tmp_path, model("qwen3_moe"), action, engine, **IEEE)
     moves = [line for line in re.findall(r"Rearranging experts.*", ours.logs[0]) if "profile" not in line]
     assert len(moves) > 5
+
+
+def test_replayed_steps_are_counted(model, tmp_path):
+    actions = [tokens("first"), {"action": "counters", "label": "counted"}]
+    done = run(tmp_path, model("qwen3_moe"), OURS, actions, CAPTURED, EP_A2A_COUNTERS="512")
+    ranks = [report["workers"][0]["layers"] for report in done.of("counted")]
+    for layers in zip(*ranks, strict=True):
+        check_ranks_agree(list(layers))
+        # a prefill, and a token per step
+        assert min(layer["num_steps"] for layer in layers) >= 32
+    assert done.error == ""
 
 
 DISTURBANCES = {

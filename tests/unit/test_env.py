@@ -12,7 +12,14 @@ from ep_a2a.cli.log import set_up_logging
 from ep_a2a.errors import EnvironmentVariableError
 from tests.unit.test_config import config_of
 
-NAMES = ("EP_A2A_BACKEND", "EP_A2A_CONFIG", "EP_A2A_TIMEOUT_SECS", "EP_A2A_TUNING_DIR", "EP_A2A_LOG_LEVEL")
+NAMES = (
+    "EP_A2A_BACKEND",
+    "EP_A2A_CONFIG",
+    "EP_A2A_TIMEOUT_SECS",
+    "EP_A2A_TUNING_DIR",
+    "EP_A2A_COUNTERS",
+    "EP_A2A_LOG_LEVEL",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +56,7 @@ def test_all_variables_are_listed():
         (env.CONFIG, ""),
         (env.TIMEOUT_SECS, 30.0),
         (env.TUNING_DIR, ""),
+        (env.COUNTERS, 0),
         (env.LOG_LEVEL, "WARNING"),
     ],
 )
@@ -67,6 +75,8 @@ def test_defaults(variable, default, monkeypatch):
         (env.TIMEOUT_SECS, "2.5", 2.5),
         (env.TIMEOUT_SECS, "120", 120.0),
         (env.TIMEOUT_SECS, "1e-3", 0.001),
+        (env.COUNTERS, "0", 0),
+        (env.COUNTERS, "65536", 65536),
         (env.LOG_LEVEL, "debug", "DEBUG"),
         (env.LOG_LEVEL, "Info", "INFO"),
         (env.LOG_LEVEL, "ERROR", "ERROR"),
@@ -89,6 +99,11 @@ def test_variables_are_read_when_asked_for(monkeypatch):
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "30s", "1,5", " "])
 def test_a_bad_timeout_names_variable_and_value(text, monkeypatch):
     refused(env.TIMEOUT_SECS, text, monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["on", "-1", "1.5", "65537", " "])
+def test_a_bad_number_of_counted_steps_names_variable_and_value(text, monkeypatch):
+    refused(env.COUNTERS, text, monkeypatch)
 
 
 def test_a_bad_timeout_reaches_whoever_needs_it(monkeypatch):

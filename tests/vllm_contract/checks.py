@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NAME = "ep_a2a"
+OURS = "/integrations/vllm/"
 
 
 def use_cpu() -> None:
@@ -86,7 +87,10 @@ def is_patched(target: str) -> bool:
         found = getattr(found, part)
     if path == ["current_platform"]:
         return last in vars(found)
-    return "/integrations/vllm/" in getattr(found, last).__code__.co_filename
+    owner = getattr(found, last)
+    # of a class, ours is a method that was added
+    members = vars(owner).values() if isinstance(owner, type) else [owner]
+    return any(OURS in member.__code__.co_filename for member in members if hasattr(member, "__code__"))
 
 
 def our_modules() -> set[str]:

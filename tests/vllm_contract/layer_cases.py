@@ -221,15 +221,15 @@ def quant_config_of(case: Layer) -> Any:
     return FusedMoEQuantConfig.make(FP8_DTYPE, per_act_token_quant=case.quant == "per_token", block_shape=blocks)
 
 
-def kernel_of(case: Layer, manager: Any, sp_size: int = 1) -> Any:
-    """vLLM's FusedMoEKernel of our prepare/finalize and the experts above."""
+def kernel_of(case: Layer, manager: Any, sp_size: int = 1, moe: Any = None) -> Any:
+    """vLLM's FusedMoEKernel of our prepare/finalize and the experts above; `moe` is that of a layer built before."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.utils import deep_gemm
 
     from ep_a2a.integrations.vllm.prepare_finalize import EpA2APrepareAndFinalize
 
     deep_gemm.is_deep_gemm_e8m0_used = lambda: case.quant == "per_block_rounded"
-    moe = SimpleNamespace(
+    moe = moe or SimpleNamespace(
         hidden_dim=case.hidden, in_dtype=torch.bfloat16, num_experts=case.num_experts, experts_per_token=case.topk,
         num_local_experts=num_owned_experts(case.num_experts, 2, manager.rank),
         moe_parallel_config=SimpleNamespace(sp_size=sp_size, dp_size=2, use_ep=True),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from ep_a2a.errors import ClosedError, TooManyTokensError
 from ep_a2a.quantization import E4M3_MAX
-from ep_a2a.routing import destination_mask
+from ep_a2a.routing import destination_mask, expert_ranges
 from tests.vllm_contract.checks import refused, replaced
 from tests.vllm_contract.layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
 
@@ -244,6 +247,79 @@ def an_error_when_rows_are_added_closes_the_op(context: RankContext) -> None:
             run_kernel(case, kernel, context.rank)
 
 
+def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
+    """Names of the kernels that a step launches, in order."""
+    from ep_a2a.kernels.variants import Variant
+
+    names, interpret = [], Variant.interpret
+
+    def remember(self: Any, *args: Any) -> None:
+        names.append(self.kernel.__name__)
+        interpret(self, *args)
+
+    with replaced(Variant, "interpret", remember):
+        check_result(case, run_kernel(case, kernel, rank), rank)
+    return names
+
+
+def nothing_is_counted_by_default(context: RankContext) -> None:
+    """No launch, no memory, and not a Python call more."""
+    from ep_a2a.kernels import counted
+
+    case = Layer()
+    with replaced(counted.StepCounters, "__init__", fail), manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        assert manager.counters is None
+        assert kernel.prepare_finalize._exchange is kernel.prepare_finalize._op
+        names = launched(kernel, case, context.rank)
+        manager.end_warm_up(45.0)
+    # the interpreter sends and receives in two launches
+    assert names == ["flagged_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
+
+
+def rows_of(case: Layer, source: int, destination: int) -> int:
+    """Tokens of a rank that have an expert at another, or at itself."""
+    first, end = expert_ranges(case.num_experts, 2)[destination]
+    return sum(any(first <= expert < end for expert in ids) for ids in case.inputs(source)[2].tolist())
+
+
+def steps_are_counted_layer_by_layer(context: RankContext) -> None:
+    """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
+    rank, peer = context.rank, 1 - context.rank
+    cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
+    with mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"), manager_of(context) as manager:
+        kernels = [kernel_of(case, manager) for case in cases]
+        counting = ["start_wait_kernel", "count_dispatch_kernel", "start_wait_kernel", "count_combine_kernel"]
+        names = launched(kernels[0], cases[0], rank)
+        assert [name for name in names if name in counting] == counting
+        assert len(names) == 4 + len(counting)
+        num_bytes = manager.arena.num_bytes
+        manager.end_warm_up(45.0)
+        # 0, 1, 2, 1 and again
+        for number in (0, 1, 2, 1) * 2:
+            check_result(cases[number], run_kernel(cases[number], kernels[number], rank), rank)
+            if number == 1:
+                kernels[1] = kernel_of(cases[1], manager, moe=kernels[1].prepare_finalize._moe)
+        assert manager.arena.num_bytes == num_bytes
+        modules = {f"layers.{i}.experts": moe_holder(kernel) for i, kernel in enumerate(kernels)}
+        found = manager.counters.read(modules)
+    assert [each["layer"] for each in found] == list(modules)
+    assert [each["num_steps"] for each in found] == [2, 4, 2]
+    for case, each in zip(cases, found):
+        assert len(each["latest_steps"]) == 2
+        for step in each["latest_steps"]:
+            assert step["num_tokens"] == case.tokens[rank]
+            rows = [step[f"num_{name}_rows"] for name in ("kept", "sent", "received")]
+            assert rows == [rows_of(case, rank, rank), rows_of(case, rank, peer), rows_of(case, peer, rank)]
+            dispatched, combined = (2 * case.hidden,) * 2 if case.quant == "none" else (256 + 2 * 4, 512)
+            assert step["sent_bytes"] == rows[1] * dispatched + rows[2] * combined
+
+
+def moe_holder(kernel: Any) -> Any:
+    """Stands for vLLM's module of a layer."""
+    return SimpleNamespace(moe_config=kernel.prepare_finalize._moe)
+
+
 LAYER_CHECKS = {
     check.__name__: check
     for check in (
@@ -255,5 +331,6 @@ LAYER_CHECKS = {
         layers_share_one_op, layers_built_again_keep_their_op, waits_are_bounded_by_the_groups_timeout_at_first,
         layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
         an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
+        nothing_is_counted_by_default, steps_are_counted_layer_by_layer,
     )
 }  # fmt: skip

@@ -26,6 +26,8 @@ class Manager:
         self.num_checks = 0
         self.num_closings = 0
         self.waits: list[float] = []
+        self.rank, self.world_size = 1, 2
+        self.counters: Any = None
 
     def check(self) -> None:
         self.num_checks += 1
@@ -175,6 +177,30 @@ def waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
     assert manager.waits == [TIMEOUT_SECS]
 
 
+@with_manager
+def counters_are_read_by_the_name_of_a_workers_method(manager: Manager) -> None:
+    """As collective_rpc does it, through the object that an executor has for a worker."""
+    from vllm.config import CompilationConfig
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from ep_a2a.errors import StateError
+
+    layer = SimpleNamespace(moe_config=object())
+    manager.counters = SimpleNamespace(read=lambda modules: [{"layer": name} for name in modules])
+    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    wrapper.worker = CPUWorker.__new__(CPUWorker)
+    config = CompilationConfig()
+    config.static_forward_context["layers.3.experts"] = layer
+    wrapper.worker.vllm_config = SimpleNamespace(compilation_config=config)
+    found = run_method(wrapper, "ep_a2a_counters", (), {})
+    assert found == {"rank": 1, "num_ranks": 2, "layers": [{"layer": "layers.3.experts"}]}
+    manager.counters = None
+    with refused(StateError, "EP_A2A_COUNTERS"):
+        run_method(wrapper, "ep_a2a_counters", (), {})
+
+
 def sent_by(output: Any) -> tuple[str, Any]:
     """What a worker's process sends for this output: status and content."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -218,7 +244,8 @@ WORKER_CHECKS = {
         the_workers_calls_are_checked, a_failed_step_hands_out_no_tokens,
         a_failed_step_hands_out_no_tokens_later_either, vllms_outputs_can_be_watched,
         outputs_that_nobody_asks_for_are_freed_at_once, errors_of_the_step_itself_arrive_as_they_are,
-        waits_are_shortened_when_any_worker_has_warmed_up, an_error_in_an_output_is_sent,
+        waits_are_shortened_when_any_worker_has_warmed_up, counters_are_read_by_the_name_of_a_workers_method,
+        an_error_in_an_output_is_sent,
         what_vllm_saves_of_a_failed_output_is_saved,
     )
 }  # fmt: skip

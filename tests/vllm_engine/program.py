@@ -1,8 +1,10 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
     python -m tests.vllm_engine.program MODEL RESULT.json [--expert-parallel] [--compiled] [--late SECS] [--stop CALLS]
+        [--counters]
 
-VLLM_DP_* say which rank this is. MODEL is a folder from tests.vllm_engine.models.
+VLLM_DP_* say which rank this is. MODEL is a folder from tests.vllm_engine.models. With --counters the result has those
+of the engine under "counters", and beside it, in RESULT.routed, lies what the layers were given (`record_routing`).
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
     parser.add_argument("--late", type=float, default=0, help="seconds that rank 1 sleeps in its first forward")
     parser.add_argument("--stop", type=int, default=0, help="dispatches after which rank 1 stops, as by SIGSTOP")
+    parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
     options = parser.parse_args()
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
     if rank == 1:
         disturb(options.late, options.stop)
-    outputs = generate(options, PROMPTS[rank::size], rank)
-    options.result.write_text(json.dumps(dict(zip(range(rank, len(PROMPTS), size), outputs))))
+    if options.counters:
+        record_routing(options.result.with_suffix(".routed"))
+    outputs, counters = generate(options, PROMPTS[rank::size], rank)
+    result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
+    options.result.write_text(json.dumps(result | ({} if counters is None else {"counters": counters})))
 
 
-def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -> list[dict[str, Any]]:
+def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -> tuple[list[dict[str, Any]], Any]:
+    """Completions, and what each worker of this rank's engine has counted."""
     from vllm import LLM, SamplingParams
     from vllm.config import SchedulerConfig
 
@@ -56,12 +63,39 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
         temperature=0, max_tokens=NUM_TOKENS - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
     )
     completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [_as_numbers(each.outputs[0]) for each in completions]
+    counters = llm.collective_rpc("ep_a2a_counters") if options.counters else None
+    return [_as_numbers(each.outputs[0]) for each in completions], counters
 
 
 def _as_numbers(completion: Any) -> dict[str, Any]:
     tokens = list(completion.token_ids)
     return {"tokens": tokens, "logprobs": [step[token].logprob for token, step in zip(tokens, completion.logprobs)]}
+
+
+def record_routing(path: Path) -> None:
+    """Writes a line of JSON for each dispatch of an engine in this process: the ids that it is given.
+
+    A line null marks the end of warm-up.
+    """
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+    send, end_warm_up = EpDispatchCombineOp.dispatch_send, VllmAll2AllManager.end_warm_up
+
+    def write(line: Any) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> None:
+        write(ids.tolist())
+        send(self, tokens, weights, scales, ids, **options)
+
+    def recorded_end(self: Any, timeout_secs: float) -> None:
+        end_warm_up(self, timeout_secs)
+        write(None)
+
+    EpDispatchCombineOp.dispatch_send = recorded  # type: ignore[method-assign]
+    VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
 
 
 def disturb(late_secs: float, stop_after: int) -> None:

@@ -81,6 +81,11 @@ class Rank:
         self.llm.collective_rpc("reload_weights")
         return {}
 
+    def counters(self) -> dict[str, Any]:
+        """What the layers have counted."""
+        self._settle()
+        return {"workers": self.llm.collective_rpc("ep_a2a_counters")}
+
     def throughput(self, batch: int, prompt: int, output: int, repeats: int = 2) -> dict[str, Any]:
         """Seconds for `batch` prompts per rank that start all at once, best of some: to `few` tokens, and to the end.
 

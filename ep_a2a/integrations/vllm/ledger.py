@@ -82,6 +82,13 @@ LEDGER = (
         "vLLM tells managers when warm-up has ended",
     ),
     Patch(
+        "worker-counters", "vllm.v1.worker.gpu_worker:Worker", MODEL,
+        "a method ep_a2a_counters is added, which collective_rpc calls by its name",
+        "counters would not leave the worker: collective_rpc takes functions only where vLLM is told to unpickle them, "
+        "and a deployment has one worker_extension_cls, which may be another's",
+        "vLLM collects numbers from all-to-all managers",
+    ),
+    Patch(
         "output-thread", "vllm.v1.executor.multiproc_executor:WorkerProc.enqueue_output", MODEL,
         "an error in get_output is sent as the step's result",
         "up to vLLM 0.24 it ends the sending thread silently, and the engine waits for its own timeout",

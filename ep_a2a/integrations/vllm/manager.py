@@ -8,11 +8,13 @@ import torch
 
 from ep_a2a.integrations.vllm import worker
 from ep_a2a.integrations.vllm.common import logger, warn_once
+from ep_a2a.integrations.vllm.counters import LayerCounters
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ep_a2a.kernels.counted import CountedExchange
     from ep_a2a.kernels.op import EpDispatchCombineOp
 
 MIB = 1 << 20
@@ -29,6 +31,9 @@ class VllmAll2AllManager(NativeAll2AllManager):
     Args:
         communicator: vLLM's, of the expert-parallel group.
         vllm_manager: vLLM's allgather_reducescatter manager of the same group.
+
+    Attributes:
+        counters: of the layers; None where nothing is counted, the default.
     """
 
     def __init__(self, communicator: Any, vllm_manager: Any) -> None:
@@ -41,6 +46,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self._vllm_manager = vllm_manager
         self._kept: list[EpDispatchCombineOp] = []
         self._step_timeout_secs: float | None = None
+        self.counters = LayerCounters.wanted()
         worker.managers.add(self)
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
@@ -48,9 +54,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         # Ranks load weights, compile and capture at their own pace. Also after that, or layers that are built again,
         # with new weights, would get another op than the one that graphs have captured.
         self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
-        # an op has tensors of the host, too, and some of vLLM's callers make the GPU the default device
-        with torch.device("cpu"):
-            op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
+        op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
             self._kept.append(op)
             if self._step_timeout_secs is not None:
@@ -62,6 +66,14 @@ class VllmAll2AllManager(NativeAll2AllManager):
                     found["kernel_reason"], found["topology"], self.arena.num_bytes / MIB,
                 )  # fmt: skip
         return op
+
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | CountedExchange:
+        """What a layer calls dispatch and combine of: the op itself, or where steps are counted, what counts its own.
+
+        Args:
+            op: the layer's. moe: its FusedMoEConfig.
+        """
+        return op if self.counters is None else self.counters.exchange_of(op, moe)
 
     def check(self) -> None:
         """Raises what the kernels of finished steps have recorded."""
@@ -75,13 +87,15 @@ class VllmAll2AllManager(NativeAll2AllManager):
                 op.close()
 
     def end_warm_up(self, timeout_secs: float) -> None:
-        """Bounds waits by `timeout_secs` once all ranks have warmed up. Collective."""
+        """Bounds waits by `timeout_secs` once all ranks have warmed up, and begins to count anew. Collective."""
         if self._step_timeout_secs is not None or not self._kept:
             return
         self.arena.rendezvous.barrier("the end of warm-up")
         self._step_timeout_secs = timeout_secs
         for op in self._kept:
             op.set_timeout(timeout_secs)
+        if self.counters is not None:
+            self.counters.clear()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own exchange of hidden states, for layers that do not run as modular kernels."""

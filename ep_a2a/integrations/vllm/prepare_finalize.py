@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+    from ep_a2a.kernels.counted import CountedExchange
     from ep_a2a.kernels.op import EpDispatchCombineOp
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
@@ -49,6 +50,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._max_num_tokens = max_num_tokens
         self._wire: WireFormat = RAW
         self._op: EpDispatchCombineOp | None = None
+        self._exchange: EpDispatchCombineOp | CountedExchange | None = None
 
     @property
     def activation_format(self) -> Any:
@@ -97,6 +99,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 num_local_experts=moe.num_local_experts, max_num_tokens=self._max_num_tokens,
             )
         )  # fmt: skip
+        self._exchange = self._manager.exchange_of(self._op, moe)
         self._close_op_when_experts_fail(fused_experts)
 
     def _close_op_when_experts_fail(self, fused_experts: Any) -> None:
@@ -118,10 +121,10 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 self._op.close()
             raise
 
-    def _open_op(self) -> EpDispatchCombineOp:
-        if self._op is None:
+    def _ready(self) -> EpDispatchCombineOp | CountedExchange:
+        if self._exchange is None:
             raise StateError("post_init_setup before a step", "none", "Build a FusedMoEKernel of this object.")
-        return self._op
+        return self._exchange
 
     def prepare(
         self,
@@ -139,14 +142,14 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         Returns:
             (rows [W * t, H], their scales or None, None, ids [W * t, K] int32 global, weights [W * t, K]).
         """
-        op = self._open_op()
+        exchange = self._ready()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise UnsupportedError(
                     "one expert per token where its weight applies to the input", str(topk_ids.shape[1])
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        tokens, weights, scales, ids, _ = op.dispatch(
+        tokens, weights, scales, ids, _ = exchange.dispatch(
             a1.contiguous(), topk_weights.float().contiguous(), None, topk_ids.int().contiguous(),
             max_num_tokens=agreed_max_tokens(self._max_num_tokens, self._moe.moe_parallel_config.sp_size),
             pad_id=num_experts - 1 if self._manager.rank == 0 else 0,
@@ -166,7 +169,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         import torch
 
         if self._wire.by_whole_tensor:
-            counts = self._open_op().recv_counts
+            counts = cast("EpDispatchCombineOp", self._op).recv_counts
             is_token = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             tokens = torch.where(is_token[:, :, None], tokens, 0)
         options = {
@@ -202,4 +205,4 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )  # fmt: skip
-            self._open_op().combine(rows, None, None, out=output)
+            self._ready().combine(rows, None, None, out=output)

@@ -27,7 +27,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "platforms/interface.py": ("Platform.get_device_communicator_cls", "Platform.check_and_update_config"),
     "v1/worker/gpu_worker.py": (
-        "Worker.execute_model", "Worker.sample_tokens", "Worker.execute_dummy_batch", "Worker.compile_or_warm_up_model",
+        "Worker", "Worker.execute_model", "Worker.sample_tokens", "Worker.execute_dummy_batch",
+        "Worker.compile_or_warm_up_model",
     ),
     "v1/executor/multiproc_executor.py": ("WorkerProc.enqueue_output",),
     f"{_COMMUNICATORS}/base_device_communicator.py": (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.integrations.vllm.common import logger
+from ep_a2a.integrations.vllm.counters import RPC_METHOD, read_counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ WARM_UP = "compile_or_warm_up_model"
 
 
 def patch_worker() -> None:
-    """Patches `worker-steps` and `worker-warm-up`. Idempotent."""
+    """Patches `worker-steps`, `worker-warm-up` and `worker-counters`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     if getattr(Worker.execute_model, "is_ours", False):
@@ -34,6 +35,7 @@ def patch_worker() -> None:
                 setattr(worker, name, _checked(vars(worker)[name]))
         if WARM_UP in vars(worker):
             setattr(worker, WARM_UP, _then_shorten_waits(vars(worker)[WARM_UP]))
+    setattr(Worker, RPC_METHOD, _read_counters)
     _patch_output_thread()
 
 
@@ -41,6 +43,11 @@ def check_ops() -> None:
     """Raises what the kernels of finished steps have recorded."""
     for manager in managers:
         manager.check()
+
+
+def _read_counters(self: Any) -> dict[str, Any]:
+    """The worker's method by which collective_rpc reads the counters of its layers; see read_counters."""
+    return read_counters(managers, self.vllm_config.compilation_config.static_forward_context)
 
 
 def _checked(call: Callable[..., Any]) -> Callable[..., Any]:

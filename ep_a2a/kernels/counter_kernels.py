@@ -1,0 +1,137 @@
+"""Device code that counts what an op's steps move and how long they wait: launches of their own beside the op's.
+
+Counters are lines of LINE_WORDS words (int64). Line 0 has sums over all steps, and from FIRST_MAX on the largest value
+of a step; the lines behind it have one step each. All positions follow from line 0, so that replays of a graph count.
+"""
+
+import enum
+
+import triton.language as tl
+
+from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address, begin_stage, clock_ns, epoch_of, payload_of, reduce_max, reduce_sum
+
+LINE_WORDS = 16
+
+
+class Counter(enum.IntEnum):
+    """Words of a line.
+
+    STEPS: steps in line 0, the step's number (from 1 on) in its own. SCALED_SKEW: W times the rows by which the rank
+    that received most is above the mean. STARTED_NS: in line 0, when the wait in progress has begun.
+    """
+
+    STEPS = 0
+    TOKENS = 1
+    KEPT_ROWS = 2
+    SENT_ROWS = 3
+    RECEIVED_ROWS = 4
+    ALL_ROWS = 5
+    SCALED_SKEW = 6
+    DISPATCH_WAIT_NS = 7
+    COMBINE_WAIT_NS = 8
+    MAX_SCALED_SKEW = 9
+    MAX_DISPATCH_WAIT_NS = 10
+    MAX_COMBINE_WAIT_NS = 11
+    STARTED_NS = 15
+
+
+COUNTS = tl.constexpr(Region.COUNTS.value)
+COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
+
+WORDS = tl.constexpr(LINE_WORDS)
+FIRST_MAX = tl.constexpr(Counter.MAX_SCALED_SKEW.value)
+STEPS = tl.constexpr(Counter.STEPS.value)
+TOKENS = tl.constexpr(Counter.TOKENS.value)
+KEPT_ROWS = tl.constexpr(Counter.KEPT_ROWS.value)
+SENT_ROWS = tl.constexpr(Counter.SENT_ROWS.value)
+RECEIVED_ROWS = tl.constexpr(Counter.RECEIVED_ROWS.value)
+ALL_ROWS = tl.constexpr(Counter.ALL_ROWS.value)
+SCALED_SKEW = tl.constexpr(Counter.SCALED_SKEW.value)
+DISPATCH_WAIT_NS = tl.constexpr(Counter.DISPATCH_WAIT_NS.value)
+COMBINE_WAIT_NS = tl.constexpr(Counter.COMBINE_WAIT_NS.value)
+MAX_SCALED_SKEW = tl.constexpr(Counter.MAX_SCALED_SKEW.value)
+MAX_DISPATCH_WAIT_NS = tl.constexpr(Counter.MAX_DISPATCH_WAIT_NS.value)
+MAX_COMBINE_WAIT_NS = tl.constexpr(Counter.MAX_COMBINE_WAIT_NS.value)
+STARTED_NS = tl.constexpr(Counter.STARTED_NS.value)
+
+
+@portable
+def word_of(lanes, which: tl.constexpr, value):
+    """A line with `value` in one word and zeros elsewhere."""
+    return tl.where(lanes == which, tl.cast(value, tl.int64), 0)
+
+
+@portable
+def sum_where(rows, chosen):
+    """Sum of a tile's chosen elements."""
+    return reduce_sum(reduce_sum(tl.where(chosen, rows, 0), 1), 0)
+
+
+@portable
+def add_line(counters, lanes, values):
+    """Adds a step's values to line 0, or raises its largest values to them."""
+    totals = tl.load(counters + lanes)
+    tl.store(counters + lanes, tl.where(lanes >= FIRST_MAX, tl.maximum(totals, values), totals + values))
+
+
+@portable
+def line_of_step(counters, step, num_kept_steps):
+    """Where the line of a step (from 1 on) begins; the latest num_kept_steps have one."""
+    return counters + (1 + (step - 1) % num_kept_steps) * WORDS
+
+
+@portable
+def start_wait_kernel(counters):
+    """Notes the time at which the launch before this one has ended."""
+    tl.store(counters + STARTED_NS, clock_ns())
+
+
+@portable(do_not_specialize=["num_tokens", "num_kept_steps", "rank"])
+def count_dispatch_kernel(
+    counters, table, num_tokens, num_kept_steps, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
+):
+    """Counts a step whose dispatch has ended, and begins its line. To be launched before the step's combine.
+
+    After a dispatch this rank's COUNTS say what every rank has sent to every rank; peers write the next step's only
+    after this rank's combine. Lines that a failed dispatch did not wait for are of another epoch, and count as zeros.
+
+    Args:
+        counters: int64 [1 + num_kept_steps, LINE_WORDS].
+        table: address table of the op. num_tokens: that this rank has brought.
+    """
+    ended = clock_ns()
+    waited = ended - tl.load(counters + STARTED_NS)
+    epoch, _ = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
+    sources = tl.arange(0, WORLD_LANES)[:, None]
+    targets = tl.arange(0, WORLD_LANES)[None, :]
+    told = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + sources * (WORLD_SIZE + 1) + targets
+    words = tl.load(told, mask=(sources < WORLD_SIZE) & (targets < WORLD_SIZE), other=0, volatile=True)
+    rows = tl.where(epoch_of(words) == epoch, payload_of(words), 0)
+
+    kept = sum_where(rows, (sources == rank) & (targets == rank))
+    all_rows = sum_where(rows, sources >= 0)
+    scaled_skew = reduce_max(reduce_sum(rows, 0), 0) * WORLD_SIZE - all_rows
+
+    lanes = tl.arange(0, WORDS)
+    step = tl.load(counters + STEPS) + 1
+    values = word_of(lanes, TOKENS, num_tokens) + word_of(lanes, KEPT_ROWS, kept)
+    values += word_of(lanes, SENT_ROWS, sum_where(rows, sources == rank) - kept)
+    values += word_of(lanes, RECEIVED_ROWS, sum_where(rows, targets == rank) - kept)
+    values += word_of(lanes, ALL_ROWS, all_rows) + word_of(lanes, SCALED_SKEW, scaled_skew)
+    values += word_of(lanes, DISPATCH_WAIT_NS, waited)
+    largest = word_of(lanes, MAX_SCALED_SKEW, scaled_skew) + word_of(lanes, MAX_DISPATCH_WAIT_NS, waited)
+    add_line(counters, lanes, values + largest + word_of(lanes, STEPS, 1))
+    line = line_of_step(counters, step, num_kept_steps)
+    tl.store(line + lanes, values + word_of(lanes, STEPS, step))
+
+
+@portable(do_not_specialize=["num_kept_steps"])
+def count_combine_kernel(counters, num_kept_steps):
+    """Adds the wait of a combine that has ended to its step. counters: int64 [1 + num_kept_steps, LINE_WORDS]."""
+    waited = clock_ns() - tl.load(counters + STARTED_NS)
+    lanes = tl.arange(0, WORDS)
+    add_line(counters, lanes, word_of(lanes, COMBINE_WAIT_NS, waited) + word_of(lanes, MAX_COMBINE_WAIT_NS, waited))
+    line = line_of_step(counters, tl.load(counters + STEPS), num_kept_steps)
+    tl.store(line + COMBINE_WAIT_NS, tl.cast(waited, tl.int64))
