@@ -86,6 +86,18 @@ class ScaleFormat(enum.StrEnum):
     FLOAT32_POWER_OF_TWO = "float32_power_of_two"
 
 
+class CompiledCalls(enum.StrEnum):
+    """Which forms of calls are compiled when an op is built; others are when they are first made, outside of captures.
+
+    ALL: all whole calls.
+    SERVING: what an engine's layers make: dispatch with weights, and with scales where the config has them and makes
+        none; combine without weights and indices.
+    """
+
+    ALL = "all"
+    SERVING = "serving"
+
+
 def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
     """The member of `kind` that `value` is or names; UnknownNameError listing the members otherwise."""
     try:
@@ -135,6 +147,7 @@ class EpDispatchCombineConfig:
             number times W is FLAGGED_MAX_ROWS at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles.
+        compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
     """
 
     data_type: torch.dtype
@@ -166,6 +179,7 @@ class EpDispatchCombineConfig:
     combine_dtype: torch.dtype | None = field(default=None, kw_only=True)
     flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
     expert_alignment: int = field(default=1, kw_only=True)
+    compiled_calls: str = field(default="all", kw_only=True)
 
     def __post_init__(self) -> None:
         for name, minimum in MINIMUM.items():
@@ -197,6 +211,7 @@ class EpDispatchCombineConfig:
             raise ConfigError("kernel_type to be an EpDispatchCombineKernelType", repr(self.kernel_type))
         parse_enum(Layout, self.layout, "layout")
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
+        parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, Layout, QuantType, ScaleFormat
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.kernels.combine_kernels import combine_kernel
@@ -193,15 +193,18 @@ class IntraNodeKernels:
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)
+        only_serving = config.compiled_calls == CompiledCalls.SERVING
         # in layout expert_major weights always travel, and never come back
-        sent_weights = (None, floats) if self._by_expert is None else (floats,)
-        summed_weights = (None, floats) if self._by_expert is None else (None,)
+        always_weighted = only_serving or self._by_expert is not None
+        sent_weights = (floats,) if always_weighted else (None, floats)
+        summed_weights = (None,) if always_weighted else (None, floats)
+        compared_ids = (None,) if only_serving else (None, word)
         inputs = [torch.empty(16, dtype=config.data_type, device=self.device)]
-        scale_options: list[torch.Tensor | None] = [None]
-        if config.casts_in_dispatch:
+        if config.casts_in_dispatch and not only_serving:
             inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
-        if config.num_scales:
-            scale_options.append(word)
+        scale_options: list[torch.Tensor | None] = [None, word] if config.num_scales else [None]
+        if only_serving:
+            scale_options = scale_options[-1:]
         shapes = launch_shapes(config, self.num_sms, self._tables, self.max_sms)
         for phase, tokens, launch in shapes:
             for x in inputs if phase is not Phase.COMBINE else ():
@@ -211,11 +214,12 @@ class IntraNodeKernels:
                         args = DispatchArguments(x, scales, weights, word, 0, tokens, 1, -1, 1)
                         variant = self._dispatch_variant(args, phase, launch, stages)
                         yield variant, self._dispatch_values(args, phase, launch)
-        yield self._count_variant(), (self.table, 0, 1, 0, word)
+        if not only_serving:
+            yield self._count_variant(), (self.table, 0, 1, 0, word)
         rows = torch.empty(16, dtype=config.combined_dtype, device=self.device)
         for phase, tokens, launch in shapes:
             for weights in summed_weights if phase is Phase.COMBINE else ():
-                for ids in (None, word):
+                for ids in compared_ids:
                     combine = CombineArguments(rows, weights, ids, rows, 0, tokens)
                     variant = self._combine_variant(combine, launch, stages, in_place=stages == WHOLE)
                     yield variant, self._combine_values(combine, launch)

@@ -46,6 +46,7 @@ EXTRA_KWARGS = (
     "use_external_inp_buf",
     "expert_alignment",
     "flagged_max_tokens",
+    "compiled_calls",
 )
 """Ours: passed through to the config field of the same name."""
 

@@ -60,6 +60,7 @@ OWN_FIELDS = [
     ("combine_dtype", None),
     ("flagged_max_tokens", 128),
     ("expert_alignment", 1),
+    ("compiled_calls", "all"),
 ]
 INTEGER_MINIMUM = {
     "rank": 0,
@@ -358,6 +359,7 @@ SHARED_CHANGES: dict[str, Any] = {
     "combine_dtype": torch.float32,
     "flagged_max_tokens": 64,
     "expert_alignment": 16,
+    "compiled_calls": "serving",
 }
 OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts"}
 

@@ -332,6 +332,31 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
     assert all(v.constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_few", "num_all"),
+    [
+        ({}, 5, 15), ({"quant_type": "fp8_per_1x128"}, 5, 27), ({"layout": "expert_major"}, 8, 11),
+        ({"scale_dim": 56, "scale_type_size": 4, "data_type": torch.float8_e4m3fn}, 5, 21),
+    ],
+    ids=["bf16", "cast", "expert_major", "scales"],
+)  # fmt: skip
+def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
+    """One form of dispatch and one of combine, for each size of step: all of them are among those of all calls."""
+    few, every = (variants_of(config_of(compiled_calls=calls, **changes)) for calls in ("serving", "all"))
+    names, all_names = ([named(variant) for variant, _ in variants] for variants in (few, every))
+    assert set(names) <= set(all_names)
+    assert (len(names), len(all_names)) == (num_few, num_all)
+    ways = [_way_of(variant) for variant, _ in few if is_dispatch(variant)]
+    assert sorted(ways) == ["alone", "dependent", "many"]
+    for variant, _ in few:
+        constants = variant.constants
+        if is_dispatch(variant):
+            assert constants["HAS_WEIGHTS"]
+        elif kind_of(variant) == "combine":
+            assert not constants["HAS_WEIGHTS"]
+            assert not constants["CHECK_INDICES"]
+
+
 def _way_of(variant: Variant) -> str:
     """Which way of dispatch it is."""
     constants = variant.constants

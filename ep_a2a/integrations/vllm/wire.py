@@ -101,4 +101,5 @@ def handle_kwargs(
         "num_experts": num_experts,
         "num_experts_per_token": topk,
         "layout": "rank_major",
+        "compiled_calls": "serving",
     }
