@@ -271,6 +271,7 @@ def test_our_own_kwargs_are_passed_through():
         "max_total_recv_tokens": 0,
         "expert_alignment": 1,
         "flagged_max_tokens": 16,
+        "compiled_calls": "serving",
     }
     assert set(extra) == set(EXTRA_KWARGS)
     config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)
