@@ -13,7 +13,7 @@ from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, Dt
 from ep_a2a.managers.base import All2AllManagerBase, Capabilities
 from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.managers.row_exchange import DeviceGroups, RowExchange
+from ep_a2a.memory.device_groups import DeviceGroups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
+    from ep_a2a.managers.row_exchange import RowExchange
     from ep_a2a.topology import Topology
 
 

@@ -5,34 +5,46 @@ from __future__ import annotations
 import json
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 DEFAULT_TIMEOUT_SECS = 300.0
 
 
 class Rendezvous:
-    """Exchanges messages among all ranks of a group, in the same order on every rank.
+    """Exchanges messages among ranks of a group, in the same order on every rank.
 
     Args:
         group: the process group; any backend, since only its store is used.
         timeout_secs: how long to wait for the slowest rank of one exchange.
+        members: the ranks of `group` that meet, equal on all of them; None is all. `rank` and `world_size` are then
+            this rank's place among them and their number; errors name ranks of `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_secs: float = DEFAULT_TIMEOUT_SECS,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.members = tuple(range(dist.get_world_size(group)) if members is None else members)
+        self.rank = self.members.index(dist.get_rank(group))
+        self.world_size = len(self.members)
         self.timeout_secs = timeout_secs
-        self._store = distributed_c10d.PrefixStore("ep_a2a", distributed_c10d._get_process_group_store(group))
+        prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
+        self._store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
         self._sequence = int(self._store.add(f"generation/{self.rank}", 1)) << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
-        """Every rank's message, in rank order.
+        """Every rank's message, in the order of `members`.
 
         Args:
             label: what this meeting is about; must be equal on all ranks.
@@ -52,8 +64,8 @@ class Rendezvous:
         if len(set(labels)) > 1:
             other = next(rank for rank, text in enumerate(labels) if text != label)
             raise ConfigMismatchError(
-                f"all ranks to reach the same step; rank {self.rank} is at {label!r}",
-                f"rank {other} at {labels[other]!r}",
+                f"all ranks to reach the same step; rank {self.members[self.rank]} is at {label!r}",
+                f"rank {self.members[other]} at {labels[other]!r}",
                 "Make the same calls in the same order on every rank.",
             )
         return [answer[1] for answer in answers]
@@ -70,7 +82,9 @@ class Rendezvous:
         failed = [rank for rank, text in enumerate(texts) if text is not None]
         if failed:
             raise ConfigMismatchError(
-                f"{label} to succeed on every rank", f"rank {failed[0]} failed with {texts[failed[0]]}", "See above."
+                f"{label} to succeed on every rank",
+                f"rank {self.members[failed[0]]} failed with {texts[failed[0]]}",
+                "See above.",
             )
 
     def _key(self, sequence: int, rank: int) -> str:
@@ -82,7 +96,11 @@ class Rendezvous:
         try:
             self._store.wait([key], timedelta(seconds=remaining_secs))
         except RuntimeError as error:
-            missing = tuple(r for r in range(self.world_size) if not self._store.check([self._key(self._sequence, r)]))
+            missing = tuple(
+                member
+                for place, member in enumerate(self.members)
+                if not self._store.check([self._key(self._sequence, place)])
+            )
             raise RankTimeoutError(
                 f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
                 f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",

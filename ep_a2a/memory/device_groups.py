@@ -1,0 +1,125 @@
+"""Which process group moves a tensor, and waits for its collectives that end."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a.errors import RankTimeoutError, UnsupportedError
+from ep_a2a.memory.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_RANK_IS_GONE = ("timed out", "timeout", "closed by peer", "reset by peer", "broken pipe", "no route to host")
+"""Parts of gloo's messages, in lower case; it has no error class for them."""
+
+
+class DeviceGroups:
+    """The process group for a tensor's device: cpu_group for CPU tensors, an NCCL group for CUDA tensors.
+
+    Args:
+        cpu_group: the group itself, with gloo.
+        device_group: None, or a group of the same ranks with NCCL. Without one, cpu_group is used where it has NCCL
+            too, and otherwise a communicator is made over cpu_group's store when a CUDA tensor first comes.
+    """
+
+    def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup | None = None) -> None:
+        self.cpu_group = cpu_group
+        self._device_group = device_group
+        self._own: dist.ProcessGroup | None = None
+
+    @functools.cached_property
+    def rendezvous(self) -> Rendezvous:
+        """Where ranks compare what must be equal; made on first use, on every rank in the same order."""
+        return Rendezvous(self.cpu_group)
+
+    def of(self, device: torch.device) -> dist.ProcessGroup:
+        """The group that moves tensors of this device; collective where a communicator has to be made.
+
+        Raises:
+            UnsupportedError: cpu_group cannot move CPU tensors.
+        """
+        if device.type == "cpu":
+            if "cpu:gloo" not in dist.get_backend_config(self.cpu_group):
+                raise UnsupportedError(
+                    "cpu_group with gloo", dist.get_backend_config(self.cpu_group),
+                    "Create it with backend 'gloo' or 'cpu:gloo,cuda:nccl'.",
+                )  # fmt: skip
+            return self.cpu_group
+        if self._device_group is None:
+            has_nccl = "cuda:nccl" in dist.get_backend_config(self.cpu_group)
+            self._device_group = self.cpu_group if has_nccl else self._make_nccl_group(device)
+        return self._device_group
+
+    def _make_nccl_group(self, device: torch.device) -> dist.ProcessGroup:
+        # new_group would need every process of the job; its use_local_synchronization hangs where members belong to
+        # different numbers of groups, because the new group's name counts them (torch 2.13).
+        rank, world_size = dist.get_rank(self.cpu_group), dist.get_world_size(self.cpu_group)
+        store = distributed_c10d._get_process_group_store(self.cpu_group)
+        # Two managers of one group each make their own; a number tells their keys apart.
+        generation = store.add(f"ep_a2a/nccl/{rank}", 1)
+        store = distributed_c10d.PrefixStore(f"ep_a2a/nccl/{generation}", store)
+        group = dist.ProcessGroup(store, rank, world_size)
+        backend = dist.ProcessGroupNCCL(store, rank, world_size, dist.ProcessGroupNCCL.Options())
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.NCCL, backend)
+        self._own = group
+        return group
+
+    def close(self) -> None:
+        """Shuts down the communicator that was made here; groups that were given stay."""
+        if self._own is not None:
+            self._own.shutdown()
+            self._own = self._device_group = None
+
+
+def is_rank_gone(error: RuntimeError) -> bool:
+    """Whether gloo's error means that a rank did not come or that its connection is lost."""
+    return any(text in str(error).lower() for text in _RANK_IS_GONE)
+
+
+def wait_for(
+    work: dist.Work,
+    device: torch.device,
+    timeout_secs: float,
+    rank: int,
+    *,
+    who: str = "every rank",
+    find_missing: Callable[[], tuple[int, ...]] = tuple,
+) -> None:
+    """Waits for a collective: on CPU until it is done, on CUDA by making the current stream wait.
+
+    Args:
+        work: what the collective returned.
+        device: where its tensors lie.
+        timeout_secs: bound on CPU; on CUDA the process group's own timeout holds.
+        rank: this rank's name in errors.
+        who: the ranks that take part, for errors.
+        find_missing: called after a failure: the ranks that have not come, none where that is not known.
+
+    Raises:
+        RankTimeoutError: on CPU, when timeout_secs have passed or the connection to a rank is lost.
+    """
+    if device.type != "cpu":
+        work.wait()
+        return
+    try:
+        work.wait(timedelta(seconds=timeout_secs))
+    except RuntimeError as error:
+        if not is_rank_gone(error):
+            raise
+        missing = find_missing()
+        names = f" for rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
+        raise RankTimeoutError(
+            f"{who} in the collective within {timeout_secs:g} s",
+            f"rank {rank} waited in vain{names}: {error}",
+            "Check that all ranks are alive and call dispatch and combine alike; then create a new process group.",
+            missing_ranks=missing,
+        ) from error

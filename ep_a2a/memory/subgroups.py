@@ -1,0 +1,101 @@
+"""Process groups of some ranks of a group, made by those ranks alone."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a.errors import ConfigError, RankTimeoutError, UnsupportedError
+from ep_a2a.memory.device_groups import is_rank_gone
+from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def make_subgroup(
+    parent: dist.ProcessGroup, ranks: Sequence[int], timeout_secs: float = DEFAULT_TIMEOUT_SECS
+) -> dist.ProcessGroup:
+    """A gloo group of some ranks of `parent`. Collective over these ranks; the others need not know.
+
+    new_group needs every process of the job; with its use_local_synchronization, members that belong to different
+    numbers of groups wait for each other under different names (torch 2.13). Here members meet in the parent's store.
+
+    The group is registered with torch: torch.distributed, Rendezvous and symmetric memory take it. It moves CPU
+    tensors; `DeviceGroups(group)` makes an NCCL communicator of the same ranks when a CUDA tensor first comes.
+
+    Args:
+        parent: a registered group that this process belongs to; any backend.
+        ranks: ranks of `parent`, this one among them; `ranks[i]` becomes rank i. Equal on all members, which make
+            the groups of these ranks in the same order. Disjoint groups may be made at the same time.
+        timeout_secs: how long to wait for the last member, and the default bound of the group's collectives.
+
+    Raises:
+        ConfigError: `ranks` is not a list of distinct ranks of `parent` with this rank among them.
+        RankTimeoutError: members did not come; the error names them by their ranks in `parent`.
+        UnsupportedError: this version of torch makes groups in another way.
+    """
+    ranks = tuple(ranks)
+    own, world_size = dist.get_rank(parent), dist.get_world_size(parent)
+    if own not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < world_size for rank in ranks):
+        raise ConfigError(
+            f"distinct ranks below {world_size}, rank {own} among them", str(list(ranks)),
+            "Call make_subgroup on the ranks of the subgroup only.",
+        )  # fmt: skip
+    meeting = Rendezvous(parent, timeout_secs, members=ranks)
+    # A random name is new even where an earlier life of this job used the same store or the same numbers: torch keeps
+    # what it knows of a group's symmetric memory by name, beyond the end of the group.
+    name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
+    try:
+        return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs))
+    except RuntimeError as error:
+        if not is_rank_gone(error):
+            raise
+        others = tuple(rank for rank in ranks if rank != own)
+        raise RankTimeoutError(
+            f"ranks {list(ranks)} to connect within {timeout_secs:g} s", f"rank {own} failed: {error}",
+            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).", missing_ranks=others,
+        ) from error  # fmt: skip
+
+
+def destroy_subgroup(group: dist.ProcessGroup) -> None:
+    """Ends a group of `make_subgroup`; local. Does nothing where it, or the default group, is gone already.
+
+    Memory that was allocated over it stays valid. Where a collective is pending, the last reference to the group
+    blocks until that has timed out.
+    """
+    if group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def _make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """What new_group does after it has named the group, without its barrier."""
+    global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
+    arguments: dict[str, Any] = {
+        "group_size": len(ranks),
+        "group_rank": ranks.index(dist.get_rank(parent)),
+        "global_ranks_in_group": global_ranks,
+        # Only gloo: with NCCL here, torch would split the default group's communicator, which all its ranks must do.
+        "backend": dist.Backend("gloo"),
+        "store": distributed_c10d._get_process_group_store(parent),
+        "group_name": name,
+        "timeout": timeout,
+        "group_desc": "ep_a2a subgroup",
+    }
+    make: Any = distributed_c10d._new_process_group_helper
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise UnsupportedError(
+            "torch 2.11 to 2.14, whose process groups can be made one by one", f"torch {torch.__version__}: {error}",
+            "Use another torch, or the allgather_reducescatter backend.",
+        ) from error  # fmt: skip
+    group: dist.ProcessGroup = make(**arguments)[0]
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(global_ranks)}
+    return group

@@ -1,0 +1,221 @@
+"""Process groups of some ranks, made by these ranks alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a.errors import ConfigError, RankTimeoutError
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.testing import RankFailure, RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.testing import RankContext
+
+SHORT_TIMEOUT_SECS = 2.0
+# A wait is bounded by the timeout; the rest is a busy machine.
+SLACK_SECS = 8.0
+
+
+def part_of(context: RankContext, parts: Sequence[Sequence[int]]) -> Sequence[int] | None:
+    return next((part for part in parts if context.rank in part), None)
+
+
+def use(group: dist.ProcessGroup, ranks: Sequence[int], own: int) -> None:
+    """Everything that a subgroup is for; `own` is this rank in the group that `ranks` are of."""
+    place, size = list(ranks).index(own), len(ranks)
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (place, size)
+    total = torch.tensor([own + 1])
+    dist.all_reduce(total, group=group)
+    assert total.item() == sum(rank + 1 for rank in ranks)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, own, group=group)
+    assert gathered == list(ranks)
+    rendezvous = Rendezvous(group)
+    assert rendezvous.exchange("ranks", own) == list(ranks)
+    assert DeviceGroups(group).of(torch.device("cpu")) is group
+    with allocate_symmetric(rendezvous, torch.device("cpu"), 4096) as memory:
+        assert len(memory.peer_addresses) == size
+    # what symmetric memory asks torch for
+    assert distributed_c10d._resolve_process_group(group.group_name) is group
+
+
+# --- all of it, in many shapes ---
+
+
+def make_and_use(context: RankContext, parts: Sequence[Sequence[int]]) -> str | None:
+    ranks = part_of(context, parts)
+    if ranks is None:
+        return None
+    group = make_subgroup(context.group, ranks)
+    use(group, ranks, context.rank)
+    assert dist.get_process_group_ranks(group) == list(ranks)
+    name = group.group_name
+    destroy_subgroup(group)
+    destroy_subgroup(group)
+    assert group not in distributed_c10d._world.pg_map
+    with pytest.raises(RuntimeError):
+        distributed_c10d._resolve_process_group(name)
+    return name
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(3, 0)], [(2,)], [(1, 3, 2), (0,)], [(0,), (1,), (2,), (3,)]],
+    ids=str,
+)
+def test_disjoint_groups_at_once(ranks, parts):
+    names = ranks(make_and_use, 4, parts)
+    for part in parts:
+        assert len({names[rank] for rank in part}) == 1
+    assert len({name for name in names if name}) == len(parts)
+
+
+def make_generations(context: RankContext) -> list[str]:
+    """One slow member in turn: it must never meet the others' next generation."""
+    parts = [(0, 2), (1, 3)]
+    ranks = part_of(context, parts)
+    assert ranks is not None
+    names, kept = [], []
+    for generation in range(4):
+        if context.rank == generation:
+            time.sleep(0.2)
+        group = make_subgroup(context.group, ranks)
+        use(group, ranks, context.rank)
+        names.append(group.group_name)
+        kept.append(group)
+        if generation == 1:
+            destroy_subgroup(kept.pop(0))
+    for group in kept:
+        use(group, ranks, context.rank)
+        destroy_subgroup(group)
+    return names
+
+
+def test_generations(ranks):
+    names = ranks(make_generations, 4)
+    assert names[0] == names[2]
+    assert names[1] == names[3]
+    assert len({*names[0], *names[1]}) == 8
+
+
+def use_rows_and_columns(context: RankContext) -> None:
+    """A rank's node and its rail, of different orders of making on different ranks' neighbours, and both in use."""
+    node = tuple(range(context.rank // 2 * 2, context.rank // 2 * 2 + 2))
+    rail = (context.rank % 2, context.rank % 2 + 2)
+    groups = {ranks: make_subgroup(context.group, ranks) for ranks in (node, rail)}
+    for ranks, group in [*groups.items()] * 2:
+        use(group, ranks, context.rank)
+    for group in groups.values():
+        destroy_subgroup(group)
+
+
+def test_nodes_and_rails(ranks):
+    ranks(use_rows_and_columns, 4)
+
+
+# --- where new_group's local synchronisation hangs ---
+
+
+def make_with_extra_groups(context: RankContext) -> None:
+    """Ranks 0 and 1 have a group of torch's that ranks 2 and 3 have not, and rank 0 two of ours more than rank 2."""
+    extra = dist.new_group([0, 1], backend="gloo", use_local_synchronization=True) if context.rank < 2 else None
+    own = [make_subgroup(context.group, (0, 1)) for _ in range(2)] if context.rank < 2 else []
+    ranks = (context.rank % 2, context.rank % 2 + 2)
+    group = make_subgroup(context.group, ranks, timeout_secs=20)
+    use(group, ranks, context.rank)
+    for other in [group, *own]:
+        destroy_subgroup(other)
+    if extra is not None:
+        dist.destroy_process_group(extra)
+
+
+def test_members_with_different_numbers_of_groups(ranks):
+    ranks(make_with_extra_groups, 4)
+
+
+def make_of_a_part(context: RankContext) -> None:
+    """The parent is itself a subgroup, whose ranks are not the job's."""
+    if context.rank == 0:
+        return
+    parent = make_subgroup(context.group, (3, 1, 2))
+    own = dist.get_rank(parent)
+    if own != 1:
+        group = make_subgroup(parent, (2, 0))
+        use(group, (2, 0), own)
+        assert dist.get_process_group_ranks(group) == [2, 3]
+        destroy_subgroup(group)
+    use(parent, (3, 1, 2), context.rank)
+    destroy_subgroup(parent)
+
+
+def test_a_subgroup_of_a_subgroup(ranks):
+    ranks(make_of_a_part, 4)
+
+
+# --- what is refused ---
+
+
+def ask_for_the_impossible(context: RankContext) -> None:
+    other = 1 - context.rank
+    for wrong in ([other], [context.rank] * 2, [context.rank, 2], [context.rank, -1], []):
+        with pytest.raises(ConfigError, match=f"distinct ranks below 2, rank {context.rank} among them"):
+            make_subgroup(context.group, wrong)
+    use(context.group, (0, 1), context.rank)
+
+
+def test_impossible_ranks_are_refused_at_once(ranks):
+    ranks(ask_for_the_impossible, 2)
+
+
+def wait_for_one_that_stays_away(context: RankContext) -> tuple[tuple[int, ...], str, float] | None:
+    if context.rank == 2:
+        return None
+    start = time.monotonic()
+    ranks = (0, 2) if context.rank == 0 else (2, 1, 3)
+    with pytest.raises(RankTimeoutError) as caught:
+        make_subgroup(context.group, ranks, timeout_secs=SHORT_TIMEOUT_SECS)
+    return caught.value.missing_ranks, str(caught.value), time.monotonic() - start
+
+
+def test_a_member_that_does_not_come_is_named(ranks):
+    for answer in ranks(wait_for_one_that_stays_away, 4):
+        if answer is not None:
+            missing, text, secs = answer
+            assert missing == (2,)
+            assert "no sign of rank 2" in text
+            assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + SLACK_SECS
+
+
+def die_between_meeting_and_connecting(context: RankContext) -> None:
+    if context.rank == 1:
+        Rendezvous.exchange = exchange_and_die
+    make_subgroup(context.group, (0, 1, 2), timeout_secs=SHORT_TIMEOUT_SECS)
+
+
+def exchange_and_die(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
+    rendezvous._store.set(rendezvous._key(rendezvous._sequence + 1, rendezvous.rank), f'["{label}", "{message}"]')
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+def test_a_member_that_dies_while_connecting():
+    with RankPool(3, timeout_secs=60, grace_secs=20) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(die_between_meeting_and_connecting)
+    assert caught.value.unfinished == ()
+    for rank in (0, 2):
+        error = caught.value.errors[rank]
+        assert isinstance(error, RankTimeoutError)
+        assert 1 in error.missing_ranks
