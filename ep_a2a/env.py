@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -69,6 +70,14 @@ def _timeout_secs(text: str) -> float:
     return value
 
 
+def _devices(text: str) -> str:
+    excluded = text.strip().startswith("^")
+    names = [name.strip() for name in text.strip().removeprefix("^").split(",")]
+    if not all(re.fullmatch(r"[\w.-]+", name) for name in names):
+        raise ValueError(text)
+    return "^" * excluded + ",".join(names)
+
+
 BACKEND: Variable[str] = Variable(
     "EP_A2A_BACKEND", "", str, "a backend name", "Backend of EP groups when neither the call nor the config names one."
 )
@@ -96,6 +105,16 @@ COUNTERS: Variable[int] = Variable(
     f"a number of steps, 0 to {MAX_KEPT_STEPS}",
     "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
 )
+RAIL: Variable[str] = Variable(
+    "EP_A2A_RAIL", "auto", str, "auto, or a transport's name", "What carries tokens between nodes: torch.distributed."
+)
+RDMA_DEVICES: Variable[str] = Variable(
+    "EP_A2A_RDMA_DEVICES",
+    "",
+    _devices,
+    "RDMA devices with commas between, behind ^ those not to use",
+    "Devices that carry tokens between nodes, for NCCL; the process's NCCL_IB_HCA counts before it.",
+)
 LOG_LEVEL: Variable[str] = Variable(
     "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."
 )
@@ -106,6 +125,8 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
     TIMEOUT_SECS,
     TUNING_DIR,
     COUNTERS,
+    RAIL,
+    RDMA_DEVICES,
     LOG_LEVEL,
 )
 
@@ -113,3 +134,10 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
 def launcher_variable(name: str) -> str | None:
     """Value of a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
     return os.environ.get(name)
+
+
+def set_unless_set(name: str, value: str) -> str:
+    """Sets a variable of another library, of which an empty one counts as unset; returns what it is now."""
+    if not os.environ.get(name):
+        os.environ[name] = value
+    return os.environ[name]

@@ -18,6 +18,8 @@ NAMES = (
     "EP_A2A_TIMEOUT_SECS",
     "EP_A2A_TUNING_DIR",
     "EP_A2A_COUNTERS",
+    "EP_A2A_RAIL",
+    "EP_A2A_RDMA_DEVICES",
     "EP_A2A_LOG_LEVEL",
 )
 
@@ -57,6 +59,8 @@ def test_all_variables_are_listed():
         (env.TIMEOUT_SECS, 30.0),
         (env.TUNING_DIR, ""),
         (env.COUNTERS, 0),
+        (env.RAIL, "auto"),
+        (env.RDMA_DEVICES, ""),
         (env.LOG_LEVEL, "WARNING"),
     ],
 )
@@ -77,6 +81,12 @@ def test_defaults(variable, default, monkeypatch):
         (env.TIMEOUT_SECS, "1e-3", 0.001),
         (env.COUNTERS, "0", 0),
         (env.COUNTERS, "65536", 65536),
+        (env.RAIL, "torch.distributed", "torch.distributed"),
+        (env.RDMA_DEVICES, "mlx5_0", "mlx5_0"),
+        (env.RDMA_DEVICES, "mlx5_0,rocep1s0f0-2.1", "mlx5_0,rocep1s0f0-2.1"),
+        (env.RDMA_DEVICES, " mlx5_0 , mlx5_1 ", "mlx5_0,mlx5_1"),
+        (env.RDMA_DEVICES, "^mlx5_7,mlx5_8", "^mlx5_7,mlx5_8"),
+        (env.RDMA_DEVICES, " ^ mlx5_7", "^mlx5_7"),
         (env.LOG_LEVEL, "debug", "DEBUG"),
         (env.LOG_LEVEL, "Info", "INFO"),
         (env.LOG_LEVEL, "ERROR", "ERROR"),
@@ -104,6 +114,21 @@ def test_a_bad_timeout_names_variable_and_value(text, monkeypatch):
 @pytest.mark.parametrize("text", ["on", "-1", "1.5", "65537", " "])
 def test_a_bad_number_of_counted_steps_names_variable_and_value(text, monkeypatch):
     refused(env.COUNTERS, text, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" ", "^", ",", "mlx5_0,", "mlx5_0,,mlx5_1", "^^mlx5_0", "^mlx5_0,^mlx5_1", "mlx5_0;mlx5_1", "=mlx5_0", "a b"],
+)
+def test_a_bad_list_of_devices_names_variable_and_value(text, monkeypatch):
+    refused(env.RDMA_DEVICES, text, monkeypatch)
+
+
+def test_variables_of_other_libraries_are_set_unless_they_are_set(monkeypatch):
+    monkeypatch.setenv("OTHER_LIBRARY", "")
+    assert env.set_unless_set("OTHER_LIBRARY", "first") == "first"
+    assert env.set_unless_set("OTHER_LIBRARY", "second") == "first"
+    assert env.launcher_variable("OTHER_LIBRARY") == "first"
 
 
 def test_a_bad_timeout_reaches_whoever_needs_it(monkeypatch):

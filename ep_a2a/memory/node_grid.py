@@ -1,0 +1,61 @@
+"""A group's ranks as a grid of nodes and local ranks: rows are nodes, columns are rails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ep_a2a.topology import Topology
+
+_REMEDY = "or use the allgather_reducescatter backend, which takes any topology."
+
+
+@dataclass(frozen=True)
+class NodeGrid:
+    """Where a rank stands among nodes of equally many ranks, numbered node by node.
+
+    Attributes:
+        num_nodes, gpus_per_node: size of the grid; the group has num_nodes * gpus_per_node ranks.
+        node, local_rank: place of this rank, which is node * gpus_per_node + local_rank.
+        node_ranks: ranks of the group on this node, by local rank.
+        rail_ranks: ranks of the group with this local rank, by node: with these it exchanges across nodes.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+    node: int
+    local_rank: int
+    node_ranks: tuple[int, ...]
+    rail_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, topology: Topology, rank: int) -> NodeGrid:
+        """The grid as `rank` of the group sees it.
+
+        Raises:
+            UnsupportedError: nodes differ in their number of ranks, or their ranks are not contiguous.
+            ConfigError: `rank` is not a rank of the group.
+        """
+        if not 0 <= rank < topology.world_size:
+            raise ConfigError(f"a rank from 0 to {topology.world_size - 1}", str(rank), "Pass the rank in the group.")
+        if topology.uneven:
+            raise UnsupportedError(
+                "nodes of equally many ranks", topology.reason, f"Start as many ranks on each node, {_REMEDY}"
+            )
+        if not topology.contiguous:
+            raise UnsupportedError(
+                "ranks numbered node by node", topology.reason, f"Number the ranks node by node, {_REMEDY}"
+            )
+        num_nodes, gpus_per_node = topology.num_nodes, topology.gpu_per_node
+        node, local_rank = divmod(rank, gpus_per_node)
+        return cls(
+            num_nodes,
+            gpus_per_node,
+            node,
+            local_rank,
+            node_ranks=tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)),
+            rail_ranks=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
+        )

@@ -1,0 +1,81 @@
+"""Which transport a rail gets, and over which network devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+from ep_a2a import env
+from ep_a2a.errors import UnknownNameError, UnsupportedError
+from ep_a2a.memory.rails import RailTransport, TorchDistributedRail
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from ep_a2a.memory.node_grid import NodeGrid
+
+logger = logging.getLogger(__name__)
+
+RAIL_TRANSPORTS = ("torch.distributed", "nvshmem")
+NCCL_DEVICES = "NCCL_IB_HCA"
+
+
+def choose_rail(
+    name: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
+) -> RailTransport:
+    """The transport of this name, made together with the other ranks of the rail.
+
+    Args:
+        name: one of RAIL_TRANSPORTS, "auto", or "" for what EP_A2A_RAIL says; equal on all ranks.
+        group, grid, timeout_secs: as in TorchDistributedRail; timeout_secs may differ between ranks.
+        device: where the blocks will lie.
+
+    Raises:
+        UnknownNameError: there is no transport of this name; the error lists those there are.
+        UnsupportedError: the transport is not in this version.
+        RankTimeoutError: a rank of the rail did not come.
+    """
+    asked = name or env.RAIL.get()
+    if asked not in ("auto", *RAIL_TRANSPORTS):
+        known = ", ".join(map(repr, ("auto", *RAIL_TRANSPORTS)))
+        raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
+    if asked == "nvshmem":
+        raise UnsupportedError(
+            "a transport that this version has", "'nvshmem', which it has not", "Use 'torch.distributed' or 'auto'."
+        )
+    if device.type == "cuda":
+        name_network_devices()
+    library = "NCCL" if device.type == "cuda" else "gloo"
+    why = "asked for by name" if asked != "auto" else "the only one of this version"
+    rail = TorchDistributedRail(group, grid, timeout_secs, f"torch.distributed on {library}: {why}")
+    logger.info("rail of ranks %s: %s", ", ".join(map(str, grid.rail_ranks)), rail.reason)
+    return rail
+
+
+def name_network_devices() -> None:
+    """Hands EP_A2A_RDMA_DEVICES to NCCL, unless NCCL_IB_HCA is set; the first call of a process says so in the log.
+
+    NCCL looks when the process makes its first communicator, so engines that make one earlier call this before it.
+
+    Raises:
+        EnvironmentVariableError: EP_A2A_RDMA_DEVICES is not a list of devices.
+    """
+    devices = env.RDMA_DEVICES.get()
+    if not devices:
+        return
+    # NCCL takes names for prefixes unless told otherwise by "=".
+    wanted = f"^={devices[1:]}" if devices.startswith("^") else f"={devices}"
+    standing = env.set_unless_set(NCCL_DEVICES, wanted)
+    if standing == wanted:
+        _log_once(logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {NCCL_DEVICES}={wanted}")
+    else:
+        _log_once(
+            logging.WARNING, f"EP_A2A_RDMA_DEVICES={devices} does not count: {NCCL_DEVICES} is {standing!r} already"
+        )
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, "%s", message)

@@ -1,0 +1,78 @@
+"""Rails over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from tests.markers import needs_gpus
+from tests.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+NUM_BYTES = 100_000
+NUM_REPLAYS = 5
+ONLY = "the only one of this version"
+
+
+def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int) -> tuple[str, int]:
+    """Exchanges of several sizes, then one that a graph replays with new data each time."""
+    grid, device = grid_of(num_nodes, gpus_per_node, context.rank), context.device
+    rail = choose_rail("auto", context.group, grid, device, 30.0)
+    for step, num_bytes in enumerate((1, 4096, NUM_BYTES, 16)):
+        exchange_and_check(rail, context.rank, step, num_bytes, device)
+    sent = torch.zeros(num_nodes, NUM_BYTES, dtype=torch.uint8, device=device)
+    memory = torch.full((GUARD_BYTES + sent.numel() + GUARD_BYTES,), POISON, dtype=torch.uint8, device=device)
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_allocated(device)
+    with torch.cuda.graph(graph):
+        rail.exchange(memory[GUARD_BYTES:-GUARD_BYTES].view(sent.shape), sent)
+    allocated = torch.cuda.memory_allocated(device) - before
+    for step in range(NUM_REPLAYS):
+        sent.copy_(torch.stack([block(context.rank, peer, step, NUM_BYTES) for peer in grid.rail_ranks]))
+        memory.fill_(POISON)
+        graph.replay()
+        check(rail, context.rank, step, NUM_BYTES, memory)
+    del graph
+    torch.cuda.synchronize(device)
+    rail.close()
+    return rail.reason, allocated
+
+
+def test_exchange_and_graph(ranks):
+    assert ranks(exchange_and_replay, 2, 2, 1, device="cuda") == [("torch.distributed on NCCL: " + ONLY, 0)] * 2
+
+
+@needs_gpus(4)
+def test_two_rails_at_once(ranks):
+    assert ranks(exchange_and_replay, 4, 2, 2, device="cuda") == [("torch.distributed on NCCL: " + ONLY, 0)] * 4
+
+
+def map_each_other(context: RankContext, members: tuple[int, ...]) -> str | None:
+    if context.rank not in members:
+        return None
+    group = make_subgroup(context.group, members)
+    rendezvous = Rendezvous(group)
+    kinds = set()
+    for _ in range(2):
+        with allocate_symmetric(rendezvous, context.device, 4096) as memory:
+            assert len(set(memory.peer_addresses)) == len(members)
+            kinds.add(memory.kind)
+            rendezvous.barrier("mapped")
+    destroy_subgroup(group)
+    return kinds.pop()
+
+
+def test_symmetric_memory_of_a_subgroup(ranks):
+    assert ranks(map_each_other, 2, (1, 0), device="cuda") == ["torch symmetric memory"] * 2
+
+
+@needs_gpus(4)
+def test_symmetric_memory_of_some_ranks(ranks):
+    assert ranks(map_each_other, 4, (1, 3), device="cuda") == [None, "torch symmetric memory"] * 2

@@ -1,0 +1,245 @@
+"""Blocks exchanged along rails: every byte, order of calls, and peers that do not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
+from ep_a2a.memory import rail_choice
+from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.rails import GLOO_PATIENCE_SECS, TorchDistributedRail
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.testing import RankFailure, RankPool
+from tests.rail_cases import exchange_and_check, grid_of
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+TIMEOUT_SECS = 30.0
+SHORT_TIMEOUT_SECS = 2.0
+SLACK_SECS = 8.0
+CPU = torch.device("cpu")
+
+
+def rail_of(
+    context: RankContext, num_nodes: int, gpus_per_node: int, timeout_secs: float = TIMEOUT_SECS
+) -> TorchDistributedRail:
+    return TorchDistributedRail(context.group, grid_of(num_nodes, gpus_per_node, context.rank), timeout_secs)
+
+
+# --- every byte ---
+
+
+def exchange_blocks(context: RankContext, num_nodes: int, gpus_per_node: int) -> None:
+    rail = rail_of(context, num_nodes, gpus_per_node)
+    for step, num_bytes in enumerate((1, 4096, 100_003, 16, 4096)):
+        # rails are independent of each other, and one rank comes late
+        if context.rank == step % context.world_size:
+            time.sleep(0.1)
+        exchange_and_check(rail, context.rank, step, num_bytes, CPU)
+    rail.close()
+
+
+@pytest.mark.parametrize(("num_nodes", "gpus_per_node"), [(2, 2), (2, 3), (3, 2), (4, 1), (1, 4)])
+def test_every_block_arrives(ranks, num_nodes, gpus_per_node):
+    ranks(exchange_blocks, num_nodes * gpus_per_node, num_nodes, gpus_per_node)
+
+
+def exchange_shapes(context: RankContext) -> None:
+    rail = rail_of(context, 2, 1)
+    for dtype in (torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64):
+        sent = (torch.arange(2 * 3 * 4).view(2, 3, 4) + 50 * context.rank).to(dtype)
+        received = torch.zeros_like(sent)
+        rail.exchange(received, sent)
+        for node in range(2):
+            wanted = (torch.arange(12).view(3, 4) + 12 * context.rank + 50 * node).to(dtype)
+            assert torch.equal(received[node].view(torch.uint8), wanted.view(torch.uint8))
+    # of one shape and another dtype, as long as the bytes are as many
+    as_bytes = torch.zeros(2, 24, dtype=torch.uint8)
+    rail.exchange(as_bytes, torch.full((2, 6), 7, dtype=torch.int32))
+    assert as_bytes.view(torch.int32).eq(7).all()
+    rail.close()
+
+
+def test_any_dtype_and_shape(ranks):
+    ranks(exchange_shapes, 2)
+
+
+def exchange_beside_another_generation(context: RankContext) -> None:
+    """Two rails at once, then a third after one is closed: no block of one may come to another."""
+    first, second = rail_of(context, 2, 2), rail_of(context, 2, 2)
+    node = make_subgroup(context.group, grid_of(2, 2, context.rank).node_ranks)
+    for step in range(3):
+        for number, rail in enumerate((first, second)):
+            exchange_and_check(rail, context.rank, 10 * step + number, 512, CPU)
+    first.close()
+    first.close()
+    third = rail_of(context, 2, 2)
+    for number, rail in enumerate((third, second)):
+        exchange_and_check(rail, context.rank, 100 + number, 512, CPU)
+        rail.close()
+    destroy_subgroup(node)
+    with pytest.raises(StateError, match="closed"):
+        first.exchange(torch.zeros(2, 1), torch.zeros(2, 1))
+
+
+def test_generations_of_rails(ranks):
+    ranks(exchange_beside_another_generation, 4)
+
+
+# --- what is refused ---
+
+
+def refuse_blocks(context: RankContext) -> None:
+    rail = rail_of(context, 2, 1)
+    good = torch.zeros(2, 8, dtype=torch.uint8)
+    for wrong in (torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(()), torch.zeros(0)):
+        with pytest.raises(ShapeError, match="one block for each of 2 nodes"):
+            rail.exchange(wrong, good)
+    with pytest.raises(ShapeError, match="received of 8 bytes"):
+        rail.exchange(good, good[:, :4].contiguous())
+    with pytest.raises(ContiguityError, match="sent to be contiguous"):
+        rail.exchange(good, torch.zeros(8, 2, dtype=torch.uint8).t())
+    # nothing was sent
+    exchange_and_check(rail, context.rank, 0, 8, CPU)
+    rail.close()
+
+
+def test_tensors_that_do_not_fit(ranks):
+    ranks(refuse_blocks, 2)
+
+
+# --- peers that do not come ---
+
+
+def wait_in_vain(context: RankContext, absent: int) -> tuple[tuple[int, ...], str, float] | None:
+    rail = rail_of(context, 3, 2, SHORT_TIMEOUT_SECS)
+    exchange_and_check(rail, context.rank, 0, 256, CPU)
+    if context.rank == absent:
+        # it must not leave before the others have looked
+        time.sleep(SHORT_TIMEOUT_SECS + 3)
+        return None
+    start = time.monotonic()
+    if context.rank % 2 != absent % 2:
+        exchange_and_check(rail, context.rank, 1, 256, CPU)
+        rail.close()
+        return (), "", time.monotonic() - start
+    with pytest.raises(RankTimeoutError) as caught:
+        exchange_and_check(rail, context.rank, 1, 256, CPU)
+    secs = time.monotonic() - start
+    with pytest.raises(StateError, match="broken by a failed exchange"):
+        exchange_and_check(rail, context.rank, 1, 256, CPU)
+    start = time.monotonic()
+    rail.close()
+    del rail
+    assert time.monotonic() - start < GLOO_PATIENCE_SECS + SLACK_SECS
+    return caught.value.missing_ranks, str(caught.value), secs
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
+    """By its rank in the whole group; other rails go on."""
+    with RankPool(6, timeout_secs=60) as pool:
+        answers = pool.run(wait_in_vain, absent)
+    for rank, answer in enumerate(answers):
+        if answer is None:
+            assert rank == absent
+            continue
+        missing, text, secs = answer
+        if rank % 2 == absent % 2:
+            assert missing == (absent,)
+            assert f"rank {rank} waited in vain for rank {absent}:" in text
+            assert f"ranks {absent % 2}, {absent % 2 + 2}, {absent % 2 + 4}, one of each node," in text
+            assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + SLACK_SECS
+        else:
+            assert secs < SHORT_TIMEOUT_SECS
+
+
+def die_before_the_second(context: RankContext) -> None:
+    rail = rail_of(context, 3, 1)
+    exchange_and_check(rail, context.rank, 0, 256, CPU)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange_and_check(rail, context.rank, 1, 256, CPU)
+
+
+def test_a_killed_peer_is_named_at_once():
+    start = time.monotonic()
+    with RankPool(3, timeout_secs=60, grace_secs=20) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(die_before_the_second)
+    assert caught.value.unfinished == ()
+    for rank in (0, 2):
+        error = caught.value.errors[rank]
+        assert isinstance(error, RankTimeoutError)
+        assert error.missing_ranks == (1,)
+    assert time.monotonic() - start < TIMEOUT_SECS
+
+
+def come_late(context: RankContext) -> None:
+    rail = rail_of(context, 2, 1, TIMEOUT_SECS)
+    if context.rank == 1:
+        time.sleep(SHORT_TIMEOUT_SECS)
+    exchange_and_check(rail, context.rank, 0, 256, CPU)
+    rail.timeout_secs = 0.2
+    if context.rank == 1:
+        return
+    with pytest.raises(RankTimeoutError, match=r"within 0\.2 s"):
+        exchange_and_check(rail, context.rank, 1, 256, CPU)
+
+
+def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
+    with RankPool(2, timeout_secs=60) as pool:
+        pool.run(come_late)
+
+
+# --- by name ---
+
+
+def choose(context: RankContext) -> list[tuple[str, str]]:
+    chosen = []
+    for name in ("auto", "torch.distributed", ""):
+        rail = choose_rail(name, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+        exchange_and_check(rail, context.rank, 0, 64, CPU)
+        chosen.append((rail.name, rail.reason))
+        rail.close()
+    with pytest.raises(UnknownNameError, match=r"'auto', 'torch\.distributed', 'nvshmem'; got 'rdma'"):
+        choose_rail("rdma", context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+    with pytest.raises(UnsupportedError, match="nvshmem") as caught:
+        choose_rail("nvshmem", context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+    assert "torch.distributed" in caught.value.remedy
+    return chosen
+
+
+def test_transports_by_name(ranks):
+    for chosen in ranks(choose, 2):
+        assert {name for name, _ in chosen} == {"torch.distributed"}
+        assert "the only one" in chosen[0][1]
+        assert "asked for by name" in chosen[1][1]
+        assert chosen[2] == chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "standing", "value", "message"),
+    [
+        ("mlx5_0,mlx5_1", "", "=mlx5_0,mlx5_1", "EP_A2A_RDMA_DEVICES=mlx5_0,mlx5_1 counts: NCCL_IB_HCA=="),
+        ("^mlx5_7", "", "^=mlx5_7", "counts: NCCL_IB_HCA=^=mlx5_7"),
+        ("mlx5_0", "=mlx5_3", "=mlx5_3", "does not count: NCCL_IB_HCA is '=mlx5_3' already"),
+        ("", "", "", ""),
+    ],
+)
+def test_devices_are_handed_to_nccl_and_said_once(devices, standing, value, message, monkeypatch, caplog):
+    rail_choice._log_once.cache_clear()
+    monkeypatch.setenv("EP_A2A_RDMA_DEVICES", devices)
+    monkeypatch.setenv("NCCL_IB_HCA", standing)
+    with caplog.at_level("INFO", logger="ep_a2a"):
+        rail_choice.name_network_devices()
+        rail_choice.name_network_devices()
+    assert os.environ["NCCL_IB_HCA"] == value
+    assert len(caplog.messages) == bool(message)
+    assert all(message in text for text in caplog.messages)

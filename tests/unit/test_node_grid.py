@@ -1,0 +1,55 @@
+"""A group's nodes as a grid, and what does not make one."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.topology import classify
+from tests.unit.test_topology import cluster
+
+
+@pytest.mark.parametrize(("num_nodes", "gpus_per_node"), [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (2, 8)])
+def test_every_rank_has_its_node_and_its_rail(num_nodes, gpus_per_node):
+    topology = classify(cluster([f"host{node}" for node in range(num_nodes) for _ in range(gpus_per_node)]))
+    grids = [NodeGrid.of(topology, rank) for rank in range(num_nodes * gpus_per_node)]
+    for rank, grid in enumerate(grids):
+        assert (grid.num_nodes, grid.gpus_per_node) == (num_nodes, gpus_per_node)
+        assert rank == grid.node * gpus_per_node + grid.local_rank
+        assert grid.node_ranks[grid.local_rank] == grid.rail_ranks[grid.node] == rank
+        assert grid.node_ranks == topology.ranks_of_node(grid.node)
+        assert [grids[peer].node for peer in grid.rail_ranks] == list(range(num_nodes))
+        assert {grids[peer].local_rank for peer in grid.rail_ranks} == {grid.local_rank}
+
+
+def test_virtual_nodes():
+    topology = classify(cluster("a" * 6), gpu_per_node=2)
+    assert NodeGrid.of(topology, 3) == NodeGrid(3, 2, 1, 1, node_ranks=(2, 3), rail_ranks=(1, 3, 5))
+
+
+def test_uneven_nodes_are_refused():
+    with pytest.raises(UnsupportedError, match="8 and 4 ranks") as caught:
+        NodeGrid.of(classify(cluster("a" * 8 + "b" * 4)), 0)
+    assert caught.value.expected == "nodes of equally many ranks"
+    assert "as many ranks on each node" in caught.value.remedy
+    assert "allgather_reducescatter" in caught.value.remedy
+
+
+def test_interleaved_nodes_are_refused():
+    with pytest.raises(UnsupportedError, match="interleaved") as caught:
+        NodeGrid.of(classify(cluster("abab")), 0)
+    assert "Number the ranks node by node" in caught.value.remedy
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_of_the_group(rank):
+    with pytest.raises(ConfigError, match="a rank from 0 to 3"):
+        NodeGrid.of(classify(cluster("aabb")), rank)
+
+
+def test_it_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        NodeGrid.of(classify(cluster("ab")), 0).node = 1
