@@ -31,6 +31,7 @@ def command(
         bool | None, _model("Tensor-parallel ranks share their replica's tokens; default: by model.")
     ] = None,
     ranks: Annotated[int | None, _op("GPUs; default: 8.", 1)] = None,
+    gpus_per_node: Annotated[int | None, _op("GPUs that share NVLink; default: all.", 1)] = None,
     max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1)] = None,
     topk: Annotated[int | None, _op("Experts per token; default: 8.", 1)] = None,
     experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1)] = None,
@@ -58,15 +59,15 @@ def command(
         "sequence_parallel": sequence_parallel,
     }  # fmt: skip
     for_op = {
-        "ranks": ranks, "max_tokens": max_tokens, "topk": topk, "experts": experts, "layout": layout,
-        "combine_quant": combine_quant, "scale_format": scale_format, "max_total_recv_tokens": max_total_recv_tokens,
-        "flagged_max_tokens": flagged_max_tokens,
+        "ranks": ranks, "gpus_per_node": gpus_per_node, "max_tokens": max_tokens, "topk": topk, "experts": experts,
+        "layout": layout, "combine_quant": combine_quant, "scale_format": scale_format,
+        "max_total_recv_tokens": max_total_recv_tokens, "flagged_max_tokens": flagged_max_tokens,
     }  # fmt: skip
     for_both = {"hidden_dim": hidden, "dtype": _dtype(dtype), "cast": None if quant is None else quant.value}
     assumed: list[str] = []
     if vllm is None:
         _refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        plan = _plan_op(**_given(for_op), **_given(for_both))
+        plan, assumed = _plan_op(**_given(for_op), **_given(for_both))
     else:
         _refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
         plan, assumed = _plan_model(vllm, {"data_parallel_size": 1, **_given(for_model), **_given(for_both)})
@@ -74,12 +75,14 @@ def command(
 
 
 def _plan_op(
-    *, ranks: int = 8, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8, experts: int = 256,
-    dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none", **others: Any,
-) -> "Plan":  # fmt: skip
+    *, ranks: int = 8, gpus_per_node: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8,
+    experts: int = 256, dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none",
+    **others: Any,
+) -> "tuple[Plan, list[str]]":  # fmt: skip
     import torch
 
     from ep_a2a.cli.plan_sizes import plan_of
+    from ep_a2a.cli.plan_vllm import one_node
     from ep_a2a.config import FP8_DTYPE, num_owned_experts
     from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 
@@ -89,15 +92,14 @@ def _plan_op(
         "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
         "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
     }  # fmt: skip
-    return plan_of(
-        [
-            config_from_handle_kwargs(
-                {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
-                topology_internode=False,
-            )
-            for rank in range(ranks)
-        ]
-    )
+    configs = [
+        config_from_handle_kwargs(
+            {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
+            topology_internode=False,
+        )
+        for rank in range(ranks)
+    ]
+    return plan_of(configs), [] if ranks <= (gpus_per_node or ranks) else [one_node(ranks)]
 
 
 def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
