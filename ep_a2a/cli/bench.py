@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.cli.demo import Device
+from ep_a2a.cli.values import check_folder, numbers, texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,10 +61,10 @@ def command(
 
     kind, _ = choose_device(device.value, 1)
     defaults = DEFAULTS[kind]
-    names = defaults.contenders if contenders is None else _texts(contenders)
+    names = defaults.contenders if contenders is None else texts(contenders)
     check_names(names)
     for path in (json_file, markdown):
-        _check_folder(path)
+        check_folder(path)
     if plot is not None:
         check_can_plot(plot)
     settings = replace(defaults.timing, num_runs=iterations or defaults.timing.num_runs)
@@ -71,17 +72,17 @@ def command(
         joined = runner.world_size if isinstance(runner, JoinedRunner) else None
         sweep = Sweep(
             world_size=_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
-            hidden_dim=_numbers("hidden", hidden, (defaults.hidden_dim,)),
-            topk=_numbers("topk", topk, (defaults.topk,)),
-            num_experts=_numbers("experts", experts, (defaults.num_experts,)),
-            dtype=_texts(dtype),
-            quant_type=_texts(quant or defaults.quant_type),
-            combine_quant=_texts(combine_quant),
-            layout=_texts(layout),
-            routing=_texts(routing),
-            max_num_tokens=_texts(max_tokens),
-            num_tokens=_numbers("tokens", tokens, defaults.num_tokens),
-            max_sms=_numbers("max-sms", max_sms, ()),
+            hidden_dim=numbers("hidden", hidden, (defaults.hidden_dim,)),
+            topk=numbers("topk", topk, (defaults.topk,)),
+            num_experts=numbers("experts", experts, (defaults.num_experts,)),
+            dtype=texts(dtype),
+            quant_type=texts(quant or defaults.quant_type),
+            combine_quant=texts(combine_quant),
+            layout=texts(layout),
+            routing=texts(routing),
+            max_num_tokens=texts(max_tokens),
+            num_tokens=numbers("tokens", tokens, defaults.num_tokens),
+            max_sms=numbers("max-sms", max_sms, ()),
         )
         complete = execute(runner, sweep, names, settings, kind, json_file=json_file, plot=plot, markdown=markdown)
     raise typer.Exit(0 if complete else EXIT_MISSING_ROWS)
@@ -146,31 +147,9 @@ def _ranks(text: str | None, device: str, default: int | None, *, is_joined: boo
     from ep_a2a.errors import ConfigError, UnsupportedError
 
     num_gpus = torch.cuda.device_count()
-    asked = _numbers("ranks", text, (default or num_gpus,))
+    asked = numbers("ranks", text, (default or num_gpus,))
     if is_joined and asked != (default,):
         raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
     if not is_joined and device == "cuda" and max(asked) > num_gpus:
         raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(asked)), "Lower --ranks.")
     return asked
-
-
-def _texts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    from ep_a2a.errors import ConfigError
-
-    if text is None:
-        return default
-    parts = _texts(text)
-    if not parts or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--{option} to be numbers separated by commas", repr(text))
-    return tuple(int(part) for part in parts)
-
-
-def _check_folder(path: Path | None) -> None:
-    from ep_a2a.errors import ConfigError
-
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ConfigError(f"a folder {path.resolve().parent}", "none", "Make it, or name another.")

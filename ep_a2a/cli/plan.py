@@ -1,4 +1,4 @@
-"""`ep-a2a plan`: what an op's buffers take on each GPU, without one."""
+"""`ep-a2a plan`: what an op's buffers take on each GPU, without one, and what an exchange between nodes may take."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.cli.demo import Quant
+from ep_a2a.cli.values import given, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,10 @@ def _op(text: str, least: int | None = None) -> Any:
     return typer.Option(help=text, rich_help_panel="Of any op", min=least)
 
 
+def _nodes(text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Between nodes (predicted by a simulator)", **limits)
+
+
 def command(
     vllm: Annotated[Path | None, _model("A model's config.json, or its folder.", exists=True)] = None,
     data_parallel_size: Annotated[int | None, _model("As vLLM's; at least 2.", min=1)] = None,
@@ -31,6 +36,7 @@ def command(
         bool | None, _model("Tensor-parallel ranks share their replica's tokens; default: by model.")
     ] = None,
     ranks: Annotated[int | None, _op("GPUs; default: 8.", 1)] = None,
+    gpus_per_node: Annotated[int | None, _op("GPUs of a node; default: all, with --nodes 8.", 1)] = None,
     max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1)] = None,
     topk: Annotated[int | None, _op("Experts per token; default: 8.", 1)] = None,
     experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1)] = None,
@@ -41,6 +47,13 @@ def command(
     scale_format: Annotated[str | None, _op("float32 (default), ue8m0, float32_power_of_two.")] = None,
     max_total_recv_tokens: Annotated[int | None, _op("Cap on received rows; default: none.", 0)] = None,
     flagged_max_tokens: Annotated[int | None, _op("Tokens of steps that travel as flags; default: 128.", 0)] = None,
+    nodes: Annotated[str | None, _nodes("Predict for numbers of nodes, separated by commas.")] = None,
+    nic_gbps: Annotated[float | None, _nodes("Rate of each GPU's NIC, Gb/s; default: 400.")] = None,
+    chunk_tokens: Annotated[int | None, _nodes("Tokens that cross in one message; default: 64.")] = None,
+    num_credits: Annotated[int | None, _nodes("Chunks on the way to a node; default: 8.", "--credits")] = None,
+    published: Annotated[bool, _nodes("Predict other libraries' published times.", "--published")] = False,
+    markdown: Annotated[Path | None, _nodes("Write the predictions as markdown.", dir_okay=False)] = None,
+    plot: Annotated[Path | None, _nodes("Draw the predictions (PNG, SVG).", dir_okay=False)] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; default: the model's, else 7168.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32; default: the model's, else bfloat16.")
@@ -51,6 +64,9 @@ def command(
     """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
 
     It needs no GPU and starts nothing. The sum is what the op allocates when it is built, to the byte.
+
+    With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
+    such predictions are off, instead.
     """
     for_model = {
         "data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size,
@@ -58,28 +74,45 @@ def command(
         "sequence_parallel": sequence_parallel,
     }  # fmt: skip
     for_op = {
-        "ranks": ranks, "max_tokens": max_tokens, "topk": topk, "experts": experts, "layout": layout,
-        "combine_quant": combine_quant, "scale_format": scale_format, "max_total_recv_tokens": max_total_recv_tokens,
-        "flagged_max_tokens": flagged_max_tokens,
+        "ranks": ranks, "gpus_per_node": gpus_per_node, "max_tokens": max_tokens, "topk": topk, "experts": experts,
+        "layout": layout, "combine_quant": combine_quant, "scale_format": scale_format,
+        "max_total_recv_tokens": max_total_recv_tokens, "flagged_max_tokens": flagged_max_tokens,
     }  # fmt: skip
     for_both = {"hidden_dim": hidden, "dtype": _dtype(dtype), "cast": None if quant is None else quant.value}
+    between = {
+        "nodes": nodes, "nic_gbps": nic_gbps, "chunk_tokens": chunk_tokens, "num_credits": num_credits,
+        "markdown": markdown, "plot": plot,
+    }  # fmt: skip
+    if nodes is not None or published:
+        from ep_a2a.cli import plan_nodes
+
+        refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
+        files = plan_nodes.Files(markdown, plot, as_json=as_json)
+        if published:
+            plan_nodes.show_published({**between, **for_op, **for_both}, files)
+        else:
+            plan_nodes.show_predictions({**between, **for_op, **for_both}, files)
+        return
+    refuse(between, "without --nodes", "Say --nodes.")
     assumed: list[str] = []
     if vllm is None:
-        _refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        plan = _plan_op(**_given(for_op), **_given(for_both))
+        refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
+        plan, assumed = _plan_op(**given(for_op), **given(for_both))
     else:
-        _refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        plan, assumed = _plan_model(vllm, {"data_parallel_size": 1, **_given(for_model), **_given(for_both)})
+        refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
+        plan, assumed = _plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
     _show(plan, assumed, as_json=as_json)
 
 
 def _plan_op(
-    *, ranks: int = 8, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8, experts: int = 256,
-    dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none", **others: Any,
-) -> "Plan":  # fmt: skip
+    *, ranks: int = 8, gpus_per_node: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8,
+    experts: int = 256, dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none",
+    **others: Any,
+) -> "tuple[Plan, list[str]]":  # fmt: skip
     import torch
 
     from ep_a2a.cli.plan_sizes import plan_of
+    from ep_a2a.cli.plan_vllm import one_node
     from ep_a2a.config import FP8_DTYPE, num_owned_experts
     from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 
@@ -89,15 +122,14 @@ def _plan_op(
         "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
         "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
     }  # fmt: skip
-    return plan_of(
-        [
-            config_from_handle_kwargs(
-                {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
-                topology_internode=False,
-            )
-            for rank in range(ranks)
-        ]
-    )
+    configs = [
+        config_from_handle_kwargs(
+            {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
+            topology_internode=False,
+        )
+        for rank in range(ranks)
+    ]
+    return plan_of(configs), [] if ranks <= (gpus_per_node or ranks) else [one_node(ranks)]
 
 
 def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
@@ -121,18 +153,6 @@ def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:
         typer.echo(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2))
     else:
         Console().print(view_of(plan, assumed))
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _refuse(options: dict[str, Any], when: str, remedy: str) -> None:
-    from ep_a2a.errors import ConfigError
-
-    named = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
-    if named:
-        raise ConfigError(f"no {named} {when}", named, remedy)
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints
 from ep_a2a.config import Layout
 from ep_a2a.kernels.layout import OpLayout, Region
 from ep_a2a.kernels.op_memory import block_sizes
@@ -47,12 +48,14 @@ class Part:
         num_bytes: with what alignment adds.
         holds: what lies there, in words.
         is_shared: with other ops of the same manager and index.
+        fields: the regions that it is made of; () for what is allocated later.
     """
 
     name: str
     num_bytes: int
     holds: str
     is_shared: bool
+    fields: tuple[Field, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,28 @@ class Plan:
     bytes_by_rank: tuple[int, ...]
 
     def as_json_object(self) -> dict[str, Any]:
-        """Plain values; all sizes in bytes."""
+        """Plain values; all sizes in bytes, with what alignment adds."""
         return {
             "op": op_facts(self.config),
             "bytes_per_gpu": {part.name: part.num_bytes for part in self.parts} | {"total": self.bytes_by_rank[0]},
+            "bytes_per_region": {region.name.lower(): 0 for region in Region}
+            | {field.region.name.lower(): field.padded_bytes for part in self.parts for field in part.fields},
             "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
             "bytes_by_rank": list(self.bytes_by_rank),
             "bytes_of_all_gpus": sum(self.bytes_by_rank),
+            "deep_ep_hints": asdict(self.deep_ep_hints),
         }
+
+    @property
+    def deep_ep_hints(self) -> DeepEpHints:
+        """What DeepEP would ask for on each GPU for the same shape, by its formulas."""
+        return deep_ep_hints(
+            hidden_dim=self.config.hidden_dim,
+            element_bytes=self.config.data_type.itemsize,
+            num_ranks=self.config.world_size,
+            max_num_tokens=self.config.max_num_inp_token_per_rank,
+            num_experts=self.config.total_experts,
+        )
 
 
 def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool = False) -> Plan:
@@ -91,14 +108,14 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
             allocated later.
     """
     config, layout = configs[0], OpLayout.of(configs[0])
-    sizes = dict.fromkeys(_descriptions(config), 0)
+    made_of: dict[str, list[Field]] = {name: [] for name in _descriptions(config)}
     for name in ("control", "dispatch", "combine", "result", "expert", "local"):
         for field in getattr(layout, name).fields:
-            sizes[PART_OF_REGION.get(field.region, name)] += field.padded_bytes
+            made_of[PART_OF_REGION.get(field.region, name)].append(field)
     parts = tuple(
-        Part(name, sizes[name], holds, is_shared)
+        Part(name, num_bytes, holds, is_shared, tuple(made_of[name]))
         for name, (holds, is_shared) in _descriptions(config).items()
-        if sizes[name]
+        if (num_bytes := sum(field.padded_bytes for field in made_of[name]))
     )
     by_rank = tuple(block_sizes(each).num_bytes for each in configs)
     return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ep_a2a.cli.plan_sizes import op_facts
+from ep_a2a.compat.deep_ep_sizes import known_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ep_a2a.cli.plan_sizes import Part, Plan
+    from ep_a2a.kernels.layout import Field
 
 MIB = 1 << 20
 TITLES = {
@@ -42,7 +44,7 @@ def view_of(plan: Plan, assumed: Iterable[str]) -> RenderableType:
         assumed: what it takes for granted.
     """
     assumed = list(assumed)
-    lines: list[RenderableType] = [_op(plan), "", _table(plan)]
+    lines: list[RenderableType] = [_op(plan), "", _table(plan), "", _deep_ep_table(plan)]
     if assumed:
         lines += ["", Text("Assumed:"), *(Text(f"- {each}") for each in assumed)]
     return Group(*lines)
@@ -66,6 +68,9 @@ def _table(plan: Plan) -> Table:
     table.add_column("shared")
     for part in plan.parts:
         table.add_row(*_cells(part))
+        for field in part.fields if len(part.fields) > 1 else ():
+            if field.num_bytes:
+                table.add_row(f"  {_words(field.region.name)}", _mib(field.padded_bytes), _shape(field), style="dim")
     table.add_section()
     fewest, most = min(plan.bytes_by_rank), max(plan.bytes_by_rank)
     differs = f"; down to {_mib(fewest)} on ranks with fewer experts" if fewest < most else ""
@@ -77,6 +82,36 @@ def _table(plan: Plan) -> Table:
     later = " Memory below the totals is allocated later, if at all." if plan.later else ""
     table.caption, table.caption_justify = f"shared: one block for all ops of a manager and index.{later}", "left"
     return table
+
+
+def _deep_ep_table(plan: Plan) -> Table:
+    hints, ranks = plan.deep_ep_hints, plan.config.world_size
+    table = Table(title="DeepEP for the same shape, by its formulas", title_justify="left")
+    table.add_column("")
+    table.add_column("MiB", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("for", overflow="fold")
+    no_config = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
+    between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
+    for title, num_bytes, holds in (
+        ("NVL", hints.nvl_bytes, "normal kernels, rings in a node"),
+        ("RDMA", hints.rdma_bytes, between),
+        ("low latency", hints.low_latency_bytes, "low-latency kernels, in place of the rings"),
+    ):
+        if num_bytes is None:
+            table.add_row(title, "-", "-", no_config)
+        else:
+            table.add_row(title, _mib(num_bytes), f"{num_bytes:,}", holds)
+    return table
+
+
+def _words(name: str) -> str:
+    return name.lower().replace("_", " ")
+
+
+def _shape(field: Field) -> str:
+    dtype = str(field.dtype).removeprefix("torch.")
+    return f"{' x '.join(map(str, field.shape))} {dtype}, {field.padded_bytes:,} bytes"
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:

@@ -126,5 +126,10 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
     if options.world_size > GPUS_PER_NODE:
-        found.append(f"all {options.world_size} GPUs on one node (NVLink): there are no kernels between nodes")
+        found.append(one_node(options.world_size))
     return [*found, "no second op, which a model with MoE layers of different shapes has"]
+
+
+def one_node(world_size: int) -> str:
+    """What an op of more ranks than a node has takes for granted."""
+    return f"all {world_size} GPUs on one node (NVLink): there are no kernels between nodes"

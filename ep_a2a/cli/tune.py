@@ -43,7 +43,7 @@ def command(
     from ep_a2a.bench.sweep import Sweep
     from ep_a2a.bench.timing import TimingSettings
     from ep_a2a.bench.tune import DEFAULT_SIZES, check_can_tune, tune
-    from ep_a2a.cli.bench import _numbers
+    from ep_a2a.cli.values import numbers
 
     world_size = ranks or torch.cuda.device_count()
     check_can_tune(world_size)
@@ -60,7 +60,7 @@ def command(
         routing=("uniform",),
         max_sms=(0,),
         max_num_tokens=("same",),
-        num_tokens=_numbers("max-tokens", max_tokens, DEFAULT_SIZES),
+        num_tokens=numbers("max-tokens", max_tokens, DEFAULT_SIZES),
     ).points()
     progress, results, complete = Console(stderr=True), [], True
     for result in tune(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder):

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ep_a2a.kernels", "ep_a2a.ops"),
     ("ep_a2a.managers",),
     ("ep_a2a.config_file", "ep_a2a.communicator", "ep_a2a.group_coordinator", "ep_a2a.parallel_state"),
-    ("ep_a2a.testing", "ep_a2a.profiling", "ep_a2a.bench"),
+    ("ep_a2a.testing", "ep_a2a.profiling", "ep_a2a.bench", "ep_a2a.compat", "ep_a2a.simulation"),
     ("ep_a2a.cli", "ep_a2a.integrations"),
 )  # fmt: skip
 # kernels/op.py takes the process's arena where it is given none; that is MORI's interface (ep_a2a.shmem).

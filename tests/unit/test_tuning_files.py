@@ -275,6 +275,7 @@ def test_an_installed_wheel_finds_its_tables(tmp_path):
         names = archive.namelist()
         archive.extractall(site)
     assert {f"ep_a2a/configs/{path.name}" for path in SHIPPED} <= set(names)
+    assert "ep_a2a/configs/deep_ep_sizes.toml" in names
     assert not [name for name in names if name.startswith("configs/")]
     look = "from ep_a2a import tuning; print(tuning.__file__); print(tuning.shipped_directory()); " + (
         "print(len(tuning.load_tables('sm_90', 2)._tables['combine'].entries))"

@@ -1,0 +1,1 @@
+"""What other libraries would ask for, computed without them."""

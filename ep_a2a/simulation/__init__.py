@@ -1,0 +1,1 @@
+"""An event-driven model of dispatch and combine between nodes: it predicts, nothing in it was measured."""

@@ -1,0 +1,134 @@
+"""DeepEP's size hints: the worked example, every row of its table, and what `ep-a2a plan` says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ep_a2a.cli import app
+from ep_a2a.compat import deep_ep_sizes as sizes
+from ep_a2a.compat.deep_ep_sizes import ChunkConfig
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.layout import Region
+
+HIDDEN_BYTES = 7168 * 2
+SIDE_BYTES = 8 + 128 * (8 + 4) + 128 * 4
+# ranks: multiprocessors, then tokens (nvl sent, nvl held, rdma sent, rdma held) of dispatch and of combine, then the
+# NVL and the RDMA hint for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408 rdma)
+TABLE = {
+    2: (20, (16, 256, 6, 128), (6, 256, 6, 128), 83_927_552, 0),
+    4: (20, (16, 256, 6, 128), (6, 256, 6, 128), 167_854_976, 0),
+    8: (20, (6, 256, 6, 128), (6, 256, 6, 128), 335_709_824, 0),
+    16: (20, (16, 288, 20, 128), (2, 288, 28, 128), 377_673_984, 84_011_904),
+    24: (20, (8, 288, 32, 128), (1, 288, 20, 128), 377_674_624, 126_017_792),
+    32: (20, (8, 288, 32, 128), (1, 288, 20, 128), 377_675_264, 168_023_680),
+    64: (20, (20, 288, 28, 128), (1, 288, 20, 128), 377_677_824, 336_047_360),
+    128: (20, (20, 560, 32, 128), (1, 560, 12, 128), 734_372_864, 672_094_720),
+    144: (20, (32, 720, 12, 128), (2, 720, 8, 128), 944_191_744, 756_106_624),
+    160: (20, (28, 720, 12, 128), (2, 720, 8, 128), 944_193_024, 840_118_400),
+}
+CONSTANTS = {
+    "num_max_nvl_peers": 8, "num_max_rdma_peers": 20, "num_max_fifo_slots": 32768,
+    "num_workspace_bytes": 32 * 1024 * 1024, "num_max_local_experts": 1024, "num_buffer_alignment_bytes": 128,
+    "finished_sum_tag": 1024, "num_cpu_timeout_secs": 100, "num_timeout_cycles": 200_000_000_000,
+    "num_wait_nanoseconds": 500,
+}  # fmt: skip
+
+
+def test_the_worked_example_of_low_latency():
+    assert sizes.low_latency_bytes(7168, 128, 256) == 1_881_147_520
+
+
+def test_the_worked_examples_of_the_rings():
+    nvl, rdma = 5 * 4 + 256 * (HIDDEN_BYTES + SIDE_BYTES), 18 * 4 + 128 * (HIDDEN_BYTES + SIDE_BYTES + 16)
+    dispatch, _ = sizes.chunk_configs(8)
+    assert sizes.nvl_ring_bytes(HIDDEN_BYTES, 8, dispatch) == -(-10 * 8 * nvl // 128) * 128 == 335_709_824
+    assert sizes.rdma_ring_bytes(HIDDEN_BYTES, 8, dispatch) == -(-10 * 1 * 2 * rdma // 128) * 128 == 42_006_016
+    assert sizes.rdma_hint_bytes(HIDDEN_BYTES, 8, dispatch) == 0
+
+
+def test_the_table_is_complete():
+    assert sizes.known_ranks() == tuple(TABLE)
+    assert sizes.deep_ep_table()["constants"] == CONSTANTS
+
+
+@pytest.mark.parametrize("num_ranks", TABLE)
+def test_every_row(num_ranks):
+    num_sms, dispatch, combine, nvl_bytes, rdma_bytes = TABLE[num_ranks]
+    assert sizes.chunk_configs(num_ranks) == (ChunkConfig(num_sms, *dispatch), ChunkConfig(num_sms, *combine))
+    hints = sizes.deep_ep_hints(
+        hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_num_tokens=128, num_experts=256
+    )
+    assert hints == sizes.DeepEpHints(nvl_bytes, rdma_bytes, 1_881_147_520)
+
+
+def test_other_numbers_of_ranks_have_no_rings():
+    with pytest.raises(UnsupportedError, match="2, 4, 8, 16, 24"):
+        sizes.chunk_configs(6)
+    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=6, max_num_tokens=128, num_experts=256)
+    assert hints == sizes.DeepEpHints(None, None, 1_881_147_520)
+
+
+def test_rows_count_as_bf16_at_least():
+    assert [sizes.hidden_bytes_of(7168, size) for size in (1, 2, 4)] == [14336, 14336, 28672]
+
+
+@given(
+    hidden_dim=st.integers(1, 64).map(lambda groups: 128 * groups), tokens=st.integers(1, 512),
+    experts=st.integers(1, 512), num_ranks=st.sampled_from(tuple(TABLE)),
+)  # fmt: skip
+def test_hints_are_aligned_and_grow(hidden_dim, tokens, experts, num_ranks):
+    def hints(hidden_dim: int, tokens: int, experts: int) -> sizes.DeepEpHints:
+        return sizes.deep_ep_hints(
+            hidden_dim=hidden_dim, element_bytes=2, num_ranks=num_ranks, max_num_tokens=tokens, num_experts=experts
+        )
+
+    found = hints(hidden_dim, tokens, experts)
+    assert all(num_bytes % 128 == 0 for num_bytes in (found.nvl_bytes, found.rdma_bytes, found.low_latency_bytes))
+    assert found.nvl_bytes < hints(hidden_dim + 128, tokens, experts).nvl_bytes
+    assert found.low_latency_bytes < hints(hidden_dim, tokens + 1, experts).low_latency_bytes
+    # each expert has a row for every token in both buffers, sent and received, of odd and of even steps
+    assert found.low_latency_bytes > 4 * experts * tokens * 2 * hidden_dim
+
+
+# --- the command ---
+
+EXAMPLE = "--hidden 7168 --max-tokens 128 --experts 256 --topk 8 --ranks 8"
+
+
+def plan(arguments: str) -> str:
+    result = CliRunner().invoke(app.make_app(), ["plan", *arguments.split()])
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+@pytest.mark.parametrize("nodes", ["", " --gpus-per-node 8"])
+def test_the_command_says_every_region_and_deep_eps_hints(nodes):
+    found = json.loads(plan(f"{EXAMPLE}{nodes} --json"))
+    regions, total = found["bytes_per_region"], found["bytes_per_gpu"]["total"]
+    assert sum(regions.values()) == total == found["bytes_by_rank"][0]
+    assert regions["tokens"] == 8 * 128 * 7168 * 2
+    assert regions["poison"] == 256
+    assert regions["expert_rows"] == 0
+    assert len(regions) == len(Region)
+    assert found["deep_ep_hints"] == {
+        "nvl_bytes": 335_709_824, "rdma_bytes": 0, "low_latency_bytes": 1_881_147_520
+    }  # fmt: skip
+    text = " ".join(plan(f"{EXAMPLE}{nodes}").replace("│", " ").split())
+    for each in ("poison", "sent indices", "128 x 8 int32, 4,096 bytes", "total", "1,881,147,520", "335,709,824"):
+        assert each in text
+
+
+def test_the_command_says_where_deep_ep_has_no_config():
+    text = " ".join(plan("--ranks 6 --experts 12 --topk 2").replace("│", " ").split())
+    assert "its table of configs has no 6 GPUs" in text
+
+
+def test_more_ranks_than_a_node_has_are_an_assumption():
+    assumed = json.loads(plan("--ranks 16 --gpus-per-node 8 --json"))["assumed"]
+    assert assumed == ["all 16 GPUs on one node (NVLink): there are no kernels between nodes"]
+    assert json.loads(plan("--ranks 16 --json"))["assumed"] == []

@@ -1,0 +1,112 @@
+"""`ep-a2a plan --nodes` and `--published`: what is printed and written, refusals, the README's commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ep_a2a.cli import app
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.simulation import published
+
+PROJECT = Path(__file__).resolve().parents[2]
+SMALL = "--max-tokens 32 --hidden 256 --topk 4 --experts 32"
+
+
+def run(arguments: str) -> Any:
+    return CliRunner().invoke(app.make_app(), ["plan", *arguments.split()])
+
+
+def test_json_of_predictions():
+    result = run(f"--nodes 2,3 --gpus-per-node 4 --nic-gbps 200 --credits 2 --chunk-tokens 16 {SMALL} --json")
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)["predictions"]
+    assert [(each["ranks"], each["copy_per"]) for each in found] == [
+        (8, "node"), (8, "rank"), (12, "node"), (12, "rank")
+    ]  # fmt: skip
+    assert all(each["predicted"] and each["nic_gbps"] == 200 for each in found)
+    first = found[0]
+    assert first["nic_combine_bytes"] == pytest.approx(first["remote_copies_per_token"] * 32 * 512, abs=2)
+    assert sum(first["buffer_bytes"].values()) == 2 * first["buffer_bytes"]["total"]
+    assert first["buffer_bytes"]["dispatch_rings"] == 2 * 16 * (512 + 4 * 8 + 8)
+    assert found[1]["buffer_bytes"].keys() == {"packed_tokens", "combine_slots", "total"}
+
+
+def test_a_cast_makes_dispatch_smaller():
+    plain, cast = (
+        json.loads(run(f"--nodes 2 {SMALL} --quant {quant} --json").stdout)["predictions"][0]
+        for quant in ("none", "fp8_per_1x128")
+    )
+    assert cast["nic_dispatch_bytes"] < plain["nic_dispatch_bytes"]
+    assert cast["nic_combine_bytes"] == plain["nic_combine_bytes"]
+
+
+def test_tables_and_files_say_that_they_are_predicted(tmp_path):
+    markdown, picture = tmp_path / "found.md", tmp_path / "found.svg"
+    result = run(f"--nodes 2 --ranks 16 {SMALL} --markdown {markdown} --plot {picture}")
+    assert result.exit_code == 0, result.exception
+    for text in (result.stdout, markdown.read_text()):
+        assert "PREDICTED by a simulator, not measured" in text
+        assert "32 tokens per GPU" in " ".join(text.split())
+    assert re.search(r"^\| 16 \| 2 \| node \|", markdown.read_text(), re.MULTILINE)
+    assert picture.read_text().count("<svg") == 1
+
+
+def test_published_times(monkeypatch, tmp_path):
+    few = published.published_tables()[:1]
+    monkeypatch.setattr(published, "published_tables", lambda: few)
+    found = json.loads(run("--published --json").stdout)["compared"]
+    assert [each["phase"] for each in found] == ["dispatch", "combine"]
+    assert found[0]["published_us"] == 118
+    assert found[0]["error_percent"] == pytest.approx(
+        (found[0]["predicted_us"] / found[0]["published_us"] - 1) * 100, abs=0.1
+    )
+    markdown = tmp_path / "published.md"
+    result = run(f"--published --markdown {markdown}")
+    assert "median" in result.stdout
+    assert "| DeepEP V1 low latency | H800 + CX7 | 16 | 128 | expert | dispatch | 118.0 |" in markdown.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ("--nodes 2 --gpus-per-node 8 --ranks 8", ConfigError, "--ranks 16, which is --nodes 2 x --gpus-per-node 8"),
+        ("--nodes 2 --nic-gbps 0", ConfigError, "--nic-gbps above 0"),
+        ("--nodes 0", ConfigError, "--nodes above 0"),
+        ("--nodes two", ConfigError, "numbers separated by commas"),
+        ("--nodes 2 --credits 0", ConfigError, "--credits above 0"),
+        ("--nodes 2 --chunk-tokens 0", ConfigError, "--chunk-tokens above 0"),
+        ("--nodes 2 --topk 9 --experts 8", ConfigError, "Lower --topk"),
+        ("--nodes 2 --quant fp8_per_token", UnsupportedError, "fp8_per_1x128"),
+        ("--nodes 2 --layout compact --dtype float16", ConfigError, "no --layout, --dtype with --nodes"),
+        ("--nodes 2 --data-parallel-size 16", ConfigError, "no --data-parallel-size with --nodes"),
+        ("--nic-gbps 400 --credits 4", ConfigError, "no --nic-gbps, --credits without --nodes"),
+        ("--published --nodes 2 --hidden 128", ConfigError, "no --nodes, --hidden with --published"),
+        ("--published --plot found.png", ConfigError, "no --plot with --published"),
+        ("--published --vllm README.md", ConfigError, "no --vllm with --nodes or --published"),
+        ("--nodes 2 --plot picture.gif", ConfigError, "*.png or *.svg"),
+        ("--nodes 2 --markdown missing/found.md", ConfigError, "a folder"),
+    ],
+)
+def test_refusals(arguments, error, text, monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    result = run(arguments)
+    assert isinstance(result.exception, error)
+    assert text in str(result.exception)
+
+
+def test_the_readmes_commands_run(monkeypatch):
+    few = published.published_tables()[:1]
+    monkeypatch.setattr(published, "published_tables", lambda: few)
+    commands = re.findall(r"^\.venv/bin/ep-a2a plan (.*)$", (PROJECT / "README.md").read_text(), re.MULTILINE)
+    own = [each for each in commands if "--vllm" not in each]
+    assert any("--nodes" in each for each in own)
+    assert "--published" in own
+    for arguments in own:
+        result = run(arguments)
+        assert result.exit_code == 0, result.exception
