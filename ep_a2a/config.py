@@ -148,6 +148,8 @@ class EpDispatchCombineConfig:
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
+        num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
+            larger one: its ranks are first_rank ... first_rank + W - 1 there, and it drops ids of experts elsewhere.
     """
 
     data_type: torch.dtype
@@ -180,6 +182,8 @@ class EpDispatchCombineConfig:
     flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
     expert_alignment: int = field(default=1, kw_only=True)
     compiled_calls: str = field(default="all", kw_only=True)
+    num_owner_ranks: int = field(default=0, kw_only=True)
+    first_rank: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, minimum in MINIMUM.items():
@@ -264,8 +268,11 @@ class EpDispatchCombineConfig:
 
     def _check_experts(self) -> None:
         _require(self.total_experts > 0, "at least one expert in all", "none")
-        own = num_owned_experts(self.total_experts, self.world_size, self.rank)
-        most = num_owned_experts(self.total_experts, self.world_size, 0)
+        num_owners = self.owners[1]
+        last = self.first_rank + self.world_size
+        _require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
+        own = num_owned_experts(self.total_experts, num_owners, self.first_rank + self.rank)
+        most = num_owned_experts(self.total_experts, num_owners, self.first_rank)
         _require(
             self.num_experts_per_rank in (own, most),
             f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
@@ -283,12 +290,23 @@ class EpDispatchCombineConfig:
     @functools.cached_property
     def total_experts(self) -> int:
         """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
-        return self.num_experts or self.world_size * self.num_experts_per_rank
+        return self.num_experts or (self.num_owner_ranks or self.world_size) * self.num_experts_per_rank
+
+    @functools.cached_property
+    def owners(self) -> tuple[int, int, int, int]:
+        """Who owns the experts, as kernels want it: (experts, ranks that own them, first rank of this group, 1)."""
+        return self.total_experts, self.num_owner_ranks or self.world_size, self.first_rank, 1
 
     @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts that this rank owns."""
-        return num_owned_experts(self.total_experts, self.world_size, self.rank)
+        return num_owned_experts(self.total_experts, self.owners[1], self.first_rank + self.rank)
+
+    @functools.cached_property
+    def first_expert(self) -> int:
+        """The id of the first expert that this rank owns, or would own."""
+        rank, (small, num_large) = self.first_rank + self.rank, divmod(self.total_experts, self.owners[1])
+        return rank * small + min(rank, num_large)
 
     @functools.cached_property
     def dispatch_quant(self) -> QuantType:

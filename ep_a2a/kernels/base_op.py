@@ -66,6 +66,11 @@ class DispatchCombineBase:
         """R at max_num_tokens = M."""
         return self.config.max_num_recv_tokens
 
+    @property
+    def num_own_bytes(self) -> int:
+        """Bytes of the op's buffers on its device that are not an arena's."""
+        return 0
+
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
 

@@ -96,7 +96,7 @@ def receive_rows(
 def dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
@@ -147,9 +147,9 @@ def dispatch_kernel(
         choices, scale_lanes, ranks = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES), tl.arange(0, WORLD_LANES)
         sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
         if COUNTS_ALONE:
-            before = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
+            before = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
         else:
-            own_fields = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
+            own_fields = count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
             own_counts = field_of(own_fields, ranks, WORLD_SIZE, COUNT_BITS)
             first_index = rows_of_programs_before(
                 table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
@@ -165,7 +165,7 @@ def dispatch_kernel(
             counts_all: tl.constexpr = COMPACT or COUNTS_ALONE
             if program == (0 if counts_all else num_programs - 1):
                 if counts_all:
-                    totals = count_rows(ids, 0, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
+                    totals = count_rows(ids, 0, num_tokens, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
                     counts = field_of(totals, ranks, WORLD_SIZE, COUNT_BITS)
                 else:
                     counts = first_index + own_counts
@@ -176,7 +176,7 @@ def dispatch_kernel(
         if poison == 0:
             first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
             for token in range(first, last):
-                own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+                own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
                 rows = rows_of(before, own, first_rows, row_limit, rank, WORLD_SIZE, COUNT_BITS)
                 following_ids, following_weights = load_choices(
                     ids, weights, token + 1, last, TOPK, TOPK_LANES, HAS_WEIGHTS

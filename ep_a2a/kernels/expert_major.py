@@ -11,7 +11,6 @@ from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kern
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
 from ep_a2a.policy import INTERPRETED_PROGRAMS
-from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +39,7 @@ class ExpertMajorKernels:
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
-        self._first_expert = expert_ranges(config.total_experts, config.world_size)[config.rank][0]
+        self._first_expert = config.first_expert
         common = {"TOPK": config.topk, "WORLD_SIZE": config.world_size}
         lanes = {"TOPK_LANES": padded(config.topk)}
         block_rows = max(1, NUMBERED_IDS // lanes["TOPK_LANES"])

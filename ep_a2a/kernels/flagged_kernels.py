@@ -173,7 +173,7 @@ def push_position(
 def flagged_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank, num_senders, num_receivers,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
@@ -222,12 +222,12 @@ def flagged_dispatch_kernel(
         if GROUP > 0:
             tile = load_for_cast(x, sender, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
         token_ids, token_weights = load_choices(ids, weights, sender, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
+        going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         if is_herald & (poison == 0):
             post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
         before = fields_before(going, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
-        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
         if is_keeper & (poison == 0):
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
             counts = field_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE, COUNT_BITS)
@@ -269,7 +269,7 @@ def flagged_dispatch_kernel(
                 tile = load_for_cast(x, following, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
             token_ids, token_weights = load_choices(ids, weights, following, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
             before = fields_before(going, following, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
-            own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+            own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if RECEIVE:

@@ -218,12 +218,20 @@ def check_combine(
                 f"weights in the order of the received rows, {(*lead, config.topk)}", str(tuple(weights.shape)),
                 "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
             )  # fmt: skip
-    if indices is not None:
-        check_tensor("indices", indices, (torch.int32,), device)
-        if tuple(indices.shape) != (num_tokens, config.topk):
-            raise ForeignIndicesError(
-                f"this rank's own ids, of shape {(num_tokens, config.topk)}", str(tuple(indices.shape))
-            )
+    check_own_indices(config, device, indices, num_tokens)
+
+
+def check_own_indices(
+    config: EpDispatchCombineConfig, device: torch.device, indices: torch.Tensor | None, num_tokens: int
+) -> None:
+    """combine's `indices`: None, or int32 [T, K] as given to this rank's dispatch of num_tokens tokens."""
+    if indices is None:
+        return
+    check_tensor("indices", indices, (torch.int32,), device)
+    if tuple(indices.shape) != (num_tokens, config.topk):
+        raise ForeignIndicesError(
+            f"this rank's own ids, of shape {(num_tokens, config.topk)}", str(tuple(indices.shape))
+        )
 
 
 def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:

@@ -265,7 +265,7 @@ class IntraNodeKernels:
         count_words = config.world_size * (config.world_size + 1)
         common = {
             **self._topk, **self._world, **self._compact,
-            "NUM_EXPERTS": config.total_experts, "ROW_WORDS": row_words,
+            "OWNERS": config.owners, "ROW_WORDS": row_words,
             "GROUP": group, "GROUP_LANES": padded(max(1, group)),
             "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
             "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,

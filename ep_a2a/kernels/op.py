@@ -21,7 +21,6 @@ from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
 from ep_a2a.kernels.op_views import DispatchViews
 from ep_a2a.policy import Phase
-from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -128,8 +127,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._kernels.dispatch(args, block_num, warp_per_block)
         self._stage = Stage.COMBINE_SEND
         if call_local_expert_count:
-            first = expert_ranges(self.config.total_experts, self.config.world_size)[self.config.rank][0]
-            self._kernels.count_local_experts(self.local_expert_count, first, args.max_num_tokens)
+            self._kernels.count_local_experts(self.local_expert_count, self.config.first_expert, args.max_num_tokens)
         return self._views(args)
 
     def dispatch_send(

@@ -10,20 +10,27 @@ CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 
 
 @portable
-def owner_of(experts, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Rank that owns each expert id under linear ownership, -1 for a dropped slot.
+def owner_of(experts, OWNERS: tl.constexpr):
+    """The peer that each expert id's tokens go to under linear ownership, negative for a dropped slot.
 
     Validity is decided before dividing: -1 // n is 0 in Triton.
+
+    Args:
+        OWNERS: (experts, ranks that own them, the first of those ranks that is a peer, ranks per peer). Peers are ranks
+            of this group, so that ids of ranks before the first one are dropped slots; or whole nodes.
     """
-    small: tl.constexpr = NUM_EXPERTS // WORLD_SIZE
-    num_large: tl.constexpr = NUM_EXPERTS % WORLD_SIZE
+    num_experts: tl.constexpr = OWNERS[0]
+    num_ranks: tl.constexpr = OWNERS[1]
+    small: tl.constexpr = num_experts // num_ranks
+    num_large: tl.constexpr = num_experts % num_ranks
     boundary: tl.constexpr = num_large * (small + 1)
     # without small experts the second branch is never taken, but its divisor must not be zero
     divisor: tl.constexpr = small if small > 0 else 1
-    valid = (experts >= 0) & (experts < NUM_EXPERTS)
+    valid = (experts >= 0) & (experts < num_experts)
     safe = tl.where(valid, experts, 0)
     owner = tl.where(safe < boundary, safe // (small + 1), num_large + (safe - boundary) // divisor)
-    return tl.where(valid, owner, -1)
+    peer = tl.where(owner >= OWNERS[2], (owner - OWNERS[2]) // OWNERS[3], -1)
+    return tl.where(valid, peer, -1)
 
 
 @portable
@@ -33,42 +40,42 @@ def either(left, right):
 
 
 @portable
-def fields_of(experts, first_rank: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
               COUNT_BITS: tl.constexpr):  # fmt: skip
-    """1 in the field of each expert's owner, as int64 of one field of COUNT_BITS bits per rank from first_rank on.
+    """1 in the field of each expert's owner, as int64 of one field of COUNT_BITS bits per rank from first_peer on.
 
     Counts of rows per rank are kept so, in a tuple with as many words as the ranks take: one addition or reduction
     serves all ranks of a word, and a rank's count is a shift away, without a trip through memory.
     """
-    place = owner_of(experts, NUM_EXPERTS, WORLD_SIZE) - first_rank
-    here = (place >= 0) & (place < 64 // COUNT_BITS)
+    place = owner_of(experts, OWNERS) - first_peer
+    here = (place >= 0) & (place < 64 // COUNT_BITS) & (place < WORLD_SIZE - first_peer)
     bit = (place * 0 + 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
     return tl.where(here, bit, 0)
 
 
 @portable
 def fields_of_tokens(
-    ids, num_tokens, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    ids, num_tokens, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """Which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
     tokens = tl.arange(0, TOKENS)
     fields = ()
-    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+    for first_peer in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
         here = tl.full((TOKENS,), 0, tl.int64)
         for k in tl.static_range(TOPK):
             experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
-            here = here | fields_of(experts, first_rank, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+            here = here | fields_of(experts, first_peer, OWNERS, WORLD_SIZE, COUNT_BITS)
         fields = fields + (here,)
     return fields
 
 
 @portable
-def fields_of_token(token_ids, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
+def fields_of_token(token_ids, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
     """Which ranks the token with these ids [TOPK_LANES] goes to: words of fields that are 0 or 1."""
     fields = ()
-    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
-        bits = fields_of(token_ids, first_rank, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+    for first_peer in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+        bits = fields_of(token_ids, first_peer, OWNERS, WORLD_SIZE, COUNT_BITS)
         fields = fields + (tl.reduce(bits, 0, either),)
     return fields
 
@@ -85,7 +92,7 @@ def fields_before(fields, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 
 @portable
 def count_rows(
-    ids, first, last, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    ids, first, last, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """Rows per rank of tokens first ... last - 1, as fields; TOKENS are looked at at once."""
@@ -94,7 +101,7 @@ def count_rows(
         sums = sums + (tl.full((TOKENS,), 0, tl.int64),)
     for start in range(first, last, TOKENS):
         tile = ids + tl.cast(start, tl.int64) * TOPK
-        here = fields_of_tokens(tile, last - start, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+        here = fields_of_tokens(tile, last - start, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
         sums = plus(sums, here, WORLD_SIZE, COUNT_BITS)
     return fields_before(sums, TOKENS, WORLD_SIZE, TOKENS, COUNT_BITS)
 

@@ -5,27 +5,56 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError, UnsupportedError
+from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
 from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.managers.base import All2AllManagerBase, Capabilities
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
     from ep_a2a.topology import Topology
+
+    NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
+
+
+class Nodes:
+    """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
+
+    Args:
+        group: all ranks.
+        grid: the nodes, and where this rank is.
+        device: where tensors lie.
+        timeout_secs: bound of a hop between nodes on CPU.
+    """
+
+    def __init__(self, group: ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float) -> None:
+        self._group = make_subgroup(group, grid.node_ranks)
+        self.rail = choose_rail("", group, grid, device, timeout_secs)
+        self.arena = Arena(self._group, device)
+
+    def close(self) -> None:
+        """Gives everything back; to be called on every rank."""
+        self.arena.close()
+        self.rail.close()
+        destroy_subgroup(self._group)
 
 
 class NativeAll2AllManager(All2AllManagerBase):
     """Ops on Triton kernels that write into peers' memory: over NVLink on GPUs, over shared memory on CPU.
 
-    One node is served by IntraNode. The manager owns an arena: the first op makes it, ops of the same handle kwargs
-    get the same addresses again, and `destroy` gives the memory back. Tokens are exchanged through ops only.
+    One node is served by IntraNode, several by InterNodeV1. The manager owns the memory: ops of the same handle kwargs
+    get the same addresses again, and `destroy` gives it back. Tokens are exchanged through ops only.
     """
 
     backend = "ep_a2a"
@@ -36,8 +65,9 @@ class NativeAll2AllManager(All2AllManagerBase):
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
         self._arena: Arena | None = None
+        self._nodes: dict[int, Nodes] = {}
         self._max_sms = 0
-        self._ops: WeakValueDictionary[tuple[EpDispatchCombineConfig, int], EpDispatchCombineOp] = WeakValueDictionary()
+        self._ops: WeakValueDictionary[tuple[EpDispatchCombineConfig, int], NativeOp] = WeakValueDictionary()
 
     @property
     def arena(self) -> Arena:
@@ -48,23 +78,23 @@ class NativeAll2AllManager(All2AllManagerBase):
             self._arena = Arena(self.cpu_group, self.device)
         return self._arena
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
         """The op for these handle kwargs; see the base class.
 
         Raises:
             UnknownNameError, ConfigError: the kwargs are not right; see config_from_handle_kwargs.
-            UnsupportedError: the group spans several nodes, real or cut by gpu_per_node.
+            UnsupportedError: the group spans nodes of unlike sizes, or whose ranks do not follow one another.
             HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
         self._require_open()
 
-        def make(**kwargs: Any) -> EpDispatchCombineOp:
-            # Triton is loaded when the first op is made, not when the manager is.
-            from ep_a2a.kernels.op import EpDispatchCombineOp
-
+        def make(**kwargs: Any) -> NativeOp:
             topology = self.topology(kwargs.get("gpu_per_node"))
-            self._require_one_node(topology)
+            grid = NodeGrid.of(topology, self.rank) if topology.internode else None
+            self._require_shared_memory(topology)
+            if grid is not None:
+                kwargs.setdefault("gpu_per_node", grid.gpus_per_node)
             if self._max_sms:
                 kwargs.setdefault("max_sms", self._max_sms)
             try:
@@ -76,18 +106,33 @@ class NativeAll2AllManager(All2AllManagerBase):
             # kwargs that say the same in other words mean the same op, not a second one on its memory
             op = self._ops.get((config, index))
             if op is None:
-                op = self._ops[config, index] = EpDispatchCombineOp(config, arena=self.arena, index=index)
+                op = self._ops[config, index] = self._make_op(config, grid, index)
             return op
 
-        op: EpDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
+        op: NativeOp = self.handle_cache.get_or_create(kwargs, make, index)
         return op
 
-    def _require_one_node(self, topology: Topology) -> None:
-        if topology.internode:
-            raise UnsupportedError(
-                "a group on one node: the inter-node kernels (InterNodeV1) are not in this version", topology.reason,
-                "Use the allgather_reducescatter backend, or leave gpu_per_node out where it cuts virtual nodes.",
-            )  # fmt: skip
+    @property
+    def num_buffer_bytes(self) -> int:
+        """Bytes that the ops made so far take on this device."""
+        arenas = [nodes.arena for nodes in self._nodes.values()] + ([self._arena] if self._arena else [])
+        num_own_bytes: int = sum(op.num_own_bytes for op in self.handle_cache.handles())
+        return num_own_bytes + sum(arena.num_bytes for arena in arenas)
+
+    def _make_op(self, config: EpDispatchCombineConfig, grid: NodeGrid | None, index: int) -> NativeOp:
+        # Triton is loaded when the first op is made, not when the manager is.
+        if grid is None:
+            from ep_a2a.kernels.op import EpDispatchCombineOp
+
+            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+        from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
+
+        nodes = self._nodes.get(grid.num_nodes)
+        if nodes is None:
+            nodes = self._nodes[grid.num_nodes] = Nodes(self.cpu_group, grid, self.device, config.timeout)
+        return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
+
+    def _require_shared_memory(self, topology: Topology) -> None:
         if topology.shared_memory_problem is not None and self.device.type == "cpu":
             raise HostMemoryError(
                 "ranks of one node to share /dev/shm", topology.shared_memory_problem,
@@ -96,7 +141,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
         if topology.internode:
-            return "InterNodeV1", f"{topology.num_nodes} nodes; not in this version"
+            return "InterNodeV1", f"{topology.num_nodes} nodes: one hop between them, one inside"
         return "IntraNode", "all ranks on one node"
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -118,6 +163,9 @@ class NativeAll2AllManager(All2AllManagerBase):
         return self._max_sms or None
 
     def _release(self) -> None:
+        for nodes in self._nodes.values():
+            nodes.close()
+        self._nodes.clear()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -26,6 +26,7 @@ class RailTransport(abc.ABC):
 
     Args:
         grid: where this rank stands; ranks in errors are those of the group that the grid is of.
+        timeout_secs: bound of an exchange on CPU, which can be changed later; on CUDA the library's own holds.
         reason: why this transport was chosen.
 
     Attributes:
@@ -34,8 +35,9 @@ class RailTransport(abc.ABC):
 
     name: str
 
-    def __init__(self, grid: NodeGrid, reason: str) -> None:
+    def __init__(self, grid: NodeGrid, timeout_secs: float, reason: str) -> None:
         self.grid = grid
+        self.timeout_secs = timeout_secs
         self.reason = reason
 
     @abc.abstractmethod
@@ -65,9 +67,7 @@ class TorchDistributedRail(RailTransport):
 
     Args:
         group: the group that `grid` is of.
-        grid: as in RailTransport.
-        timeout_secs: bound of an exchange on CPU, which can be changed later; on CUDA NCCL's own timeout holds.
-        reason: as in RailTransport.
+        grid, timeout_secs, reason: as in RailTransport.
 
     Raises:
         RankTimeoutError: a rank of the rail did not come to make the group.
@@ -76,8 +76,7 @@ class TorchDistributedRail(RailTransport):
     name = "torch.distributed"
 
     def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
-        super().__init__(grid, reason)
-        self.timeout_secs = timeout_secs
+        super().__init__(grid, timeout_secs, reason)
         self._group = make_subgroup(group, grid.rail_ranks)
         self._device_groups = DeviceGroups(self._group)
         self._arrivals = RailArrivals(self._group, grid.rail_ranks)

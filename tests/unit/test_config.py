@@ -61,6 +61,8 @@ OWN_FIELDS = [
     ("flagged_max_tokens", 128),
     ("expert_alignment", 1),
     ("compiled_calls", "all"),
+    ("num_owner_ranks", 0),
+    ("first_rank", 0),
 ]
 INTEGER_MINIMUM = {
     "rank": 0,
@@ -81,6 +83,8 @@ INTEGER_MINIMUM = {
     "num_experts": 0,
     "flagged_max_tokens": 0,
     "expert_alignment": 1,
+    "num_owner_ranks": 0,
+    "first_rank": 0,
     "max_sms": 0,
 }
 
@@ -360,8 +364,9 @@ SHARED_CHANGES: dict[str, Any] = {
     "flagged_max_tokens": 64,
     "expert_alignment": 16,
     "compiled_calls": "serving",
+    "num_owner_ranks": 16,
 }
-OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts"}
+OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts", "first_rank"}
 
 
 def test_every_field_is_shared_or_this_ranks_own():
@@ -379,7 +384,8 @@ def test_digests_differ_where_one_shared_field_does(name):
     one, other = config_of(**with_scales), config_of(**{**with_scales, name: SHARED_CHANGES[name]})
     assert one.digest() != other.digest()
     different = {key for key, value in one.shared_fields().items() if other.shared_fields()[key] != value}
-    assert different == {name} | ({"num_experts"} if name == "world_size" else set())
+    also = {"num_experts"} if name in ("world_size", "num_owner_ranks") else set()
+    assert different == {name} | also
 
 
 def test_digests_are_equal_on_all_ranks():

@@ -247,9 +247,9 @@ EXPERTS_AND_WORLDS = [(60, 8), (3, 5), (1, 1), (8, 8), (256, 8), (7, 3), (100, 7
 
 
 @portable
-def owners_of(ids, out, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
+def owners_of(ids, out, OWNERS: tl.constexpr, LANES: tl.constexpr):
     lanes = tl.arange(0, LANES)
-    tl.store(out + lanes, owner_of(tl.load(ids + lanes), NUM_EXPERTS, WORLD_SIZE))
+    tl.store(out + lanes, owner_of(tl.load(ids + lanes), OWNERS))
 
 
 @pytest.mark.parametrize(("num_experts", "world_size"), EXPERTS_AND_WORLDS)
@@ -258,7 +258,7 @@ def test_owners(num_experts, world_size):
     ids = torch.tensor([*range(num_experts), *edge], dtype=torch.int32)
     ids = torch.cat([ids, torch.full((512 - len(ids),), -1, dtype=torch.int32)])
     out = torch.full((512,), 77, dtype=torch.int32)
-    owners_of.interpret((1,), ids, out, NUM_EXPERTS=num_experts, WORLD_SIZE=world_size, LANES=512)
+    owners_of.interpret((1,), ids, out, OWNERS=(num_experts, world_size, 0, 1), LANES=512)
     assert torch.equal(out, owner_of_experts(ids, num_experts, world_size))
     assert (out[num_experts:] == -1).all()
     assert out[:num_experts].min() >= 0
@@ -266,7 +266,7 @@ def test_owners(num_experts, world_size):
 
 def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
     """The constants that most helpers take."""
-    return {"TOPK": topk, "NUM_EXPERTS": num_experts, "WORLD_SIZE": world_size, "COUNT_BITS": bits,
+    return {"TOPK": topk, "OWNERS": (num_experts, world_size, 0, 1), "WORLD_SIZE": world_size, "COUNT_BITS": bits,
             "WORLD_LANES": padded(world_size)}  # fmt: skip
 
 
@@ -339,16 +339,16 @@ def test_the_field_with_the_sign_of_its_word_counts_on(rank, bits, counts, more_
 
 @portable
 def fields_of_all(
-    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     lanes, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
-    going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
     for token in range(num_tokens + 1):
         before = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
         tl.store(before_out + token * WORLD_LANES + lanes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS))
         token_ids = tl.load(ids + token * TOPK + at, mask=(at < TOPK) & (at * 0 + token < num_tokens), other=-1)
-        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
         tl.store(own_out + token * WORLD_LANES + lanes, field_of(own, lanes, WORLD_SIZE, COUNT_BITS))
 
 
@@ -393,11 +393,11 @@ def test_a_rank_is_named_once_or_not_at_all(world_size, num_experts, bits):
 
 @portable
 def count(
-    ids, first, last, out, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    ids, first, last, out, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
     WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, WORLD_LANES)
-    counts = count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    counts = count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
     tl.store(out + lanes, field_of(counts, lanes, WORLD_SIZE, COUNT_BITS))
 
 
@@ -452,13 +452,13 @@ def test_bits_of_a_field_hold_the_largest_count(most, bits):
 @portable
 def record(
     routes, sent_ids, ids, first, last, next_rows, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
+    OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, TOPK_LANES)
     before = packed(tl.load(next_rows + tl.arange(0, WORLD_LANES)), WORLD_SIZE, WORLD_LANES, COUNT_BITS)
     for token in range(first, last):
         token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
-        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
         record_route(
             routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
         )

@@ -396,7 +396,7 @@ def store_rows(rows, out, token, WORLD_SIZE: tl.constexpr):
 @portable
 def find_rows(
     ids, table, first_rows, row_limit, rank, num_tokens, alone_out, told_out, few_out, TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr, NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PROGRAM_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -407,17 +407,17 @@ def find_rows(
     starts = ()
     for step in tl.static_range(WORLD_SIZE):
         starts = starts + (tl.load(first_rows + (rank + step) % WORLD_SIZE),)  # noqa: RUF005
-    alone = count_rows(ids, 0, first, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
+    alone = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
     own_counts = field_of(
-        count_rows(ids, first, last, TOPK, NUM_EXPERTS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS),
+        count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS),
         ranks, WORLD_SIZE, COUNT_BITS,
     )  # fmt: skip
     before_it = rows_of_programs_before(table, 9, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES)
     told = packed(before_it, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
-    going = fields_of_tokens(ids, num_tokens, TOPK, NUM_EXPERTS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
     for token in range(first, last):
         token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
-        own = fields_of_token(token_ids, NUM_EXPERTS, WORLD_SIZE, COUNT_BITS)
+        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
         few = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
         store_rows(rows_of(alone, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), alone_out, token, WORLD_SIZE)
         store_rows(rows_of(told, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), told_out, token, WORLD_SIZE)
@@ -436,8 +436,8 @@ def found_rows(
     alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
     find_rows.interpret(
         (NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, alone, told, few, TOPK=topk,
-        TOPK_LANES=padded(topk), NUM_EXPERTS=num_experts, WORLD_SIZE=world_size, WORLD_LANES=padded(world_size),
-        TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
+        TOPK_LANES=padded(topk), OWNERS=(num_experts, world_size, 0, 1), WORLD_SIZE=world_size,
+        WORLD_LANES=padded(world_size), TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
     )  # fmt: skip
     return torch.stack([alone, told, few])
 

@@ -420,12 +420,14 @@ def test_every_op_has_the_same_interface():
             assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
 
 
-def test_native_refuses_several_nodes_and_says_what_to_use(group):
+@pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
+def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts, expected):
     manager = NativeAll2AllManager(group)
     manager.device = "cpu"
-    facts = tuple(RankFacts(rank, hostname=f"host{rank}", boot_id=str(rank)) for rank in range(2))
-    manager._report = TopologyReport(facts, (("", "no file"), ("no file", "")))
-    with pytest.raises(UnsupportedError, match=r"InterNodeV1.*allgather_reducescatter"):
+    facts = tuple(RankFacts(rank, hostname=host, boot_id=host) for rank, host in enumerate(hosts))
+    shared = tuple(tuple("" if one == other else "no file" for other in hosts) for one in hosts)
+    manager._report = TopologyReport(facts, shared)
+    with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):
         manager.get_handle(small_kwargs())
     assert manager.explain()["kernel"] == "InterNodeV1"
     assert len(manager.handle_cache) == 0

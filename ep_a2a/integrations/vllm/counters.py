@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.errors import StateError
+from ep_a2a.errors import StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
     from ep_a2a.kernels.counted import CountedExchange, StepCounters
     from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.managers.native import NativeOp
 
 RPC_METHOD = "ep_a2a_counters"
 
@@ -37,15 +38,23 @@ class LayerCounters:
         num_kept_steps = env.COUNTERS.get()
         return cls(num_kept_steps) if num_kept_steps else None
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> CountedExchange:
+    def exchange_of(self, op: NativeOp, moe: Any) -> CountedExchange:
         """What counts the dispatches and combines of a layer.
 
         Args:
             op: the layer's. moe: its FusedMoEConfig.
+
+        Raises:
+            UnsupportedError: the op spans several nodes.
         """
         # Triton is loaded when the first op is made
         from ep_a2a.kernels.counted import CountedExchange, StepCounters
+        from ep_a2a.kernels.op import EpDispatchCombineOp
 
+        if not isinstance(op, EpDispatchCombineOp):
+            raise UnsupportedError(
+                f"{env.COUNTERS.name} on one node", "a group of several nodes", f"Unset {env.COUNTERS.name}."
+            )
         known = [counters for other, _, counters in self._layers if other is moe]
         counters = known[0] if known else StepCounters(op.device, self.num_kept_steps)
         if not known:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ep_a2a.kernels.counted import CountedExchange
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.managers.native import NativeOp
 
 MIB = 1 << 20
 
@@ -44,12 +44,12 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
-        self._kept: list[EpDispatchCombineOp] = []
+        self._kept: list[NativeOp] = []
         self._step_timeout_secs: float | None = None
         self.counters = LayerCounters.wanted()
         worker.managers.add(self)
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
         """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does."""
         # Ranks load weights, compile and capture at their own pace. Also after that, or layers that are built again,
         # with new weights, would get another op than the one that graphs have captured.
@@ -63,11 +63,11 @@ class VllmAll2AllManager(NativeAll2AllManager):
                 found = self.explain()
                 logger.info(
                     "%s: %s kernels (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
-                    found["kernel_reason"], found["topology"], self.arena.num_bytes / MIB,
+                    found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
                 )  # fmt: skip
         return op
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | CountedExchange:
+    def exchange_of(self, op: NativeOp, moe: Any) -> NativeOp | CountedExchange:
         """What a layer calls dispatch and combine of: the op itself, or where steps are counted, what counts its own.
 
         Args:

@@ -1,0 +1,223 @@
+"""The launches of an inter-node op around its hop between nodes, and the buffers that they fill and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, QuantType, ScaleFormat
+from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
+from ep_a2a.kernels.rail_kernels import add_nodes_kernel, pack_kernel
+from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
+from ep_a2a.memory.pools import zeros_outside_pools
+from ep_a2a.policy import INTERPRETED_PROGRAMS
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+
+PACK_WARPS = 8
+ADD_WARPS = 4
+ADD_ELEMENTS = 1024
+MAX_BLOCK_WORDS = 4096
+MANY_TOKENS = 256
+"""Tokens whose nodes a program looks at at once."""
+ADDING_PROGRAMS_PER_SM = 4
+
+
+def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of any dtype that outlive an engine's memory pools."""
+    return zeros_outside_pools(shape[0] * shape[1] * dtype.itemsize, device).view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class RailTokens:
+    """What one direction of the hop carries: lines [N * M, ...], of which a step uses the first N * max_num_tokens.
+
+    Line n * max_num_tokens + i goes to, or comes from, node n.
+
+    Attributes:
+        tokens: rows of wire_dtype [N * M, H].
+        ids: int32 [N * M, K]; -1 in all slots of a line that is not used.
+        weights: float32 [N * M, K].
+        scales: [N * M, S], or None.
+    """
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, config: EpDispatchCombineConfig, num_nodes: int, device: torch.device) -> RailTokens:
+        """Zeroed lines for the config of the whole group."""
+        num_lines = num_nodes * config.max_num_inp_token_per_rank
+
+        def lines(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return zeros((num_lines, width), dtype, device)
+
+        scale_dtype = torch.float32 if config.scale_bytes == WORD_BYTES else torch.uint8
+        return cls(
+            lines(config.hidden_dim, config.wire_dtype), lines(config.topk, torch.int32),
+            lines(config.topk, torch.float32), lines(config.num_scales, scale_dtype) if config.num_scales else None,
+        )  # fmt: skip
+
+    def of_step(self, num_lines: int, *, has_weights: bool, has_scales: bool) -> list[torch.Tensor]:
+        """The lines of a step that travel."""
+        found = [self.tokens, self.ids]
+        if has_weights:
+            found.append(self.weights)
+        if has_scales and self.scales is not None:
+            found.append(self.scales)
+        return [lines[:num_lines] for lines in found]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all lines."""
+        tensors = (self.tokens, self.ids, self.weights, self.scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class RailKernels:
+    """Compiles and launches what an inter-node op does on this rank alone.
+
+    Args:
+        config: of the whole group, W ranks.
+        num_nodes: N; the ranks of a node follow one another.
+        device: where the kernels run; CPU means Triton's interpreter.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, num_nodes: int, device: torch.device) -> None:
+        self.config, self.num_nodes, self.device = config, num_nodes, device
+        is_gpu = device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0
+        self._packs: dict[tuple[bool, bool, bool], Variant] = {}
+        self._adds: dict[bool, Variant] = {}
+
+    def pack(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        ids: torch.Tensor,
+        lines: RailTokens,
+        routes: torch.Tensor,
+        max_num_tokens: int,
+    ) -> None:
+        """Launches what writes each token's line for every node that it goes to, and its routes int32 [T, N]."""
+        variant, values = self._pack(x, scales, weights, ids, lines, routes, max_num_tokens)
+        # programs without tokens mark lines that nobody fills
+        variant.run(self._programs(max_num_tokens), values, self.device)
+
+    def add_nodes(
+        self,
+        rows: torch.Tensor,
+        weight_rows: torch.Tensor | None,
+        routes: torch.Tensor,
+        result: torch.Tensor,
+        result_weights: torch.Tensor,
+        num_tokens: int,
+        max_num_tokens: int,
+    ) -> None:
+        """Launches what adds the nodes' sums [N * max_num_tokens, H] into result [T, H], and weights likewise."""
+        variant, values = self._add(rows, weight_rows, routes, result, result_weights, num_tokens, max_num_tokens)
+        num_blocks = -(-self.config.hidden_dim // variant.constants["BLOCK"])
+        variant.run(self._programs(num_tokens * num_blocks, ADDING_PROGRAMS_PER_SM), values, self.device)
+
+    def compile(self, lines: RailTokens, routes: torch.Tensor, result: torch.Tensor) -> None:
+        """Compiles and loads, on a GPU, every form of these launches that the op's calls need; launches nothing."""
+        if self.device.type != "cuda":
+            return
+        config, word = self.config, torch.empty(16, dtype=torch.int32, device=self.device)
+        floats = torch.empty(16, dtype=torch.float32, device=self.device)
+        only_serving = config.compiled_calls == CompiledCalls.SERVING
+        inputs = [torch.empty(16, dtype=config.data_type, device=self.device)]
+        if config.casts_in_dispatch and not only_serving:
+            inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
+        for x in inputs:
+            given = config.num_scales and (not config.casts_in_dispatch or x.dtype == FP8_DTYPE)
+            for scales in (None, word) if given else (None,):
+                for weights in (floats,) if only_serving else (None, floats):
+                    variant, values = self._pack(x, scales, weights, word, lines, routes, 1)
+                    variant.compile(values)
+        for weight_rows in (None,) if only_serving else (None, floats):
+            variant, values = self._add(result, weight_rows, routes, result, floats, 0, 1)
+            variant.compile(values)
+
+    def _pack(
+        self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, ids: torch.Tensor,
+        lines: RailTokens, routes: torch.Tensor, max_num_tokens: int,
+    ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
+        casts = self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
+        key = casts, scales is not None, weights is not None
+        if key not in self._packs:
+            self._packs[key] = Variant(pack_kernel, self._pack_constants(*key), PACK_WARPS)
+        made_in_words = casts and self.config.scale_bytes == WORD_BYTES
+        scale_dtype = torch.int32 if made_in_words or (not casts and self._scales_are_words) else torch.uint8
+        values = (
+            x if casts else x.view(torch.int32),
+            ids if scales is None else scales.view(scale_dtype),
+            ids if weights is None else weights.view(torch.int32),
+            ids,
+            lines.tokens.view(torch.uint8 if casts else torch.int32),
+            ids if lines.scales is None else lines.scales.view(scale_dtype),
+            lines.weights.view(torch.int32), lines.ids, routes, x.shape[0], max_num_tokens,
+        )  # fmt: skip
+        return self._packs[key], values
+
+    def _add(
+        self, rows: torch.Tensor, weight_rows: torch.Tensor | None, routes: torch.Tensor, result: torch.Tensor,
+        result_weights: torch.Tensor, num_tokens: int, max_num_tokens: int,
+    ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
+        has_weights = weight_rows is not None
+        if has_weights not in self._adds:
+            self._adds[has_weights] = Variant(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
+        element = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
+        values = (
+            rows.view(element), routes if weight_rows is None else weight_rows.view(torch.int32), routes, result,
+            result_weights, num_tokens, max_num_tokens,
+        )  # fmt: skip
+        return self._adds[has_weights], values
+
+    def _programs(self, most: int, per_sm: int = 1) -> int:
+        return max(1, min(most, self._num_sms * per_sm)) if self._num_sms else INTERPRETED_PROGRAMS
+
+    @property
+    def _scale_line_bytes(self) -> int:
+        return self.config.num_scales * self.config.scale_bytes
+
+    @property
+    def _scales_are_words(self) -> bool:
+        return self._scale_line_bytes % WORD_BYTES == 0
+
+    def _pack_constants(self, casts: bool, has_scales: bool, has_weights: bool) -> dict[str, Any]:
+        config = self.config
+        group = 0
+        if casts:
+            group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
+        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        width = self._scale_line_bytes if has_scales else 0
+        width = width // WORD_BYTES if self._scales_are_words else width
+        num_experts, num_ranks, _, _ = config.owners
+        return {
+            "TOPK": config.topk, "TOPK_LANES": padded(config.topk),
+            "OWNERS": (num_experts, num_ranks, 0, config.world_size // self.num_nodes), "NUM_NODES": self.num_nodes,
+            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
+            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
+            "GROUP": group, "GROUP_LANES": padded(max(1, group)),
+            "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
+            "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
+            "HAS_WEIGHTS": has_weights, "MANY_TOKENS": MANY_TOKENS,
+            "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
+        }  # fmt: skip
+
+    def _add_constants(self, has_weights: bool) -> dict[str, Any]:
+        config = self.config
+        return {
+            "HIDDEN": config.hidden_dim, "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+            "TOPK": config.topk, "TOPK_LANES": padded(config.topk), "NUM_NODES": self.num_nodes,
+            "DTYPE": TRITON_DTYPES[config.combined_dtype],
+            "ELEMENT": tl.int16 if config.combined_dtype.itemsize == 2 else tl.int32, "HAS_WEIGHTS": has_weights,
+        }  # fmt: skip

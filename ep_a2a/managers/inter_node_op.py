@@ -1,0 +1,268 @@
+"""The op interface across nodes: one hop between nodes, to the peer of the same local rank, and one inside a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.errors import AlternationError, ClosedError, UnsupportedError
+from ep_a2a.kernels import inputs
+from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
+from ep_a2a.kernels.op import EpDispatchCombineOp
+from ep_a2a.kernels.rail import RailKernels, RailTokens, zeros
+from ep_a2a.managers.halves import FirstHalfDoesAll
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.memory.node_grid import NodeGrid
+    from ep_a2a.memory.rails import RailTransport
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+
+class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
+    """EpDispatchCombineOp's interface on several nodes of G ranks each (MORI's InterNodeV1).
+
+    A token crosses to another node once, to the rank there that has this rank's local number, which forwards it to the
+    ranks of its node by an IntraNode op. Combine goes back the same way: each node adds its ranks' rows first and
+    rounds them to combine_dtype, one row per token crosses back, and the token's own rank adds the nodes' rows in
+    ascending order. Both sums are in float32.
+
+    Received rows are arranged by the local rank through which they came: in layout rank_major
+    [G, N * max_num_tokens, ·], block g having the tokens of all ranks with local number g, ascending by (source node,
+    source token); recv_counts is [G]. In layout compact they are dense, ascending by (local rank, source node, source
+    token). Every step sends max_num_tokens lines to each node, whatever the routing: sizes are fixed, so that it can be
+    captured in a CUDA graph where the transport can.
+
+    Construction is collective. All ranks must pass the same max_num_tokens.
+
+    Args:
+        config: of the whole group; kernel_type InterNodeV1.
+        grid: the nodes, and where this rank is.
+        rail: moves lines between the ranks of one local number.
+        arena: of the ranks of this node.
+        rendezvous: of the whole group.
+        index: as of EpDispatchCombineOp.
+
+    Raises:
+        ConfigMismatchError, RankTimeoutError: as of EpDispatchCombineOp.
+        UnsupportedError: kernel_type is another one.
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, grid: NodeGrid, rail: RailTransport, arena: Arena,
+        rendezvous: Rendezvous, index: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(config, arena.device)
+        error = None
+        if config.kernel_type is not EpDispatchCombineKernelType.InterNodeV1:
+            error = UnsupportedError(
+                "kernel_type InterNodeV1 on several nodes", config.kernel_type.name, "Leave it to the manager."
+            )
+        agree_on_config(config, rendezvous, index, error)
+        self._grid, self._rail = grid, rail
+        self._in_node = EpDispatchCombineOp(in_node_config(config, grid), arena=arena, index=index)
+        self._kernels = RailKernels(config, grid.num_nodes, self.device)
+        self._sent, self._received = (RailTokens.allocate(config, grid.num_nodes, self.device) for _ in range(2))
+        most, hidden_dim, dtype = config.max_num_inp_token_per_rank, config.hidden_dim, config.combined_dtype
+        num_lines = grid.num_nodes * most
+        self._back_sent, self._back_received = (zeros((num_lines, hidden_dim), dtype, self.device) for _ in range(2))
+        self._weights_back = zeros((num_lines, config.topk), torch.float32, self.device)
+        self._output = zeros((most, hidden_dim), dtype, self.device)
+        self._output_weights = zeros((most, config.topk), torch.float32, self.device)
+        self._routes = zeros((most, grid.num_nodes), torch.int32, self.device)
+        self._kernels.compile(self._sent, self._routes, self._output)
+        self._num_tokens, self._max_num_tokens = 0, most
+        self._closed = False
+
+    def dispatch(
+        self,
+        input: torch.Tensor,  # noqa: A002  MORI's name
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        call_local_expert_count: bool = False,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
+    ) -> DispatchResult:
+        """Brings each token once to every distinct rank that owns one of its experts; see EpDispatchCombineOp.dispatch.
+
+        Returns:
+            (tokens, weights or None, scales or None, indices, total_recv), arranged as the class says.
+
+        Raises:
+            InputError: an argument does not fit; nothing was sent.
+            AlternationError: the step before has not been combined.
+            RankTimeoutError: a rank did not come within timeout_secs.
+        """
+        self.check()
+        self._no_open_half("dispatch")
+        if self._in_node.has_open_step:
+            raise AlternationError("combine after dispatch", "dispatch again")
+        config = self.config
+        limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        inputs.check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
+        inputs.check_launch(block_num, warp_per_block)
+        if scales is not None and not (scales.numel() or (config.num_scales and not config.casts_in_dispatch)):
+            scales = None
+        self._streams.follow(self.device)
+        self._num_tokens, self._max_num_tokens = input.shape[0], limit
+        self._kernels.pack(input, scales, weights, indices, self._sent, self._routes, limit)
+        has_scales = config.casts_in_dispatch or scales is not None
+        num_lines = self._grid.num_nodes * limit
+        sent, received = (
+            lines.of_step(num_lines, has_weights=weights is not None, has_scales=has_scales)
+            for lines in (self._sent, self._received)
+        )
+        for into, lines in zip(received, sent, strict=True):
+            self._exchange(into, lines)
+        return self._in_node.dispatch(
+            self._received.tokens[:num_lines],
+            None if weights is None else self._received.weights[:num_lines],
+            None if not has_scales or self._received.scales is None else self._received.scales[:num_lines],
+            self._received.ids[:num_lines], block_num, -1, warp_per_block, call_local_expert_count,
+            max_num_tokens=num_lines, pad_id=pad_id,
+        )  # fmt: skip
+
+    def combine(
+        self,
+        input: torch.Tensor,  # noqa: A002  MORI's name
+        weights: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        use_external_inp_buf: int = -1,
+        call_reset: bool = False,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
+
+        Of `indices` only the shape is looked at.
+
+        Returns:
+            (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None).
+
+        Raises:
+            InputError, ForeignIndicesError: an argument does not fit; nothing was sent, combine can be repeated.
+            AlternationError: there is no dispatch to combine.
+            RankTimeoutError: a rank did not come within timeout_secs.
+        """
+        self.check()
+        self._no_open_half("combine")
+        inputs.check_own_indices(self.config, self.device, indices, self._num_tokens)
+        result = self._output
+        if out is not None:
+            inputs.check_out(self.config, self.device, out, self._num_tokens)
+            result = out
+        self._streams.follow(self.device)
+        num_lines = self._grid.num_nodes * self._max_num_tokens
+        rows = self._back_sent[:num_lines]
+        _, sums = self._in_node.combine(input, weights, None, block_num, -1, warp_per_block, out=rows)
+        self._exchange(self._back_received[:num_lines], rows)
+        weight_rows = None
+        if sums is not None:
+            weight_rows = self._weights_back[:num_lines]
+            self._exchange(weight_rows, sums[:num_lines])
+        self._kernels.add_nodes(
+            self._back_received, weight_rows, self._routes, result, self._output_weights, self._num_tokens,
+            self._max_num_tokens,
+        )  # fmt: skip
+        return result, None if sums is None else self._output_weights
+
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Moves lines [N * max_num_tokens, ...] between nodes."""
+        shape = (self._grid.num_nodes, -1)
+        self._rail.exchange(received.view(torch.uint8).view(shape), sent.view(torch.uint8).view(shape))
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        """Rows received through each local rank in the last dispatch, int32 [G], fixed address."""
+        return self._in_node.recv_counts
+
+    @property
+    def local_expert_count(self) -> torch.Tensor:
+        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        return self._in_node.local_expert_count
+
+    @property
+    def expert_recv_count(self) -> torch.Tensor:
+        """Rows of each local expert in the last dispatch of layout expert_major, int32 [E], fixed address."""
+        return self._in_node.expert_recv_count
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """See EpDispatchCombineOp.get_registered_combine_input_buffer."""
+        return self._in_node.get_registered_combine_input_buffer(dtype, hidden_dim)
+
+    @property
+    def num_own_bytes(self) -> int:
+        """Bytes of the lines between nodes, and of what combine returns."""
+        others = (
+            self._back_sent,
+            self._back_received,
+            self._weights_back,
+            self._output,
+            self._output_weights,
+            self._routes,
+        )
+        return self._sent.num_bytes + self._received.num_bytes + sum(tensor.nbytes for tensor in others)
+
+    def get_dispatch_src_token_pos(self) -> torch.Tensor:
+        """Not here: a line does not carry its place at the source."""
+        raise UnsupportedError(
+            "source positions of received rows", "an op across nodes, whose rows do not carry them",
+            "Send the position as a scale or a weight of your own.",
+        )  # fmt: skip
+
+    def set_max_sms(self, max_sms: int) -> None:
+        """Bounds the multiprocessors of the launches inside of a node from now on; 0 = all. Local."""
+        self._in_node.set_max_sms(max_sms)
+
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds the waits of calls from now on, in place of the config's timeout_secs. Local."""
+        self._in_node.set_timeout(timeout_secs)
+        self._rail.timeout_secs = timeout_secs
+
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a dispatch has not been combined, or a half not been finished."""
+        return self._in_node.has_open_step or self._open_call is not None
+
+    def check(self) -> None:
+        """Raises what the kernels have recorded; does not wait for kernels that still run."""
+        if self._closed:
+            raise ClosedError("an open op", "a closed one")
+        self._in_node.check()
+
+    def reset(self) -> None:
+        """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
+        if self._closed:
+            raise ClosedError("an open op", "a closed one")
+        self._drop_half()
+        self._in_node.reset()
+
+    def close(self) -> None:
+        """Ends the use of the op; local and idempotent."""
+        self._closed = True
+        self._in_node.close()
+
+
+def in_node_config(config: EpDispatchCombineConfig, grid: NodeGrid) -> EpDispatchCombineConfig:
+    """The config of the IntraNode op that forwards what has come from all nodes: N * M tokens of G ranks."""
+    return replace(
+        config, rank=grid.local_rank, world_size=grid.gpus_per_node, gpu_per_node=grid.gpus_per_node,
+        kernel_type=EpDispatchCombineKernelType.IntraNode, data_type=config.wire_dtype,
+        max_num_inp_token_per_rank=grid.num_nodes * config.max_num_inp_token_per_rank,
+        num_experts=config.total_experts, num_owner_ranks=config.world_size,
+        first_rank=grid.node * grid.gpus_per_node, scale_dim=config.num_scales, scale_type_size=config.scale_bytes,
+        quant_type=config.combine_quant.value, dispatch_quant_type=None, combine_dtype=config.combined_dtype,
+        max_token_type_size=max(config.wire_dtype.itemsize, config.combined_dtype.itemsize),
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Ops across virtual nodes on CPU processes: gloo between nodes, shared memory inside, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a import errors
+from ep_a2a.managers.registry import create_manager
+from tests.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
+from tests.manager_cases import kwargs_of
+from tests.op_cases import Case, make_inputs
+from tests.op_checks import raised
+from tests.op_matrix import CASES, UNEVEN
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+CASE = Case(layout="rank_major", tokens=UNEVEN)
+FULL = replace(CASE, tokens=((3,),))
+NOT_HERE = ("expert_major", "epoch", "look_back", "three_dispatches", "cap", "zero-copy", "fifty", "alone", "both")
+"""Parts of names of cases that ask for what one node alone has, or that a hop between nodes does not change."""
+
+
+def of_four_ranks() -> dict[str, Case]:
+    """The cases of the op tests on 2 x 2 ranks; of those with direct writes only a few, which is the node's matter."""
+    return {
+        name: case
+        for name, case in CASES.items()
+        if case.world_size == 4 and not any(part in name for part in NOT_HERE)
+        and (not name.endswith("-direct") or name.startswith(("no-weights", "rank_major", "fp16")))
+    }  # fmt: skip
+
+
+GRIDS = {
+    f"{num_nodes}x{per_node}-{layout}": (
+        Case(
+            world_size=num_nodes * per_node, num_experts=2 * num_nodes * per_node + 1, topk=3, hidden_dim=40,
+            tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range",
+        ),
+        num_nodes,
+    )
+    for num_nodes, per_node in ((2, 3), (3, 2), (4, 1), (2, 4), (1, 3))
+    for layout in ("compact", "rank_major")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in of_four_ranks().items()])
+def test_two_nodes_of_two(ranks: Any, case: Case) -> None:
+    ranks(run_inter_node, 4, case, 2)
+
+
+@pytest.mark.parametrize(("case", "num_nodes"), [pytest.param(*pair, id=name) for name, pair in GRIDS.items()])
+def test_grids(ranks: Any, case: Case, num_nodes: int) -> None:
+    ranks(run_inter_node, case.world_size, case, num_nodes)
+
+
+def test_uneven_experts_whose_nodes_own_different_numbers(ranks: Any) -> None:
+    """13 experts on 2 x 2 ranks: 4, 3, 3, 3."""
+    case = Case(num_experts=13, topk=5, tokens=UNEVEN, num_steps=3, layout="rank_major", seed=9)
+    ranks(run_inter_node, 4, case, 2)
+
+
+def test_more_tokens_than_a_program_looks_at_at_once(ranks: Any) -> None:
+    case = Case(max_tokens=400, tokens=((390, 0, 257, 3),), hidden_dim=8, num_steps=1, routing="some_dropped")
+    ranks(run_inter_node, 4, replace(case, layout="rank_major"), 2)
+
+
+def through_the_manager(context: RankContext) -> tuple[str, int, bool]:
+    """A step of an op that the manager makes for virtual nodes, beside one of all ranks on one node."""
+    with create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        kwargs = kwargs_of(CASE, context.rank)
+        across = manager.get_handle({**kwargs, "gpu_per_node": 2})
+        inside = manager.get_handle(kwargs)
+        for op in (across, inside, across):
+            mine = make_inputs(CASE, 0, context.rank)
+            tokens, weights, _, ids, _ = op.dispatch(mine.tokens, mine.weights, None, mine.ids)
+            owned = (ids >= op.config.first_expert) & (ids < op.config.first_expert + op.config.num_local_experts)
+            rows = tokens.float() * (weights * owned).sum(-1, keepdim=True)
+            result, _ = op.combine(rows.to(torch.bfloat16), None, mine.ids)
+            expected = mine.tokens.float() * (mine.weights * (mine.ids >= 0)).sum(-1, keepdim=True)
+            torch.testing.assert_close(result[: len(mine.tokens)].float(), expected, rtol=3e-2, atol=3e-2)
+        same = manager.get_handle({**kwargs, "gpu_per_node": 2}) is across
+        return manager.explain(gpu_per_node=2)["kernel"], manager.num_buffer_bytes, same
+
+
+def test_the_manager_picks_it_for_several_nodes(ranks: Any) -> None:
+    for kernel, num_buffer_bytes, same in ranks(through_the_manager, 4):
+        assert kernel == "InterNodeV1"
+        assert num_buffer_bytes > 0
+        assert same
+
+
+def wrong_calls(context: RankContext) -> None:
+    """Each is an error on all ranks before anything is sent, and the next step works."""
+    nodes = Nodes.of(context, 2)
+    with nodes.arena:
+        op = nodes.op(FULL, context.rank)
+        mine = make_inputs(FULL, 0, context.rank)
+        rows = torch.zeros(4 * FULL.max_tokens, FULL.hidden_dim, dtype=torch.bfloat16)
+        raised(errors.AlternationError, lambda: op.combine(rows, None, None), "dispatch")
+        raised(errors.HiddenSizeError, lambda: op.dispatch(mine.tokens[:, :8].clone(), mine.weights, None, mine.ids))
+        raised(errors.DtypeError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids.long()))
+        raised(errors.TooManyTokensError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids,
+                                                              max_num_tokens=FULL.max_tokens + 1))  # fmt: skip
+        op.dispatch(mine.tokens, mine.weights, None, mine.ids)
+        raised(errors.AlternationError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids), "combine")
+        raised(errors.ShapeError, lambda: op.combine(rows[:1], None, None))
+        raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, mine.ids[:1]))
+        op.combine(rows, None, mine.ids)
+        raised(errors.UnsupportedError, op.get_dispatch_src_token_pos, "across nodes")
+        run_inter_node_step(FULL, nodes, op, 1, context.device)
+        op.close()
+        raised(errors.ClosedError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids))
+    nodes.rail.close()
+
+
+def test_wrong_calls(ranks: Any) -> None:
+    ranks(wrong_calls, 4)
