@@ -24,7 +24,7 @@ MAX_POOLS = 2
 SEED = 20240229
 
 TESTS = Path(__file__).parent
-MARKED_FOLDERS = ("multiprocess", "multigpu", "integration")
+MARKED_FOLDERS = ("multiprocess", "multigpu", "netns", "integration")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
