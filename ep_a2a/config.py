@@ -1,4 +1,4 @@
-"""What one dispatch/combine op is: the configuration that every rank of a group builds, and the enumerations in it."""
+"""What one dispatch/combine op is: the configuration that every rank of a group builds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from typing import Any
 import torch
 
 from ep_a2a import env
+from ep_a2a.config_enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
+from ep_a2a.config_enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config_enums import CompiledCalls as CompiledCalls
+from ep_a2a.config_enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
+from ep_a2a.config_enums import Layout as Layout
+from ep_a2a.config_enums import QuantType as QuantType
+from ep_a2a.config_enums import ScaleFormat as ScaleFormat
+from ep_a2a.config_enums import parse_enum as parse_enum
 from ep_a2a.config_fields import MINIMUM, checked_integer, checked_timeout_secs
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -33,78 +41,6 @@ FLAGGED_MAX_TOKENS = 128
 FLAGGED_MAX_ROWS = 264
 """Rows of all ranks together that a flagged dispatch receives without a queue: two programs on each of 132
 multiprocessors. Beyond it, rows that go straight to their place are as fast or faster (bench/results)."""
-
-
-class EpDispatchCombineKernelType(enum.Enum):
-    """Which kernels move the tokens; MORI's names and values."""
-
-    IntraNode = 0
-    InterNode = 1
-    InterNodeV1 = 2
-    InterNodeV1LL = 3
-    AsyncLL = 4
-    IntraNodeLL = 5
-
-
-class QuantType(enum.StrEnum):
-    """How tokens are quantised on the wire, by MORI's and our names."""
-
-    NONE = "none"
-    FP8_PER_TOKEN = "fp8_per_token"
-    FP8_PER_1X128 = "fp8_per_1x128"
-    FP8_DIRECT_CAST = "fp8_direct_cast"
-    FP8_BLOCKWISE = "fp8_blockwise"
-
-
-DISPATCH_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128)
-COMBINE_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_DIRECT_CAST, QuantType.FP8_BLOCKWISE)
-
-
-class Layout(enum.StrEnum):
-    """How received rows are arranged.
-
-    COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
-    RANK_MAJOR: `[W, max_num_tokens, H]`, source s's rows dense from the front of block s.
-    EXPERT_MAJOR: `[E, W * max_num_tokens, H]`, the rows of each local expert dense from the front of its block, again
-        ascending by (source rank, source token); combine weighs and adds the experts' rows.
-    """
-
-    COMPACT = "compact"
-    RANK_MAJOR = "rank_major"
-    EXPERT_MAJOR = "expert_major"
-
-
-class ScaleFormat(enum.StrEnum):
-    """Format of the scales that a fused fp8 cast writes.
-
-    FLOAT32: float32. UE8M0: rounded up to a power of two, of which the exponent byte is written.
-    FLOAT32_POWER_OF_TWO: rounded up likewise and written as float32, as vLLM does for DeepGEMM.
-    """
-
-    FLOAT32 = "float32"
-    UE8M0 = "ue8m0"
-    FLOAT32_POWER_OF_TWO = "float32_power_of_two"
-
-
-class CompiledCalls(enum.StrEnum):
-    """Which forms of calls are compiled when an op is built; others are when they are first made, outside of captures.
-
-    ALL: all whole calls.
-    SERVING: what an engine's layers make: dispatch with weights, and with scales where the config has them and makes
-        none; combine without weights and indices.
-    """
-
-    ALL = "all"
-    SERVING = "serving"
-
-
-def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
-    """The member of `kind` that `value` is or names; UnknownNameError listing the members otherwise."""
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(repr(member.value) for member in kind)
-        raise UnknownNameError(f"{what} to be one of {names}", repr(value)) from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import __version__
-from ep_a2a.cli.demo_check import Comparison, compare
+from ep_a2a.cli.demo_check import Comparison, compare, rows_by_source
 from ep_a2a.cli.demo_model import INTERMEDIATE_DIM
 from ep_a2a.cli.demo_settings import TOKEN_DTYPE
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
@@ -101,7 +101,7 @@ def make_report(
         seconds: per phase.
     """
     ids = [result.ids for result in results]
-    rows = torch.tensor([result.rows_received for result in results]).T
+    rows = rows_by_source(results, settings.num_experts)
     copies = traffic_matrix(ids, settings.num_experts, settings.num_ranks, deduplicate=False)
     gathered = torch.tensor(settings.tokens_per_rank)[:, None].expand_as(rows)
     comparison = compare(settings, results, rows)

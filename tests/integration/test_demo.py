@@ -117,6 +117,12 @@ def test_heat_map(small: tuple[str, ...], tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_virtual_nodes(small: tuple[str, ...]) -> None:
+    report = checked_json(*small, "--ranks", "4", "--gpus-per-node", "2")
+    assert "virtual" in report["topology"]
+    assert report["kernel"] == "InterNodeV1"
+
+
 def test_nodes_of_unlike_sizes_are_refused(small: tuple[str, ...]) -> None:
     done = run_cli(*small, "--ranks", "3", "--gpus-per-node", "2")
     assert done.returncode == 2
