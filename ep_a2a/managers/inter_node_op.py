@@ -37,7 +37,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     token). Every step sends max_num_tokens lines to each node, whatever the routing: sizes are fixed, so that it can be
     captured in a CUDA graph where the transport can.
 
-    Construction is collective. All ranks must pass the same max_num_tokens.
+    Construction is collective. All ranks must pass the same max_num_tokens. After a RankTimeoutError between nodes the
+    rail is broken, which `reset` does not mend: destroy the manager and make a new one.
 
     Args:
         config: of the whole group; kernel_type InterNodeV1.
@@ -75,6 +76,9 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._output_weights = zeros((most, config.topk), torch.float32, self.device)
         self._routes = zeros((most, grid.num_nodes), torch.int32, self.device)
         self._kernels.compile(self._sent, self._routes, self._output)
+        if self.device.type == "cuda":
+            # the first exchange connects, which could not be captured
+            self._exchange(self._back_received[: grid.num_nodes], self._back_sent[: grid.num_nodes])
         self._num_tokens, self._max_num_tokens = 0, most
         self._closed = False
 
@@ -100,7 +104,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         Raises:
             InputError: an argument does not fit; nothing was sent.
             AlternationError: the step before has not been combined.
-            RankTimeoutError: a rank did not come within timeout_secs.
+            RankTimeoutError: a rank of this rail did not come within timeout_secs, on CPU. One of this node that does
+                not come is recorded by the kernels, and raised by the next call.
         """
         self.check()
         self._no_open_half("dispatch")
@@ -154,7 +159,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         Raises:
             InputError, ForeignIndicesError: an argument does not fit; nothing was sent, combine can be repeated.
             AlternationError: there is no dispatch to combine.
-            RankTimeoutError: a rank did not come within timeout_secs.
+            RankTimeoutError: a rank of this rail did not come within timeout_secs, on CPU. One of this node that does
+                not come is recorded by the kernels, and raised by the next call.
         """
         self.check()
         self._no_open_half("combine")

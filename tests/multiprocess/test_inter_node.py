@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ep_a2a.managers.registry import create_manager
 from tests.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
 from tests.manager_cases import kwargs_of
 from tests.op_cases import Case, make_inputs
-from tests.op_checks import raised
+from tests.op_checks import SHORT_TIMEOUT_SECS, raised
 from tests.op_matrix import CASES, UNEVEN
 
 if TYPE_CHECKING:
@@ -121,3 +122,33 @@ def wrong_calls(context: RankContext) -> None:
 
 def test_wrong_calls(ranks: Any) -> None:
     ranks(wrong_calls, 4)
+
+
+def a_rank_that_does_not_come(context: RankContext) -> tuple[bool, float]:
+    """Whether the error is a timeout, and after how many seconds it came."""
+    nodes = Nodes.of(context, 2)
+    with nodes.arena:
+        op = nodes.op(FULL, context.rank)
+        run_inter_node_step(FULL, nodes, op, 0, context.device)
+        op.set_timeout(SHORT_TIMEOUT_SECS)
+        mine = make_inputs(FULL, 1, context.rank)
+        start = time.monotonic()
+        timed_out = context.rank == 3
+        if not timed_out:
+            # its rail peer waits between nodes; the others wait for a rank of their node, which kernels record
+            def dispatch() -> None:
+                op.dispatch(mine.tokens, mine.weights, None, mine.ids)
+                op.check()
+
+            timed_out = raised(errors.RankTimeoutError, dispatch, "rank") is not None
+        secs = time.monotonic() - start
+        nodes.rendezvous.barrier("all have given up")
+        op.close()
+    nodes.rail.close()
+    return timed_out, secs
+
+
+def test_a_rank_that_does_not_come_is_an_error_on_all_others(ranks: Any) -> None:
+    for timed_out, secs in ranks(a_rank_that_does_not_come, 4):
+        assert timed_out
+        assert secs < 6 * SHORT_TIMEOUT_SECS

@@ -482,3 +482,24 @@ def test_what_travels(changes, wire_dtype, combined_dtype, scales):
 
 def _dispatch_part(quant_type: str) -> str:
     return quant_type if quant_type.startswith("fp8_per_") else "none"
+
+
+def test_a_group_that_is_one_node_of_a_larger_one():
+    """13 experts on 2 nodes of 2 ranks: 4 and 3, 3 and 3."""
+    nodes = [
+        [
+            config_of(
+                rank=local, world_size=2, num_experts=13, num_owner_ranks=4, first_rank=first,
+                num_experts_per_rank=num_owned_experts(13, 4, first + local),
+            )
+            for local in range(2)
+        ]
+        for first in (0, 2)
+    ]  # fmt: skip
+    assert [(each.first_expert, each.num_local_experts) for node in nodes for each in node] == [
+        (0, 4), (4, 3), (7, 3), (10, 3),
+    ]  # fmt: skip
+    assert nodes[1][0].owners == (13, 4, 2, 1)
+    assert nodes[1][0].digest() == nodes[1][1].digest() != nodes[0][0].digest()
+    with pytest.raises(ConfigError, match="first_rank \\+ world_size <= 4 ranks that own experts; got 5"):
+        config_of(rank=0, world_size=2, num_experts=13, num_owner_ranks=4, first_rank=3, num_experts_per_rank=3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME
+from ep_a2a.memory.rail_choice import name_network_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,8 @@ def activate() -> None:
 
     if "get_device_communicator_cls" in vars(current_platform):
         return
+    # before vLLM makes its first communicator, which is when NCCL looks
+    name_network_devices()
     check_and_update_config = current_platform.check_and_update_config
 
     def check_options_too(vllm_config: Any) -> Any:

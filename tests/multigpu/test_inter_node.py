@@ -1,0 +1,33 @@
+"""Ops across virtual nodes on GPUs: NCCL between nodes, NVLink inside, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.inter_node_cases import run_inter_node
+from tests.markers import needs_gpus
+from tests.op_cases import Case
+from tests.op_matrix import UNEVEN
+
+FORMS = {
+    "compact": {"layout": "compact"},
+    "rank_major": {"layout": "rank_major", "routing": "out_of_range"},
+    "cast": {"layout": "rank_major", "quant_type": "fp8_per_1x128", "hidden_dim": 256},
+    "direct": {"layout": "rank_major", "options": {"flagged_max_tokens": 0}},
+}
+
+
+@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node"),
+    [
+        pytest.param(2, 1, marks=needs_gpus(2)), pytest.param(2, 2, marks=needs_gpus(4)),
+        pytest.param(4, 2, marks=needs_gpus(8)),
+    ],
+)  # fmt: skip
+def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
+    world_size = num_nodes * per_node
+    case = Case(world_size=world_size, num_experts=2 * world_size + 1, topk=3, tokens=UNEVEN, **changes)
+    ranks(run_inter_node, world_size, case, num_nodes, device="cuda")
