@@ -410,14 +410,16 @@ def test_explain(manager):
 
 
 def test_every_op_has_the_same_interface():
+    from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
     from ep_a2a.ops import EpDispatchCombineOp
 
     for name, member in inspect.getmembers(EpDispatchCombineOp):
         if name.startswith("_") or name == "get_launch_config":
             continue
-        other = getattr(CollectiveDispatchCombineOp, name)
-        if inspect.isfunction(member):
-            assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
+        for kind in (CollectiveDispatchCombineOp, InterNodeDispatchCombineOp):
+            other = getattr(kind, name)
+            if inspect.isfunction(member):
+                assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
