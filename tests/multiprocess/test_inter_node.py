@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 CASE = Case(layout="rank_major", tokens=UNEVEN)
 FULL = replace(CASE, tokens=((3,),))
-NOT_HERE = ("expert_major", "epoch", "look_back", "three_dispatches", "cap", "zero-copy", "fifty", "alone", "both")
+NOT_HERE = (
+    "expert_major", "epoch", "look_back", "three_dispatches", "cap", "zero-copy", "fifty", "alone", "both",
+    "compact-one_expert", "compact-some", "compact-repeated", "compact-round", "compact-all_to_one", "compact-zipf",
+)  # fmt: skip
 """Parts of names of cases that ask for what one node alone has, or that a hop between nodes does not change."""
 
 
