@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, Layout, QuantType, ScaleFormat
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.kernels.combine_kernels import combine_kernel
@@ -16,6 +16,7 @@ from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
+from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
 from ep_a2a.policy import (
     COUNT_WARPS,
@@ -38,11 +39,8 @@ if TYPE_CHECKING:
 FP8_CAPABILITY = (8, 9)
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 MAX_REMEMBERED_LAUNCHES = 4096
-MAX_BLOCK_WORDS = 4096
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own."""
-MANY_TOKENS = 256
-"""The same where it counts all."""
 BLOCK_ROWS = 64
 """Received rows whose ids a program looks at at once."""
 FLAGGED_PROGRAMS_PER_SM = 2
@@ -258,18 +256,12 @@ class IntraNodeKernels:
         self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
     ) -> dict[str, Any]:
         config, cast, threads = self.config, self._casts(args.x), 32 * launch.num_warps
-        group = 0
-        if cast:
-            group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
-        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        row = row_constants(config, casts=cast)
+        row_words = row["ROW_WORDS"]
         count_words = config.world_size * (config.world_size + 1)
         common = {
-            **self._topk, **self._world, **self._compact,
-            "OWNERS": config.owners, "ROW_WORDS": row_words,
-            "GROUP": group, "GROUP_LANES": padded(max(1, group)),
-            "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-            "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
-            "HAS_WEIGHTS": args.weights is not None,
+            **self._topk, **self._world, **self._compact, **row,
+            "OWNERS": config.owners, "HAS_WEIGHTS": args.weights is not None,
             "COUNT_LANES": max(padded(count_words), threads),
             "SEND": stages.send, "RECEIVE": stages.receive,
         }  # fmt: skip

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, QuantType, ScaleFormat
+from ep_a2a.config import FP8_DTYPE, CompiledCalls
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.rail_kernels import add_nodes_kernel, pack_kernel
+from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
 from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.policy import INTERPRETED_PROGRAMS
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 PACK_WARPS = 8
 ADD_WARPS = 4
 ADD_ELEMENTS = 1024
-MAX_BLOCK_WORDS = 4096
-MANY_TOKENS = 256
-"""Tokens whose nodes a program looks at at once."""
 ADDING_PROGRAMS_PER_SM = 4
 
 
@@ -193,23 +191,16 @@ class RailKernels:
         return self._scale_line_bytes % WORD_BYTES == 0
 
     def _pack_constants(self, casts: bool, has_scales: bool, has_weights: bool) -> dict[str, Any]:
-        config = self.config
-        group = 0
-        if casts:
-            group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
-        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        config, row = self.config, row_constants(self.config, casts=casts)
         width = self._scale_line_bytes if has_scales else 0
         width = width // WORD_BYTES if self._scales_are_words else width
         num_experts, num_ranks, _, _ = config.owners
         return {
+            **row, "BLOCK_WORDS": min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS),
             "TOPK": config.topk, "TOPK_LANES": padded(config.topk),
             "OWNERS": (num_experts, num_ranks, 0, config.world_size // self.num_nodes), "NUM_NODES": self.num_nodes,
-            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
-            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
-            "GROUP": group, "GROUP_LANES": padded(max(1, group)),
-            "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-            "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
-            "HAS_WEIGHTS": has_weights, "MANY_TOKENS": MANY_TOKENS,
+            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)), "HAS_WEIGHTS": has_weights,
+            "MANY_TOKENS": MANY_TOKENS,
             "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
         }  # fmt: skip
 
