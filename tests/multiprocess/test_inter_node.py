@@ -24,7 +24,8 @@ CASE = Case(layout="rank_major", tokens=UNEVEN)
 FULL = replace(CASE, tokens=((3,),))
 OF_FOUR_RANKS = (
     "rank_major-uniform", "rank_major-zipf", "rank_major-all_to_one", "rank_major-all_dropped", "rank_major-repeated",
-    "rank_major-some_dropped", "compact-uniform", "compact-out_of_range", "no-weights", "combine-without-weights", "max-num-tokens-rank-major",
+    "rank_major-some_dropped", "compact-uniform", "compact-out_of_range", "no-weights", "combine-without-weights",
+    "max-num-tokens-rank-major",
     "pad-id-compact", "nobody-has-tokens", "fp32", "fp8-per-token-scales", "fp8-byte-scales", "fp8-without-scales",
     "bf16-with-scales", "fp16-combine", "fp8_per_token-ue8m0", "fp8_per_1x128-float32", "cast-fp16-odd-hidden",
     "fp8_blockwise-four-ranks", "unusual-four-ranks", "rank_major-out_of_range-direct",
