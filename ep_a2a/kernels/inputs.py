@@ -156,6 +156,13 @@ def check_dispatch(
     _check_scales(config, device, tokens, scales)
 
 
+def travelling_scales(config: EpDispatchCombineConfig, scales: torch.Tensor | None) -> torch.Tensor | None:
+    """The scales that travel as they are given, after check_dispatch: none where an empty tensor stands for none."""
+    if scales is None or scales.numel() or (config.num_scales and not config.casts_in_dispatch):
+        return scales
+    return None
+
+
 def _check_scales(
     config: EpDispatchCombineConfig, device: torch.device, tokens: torch.Tensor, scales: torch.Tensor | None
 ) -> None:

@@ -179,8 +179,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         )
         inputs.check_alignment("input", tokens)
         self._memory.memory.slot.enter(self)
-        if scales is not None and not (scales.numel() or (config.num_scales and not config.casts_in_dispatch)):
-            scales = None
+        scales = inputs.travelling_scales(config, scales)
         has_scales = config.casts_in_dispatch or scales is not None
         word = wire_word(limit, weights is not None, has_scales, config.casts_in_dispatch and tokens.dtype != FP8_DTYPE)
         self._num_tokens, self._max_num_tokens = tokens.shape[0], limit

@@ -26,7 +26,7 @@ from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
 from ep_a2a.managers.halves import FirstHalfDoesAll
 from ep_a2a.managers.op_buffers import OpBuffers
 from ep_a2a.quantization import quantize
-from ep_a2a.routing import destination_mask, expert_ranges
+from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -182,9 +182,9 @@ class CollectiveDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         return source * limit + row - (per_source.cumsum(0) - per_source)[source]
 
     def _count_local_experts(self, ids: torch.Tensor) -> None:
-        first, end = expert_ranges(self.config.total_experts, self.config.world_size)[self.config.rank]
-        local = ids[(ids >= first) & (ids < end)] - first
-        self.local_expert_count.copy_(torch.bincount(local, minlength=end - first))
+        first, num_experts = self.config.first_expert, self.config.num_local_experts
+        local = ids[(ids >= first) & (ids < first + num_experts)] - first
+        self.local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
 
     def combine(
         self,

@@ -115,8 +115,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         inputs.check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
         inputs.check_launch(block_num, warp_per_block)
-        if scales is not None and not (scales.numel() or (config.num_scales and not config.casts_in_dispatch)):
-            scales = None
+        scales = inputs.travelling_scales(config, scales)
         self._streams.follow(self.device)
         self._num_tokens, self._max_num_tokens = input.shape[0], limit
         self._kernels.pack(input, scales, weights, indices, self._sent, self._routes, limit)
