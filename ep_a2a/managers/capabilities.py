@@ -43,8 +43,8 @@ class Capabilities:
         host_sync: the host waits for the device in a step outside of graphs.
         layouts: layouts of received rows.
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
-        foreign_ids: received rows carry all K ids and weights of their token; otherwise those of this rank's experts,
-            pad_id and any weight in place of the others.
+        ids: "all": received rows carry all K ids and weights of their token; "local": those of this rank's experts, and
+            pad_id and any weight in place of the others; "none": dispatch returns None for both.
         weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
             the rows of each expert as they are.
         dropped_slots: ids outside [0, num_experts) are taken and not sent.
@@ -52,6 +52,7 @@ class Capabilities:
         token_dtypes, combine_dtypes: names of torch dtypes of the rows given to dispatch and to combine.
         dispatch_casts: dispatch_quant types it takes. cast: "inside" its kernels or "before" them, by torch.
         scale_formats: formats of the scales that a cast makes.
+        scales_per_128: fp8 rows travel with one float32 scale per 128 elements, and with no others.
         combine_casts: combine_quant types it takes.
         hidden_sizes: the only hidden sizes it has kernels for.
         hidden_multiple: hidden_dim must be a multiple of it.
@@ -77,7 +78,7 @@ class Capabilities:
     host_sync: bool = _in(USE, "host waits", False)
     layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
     row_order: str = _in(ROWS, "order of rows", "source, token")
-    foreign_ids: bool = _in(ROWS, "ids of other ranks' experts", True)
+    ids: str = _in(ROWS, "ids and weights", "all")
     weights_applied_by: str = _in(ROWS, "weights applied by", "experts")
     dropped_slots: bool = _in(ROWS, "dropped slots", True)
     source_positions: str = _in(ROWS, "source positions", "yes")
@@ -85,6 +86,7 @@ class Capabilities:
     dispatch_casts: tuple[str, ...] = _in(SHAPES, "dispatch casts", DISPATCH_CASTS)
     cast: str = _in(SHAPES, "cast", "before")
     scale_formats: tuple[str, ...] = _in(SHAPES, "scales of a cast", SCALE_FORMATS)
+    scales_per_128: bool = _in(SHAPES, "fp8 rows with scales per 128 only", False)
     combine_dtypes: tuple[str, ...] = _in(SHAPES, "combine", FLOAT_DTYPES)
     combine_casts: tuple[str, ...] = _in(SHAPES, "combine casts", ("none",))
     hidden_sizes: tuple[int, ...] = _in(SHAPES, "hidden sizes", ())
@@ -135,6 +137,10 @@ class Capabilities:
         if config.casts_in_dispatch and config.scale_format not in self.scale_formats:
             names = ", ".join(self.scale_formats)
             yield f"scale_format out of {names}", str(config.scale_format), "Pass one of these, or use 'ep_a2a'."
+        if self.scales_per_128 and config.wire_dtype.itemsize == 1:
+            want, have = (config.hidden_dim // 128, 4), (config.num_scales, config.scale_bytes)
+            if want != have:
+                yield f"fp8 rows with (scale_dim, scale_type_size) = {want}", str(have), "Quantise per 1x128."
         bounds = (
             ("num_experts_per_token", self.max_topk, config.topk),
             ("world_size", self.max_ranks, config.world_size),
