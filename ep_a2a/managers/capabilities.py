@@ -17,12 +17,14 @@ TOKEN_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
 DISPATCH_CASTS = ("none", "fp8_per_token", "fp8_per_1x128")
 SCALE_FORMATS = ("float32", "ue8m0", "float32_power_of_two")
 
-USE, ROWS, SHAPES, NEEDS = "use", "rows", "shapes", "needs"
+USE, ROWS, DTYPES, SIZES, NEEDS, RUN = "use", "rows", "dtypes", "sizes", "needs", "run"
 TABLES = {
     USE: "What it offers",
     ROWS: "What the experts get and give back",
-    SHAPES: "Dtypes and sizes",
-    NEEDS: "What it needs, and what was run",
+    DTYPES: "Dtypes and casts",
+    SIZES: "Sizes",
+    NEEDS: "What it needs",
+    RUN: "What was run",
 }
 """Tables of `ep-a2a backends`, by their name in a field's metadata."""
 
@@ -48,6 +50,8 @@ class Capabilities:
         weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
             the rows of each expert as they are.
         dropped_slots: ids outside [0, num_experts) are taken and not sent.
+        recv_counts: received rows are counted by source.
+        weight_sums: combine takes received weights and returns their sums.
         source_positions: "yes": get_dispatch_src_token_pos is local; "collective": to be called on all ranks; "no".
         token_dtypes, combine_dtypes: names of torch dtypes of the rows given to dispatch and to combine.
         dispatch_casts: dispatch_quant types it takes. cast: "inside" its kernels or "before" them, by torch.
@@ -81,31 +85,33 @@ class Capabilities:
     ids: str = _in(ROWS, "ids and weights", "all")
     weights_applied_by: str = _in(ROWS, "weights applied by", "experts")
     dropped_slots: bool = _in(ROWS, "dropped slots", True)
+    recv_counts: bool = _in(ROWS, "counts by source", True)
+    weight_sums: bool = _in(ROWS, "sums of weights", True)
     source_positions: str = _in(ROWS, "source positions", "yes")
-    token_dtypes: tuple[str, ...] = _in(SHAPES, "tokens", TOKEN_DTYPES)
-    dispatch_casts: tuple[str, ...] = _in(SHAPES, "dispatch casts", DISPATCH_CASTS)
-    cast: str = _in(SHAPES, "cast", "before")
-    scale_formats: tuple[str, ...] = _in(SHAPES, "scales of a cast", SCALE_FORMATS)
-    scales_per_128: bool = _in(SHAPES, "fp8 rows with scales per 128 only", False)
-    combine_dtypes: tuple[str, ...] = _in(SHAPES, "combine", FLOAT_DTYPES)
-    combine_casts: tuple[str, ...] = _in(SHAPES, "combine casts", ("none",))
-    hidden_sizes: tuple[int, ...] = _in(SHAPES, "hidden sizes", ())
-    hidden_multiple: int = _in(SHAPES, "hidden multiple of", 0)
-    topks: tuple[int, ...] = _in(SHAPES, "experts per token", ())
-    max_topk: int = _in(SHAPES, "at most", 0)
-    experts_multiple: int = _in(SHAPES, "experts multiple of", 0)
-    even_experts: bool = _in(SHAPES, "experts alike on all ranks", False)
-    max_tokens: int = _in(SHAPES, "tokens per rank", 0)
-    receive_cap: bool = _in(SHAPES, "cap on received rows", False)
+    token_dtypes: tuple[str, ...] = _in(DTYPES, "tokens", TOKEN_DTYPES)
+    dispatch_casts: tuple[str, ...] = _in(DTYPES, "dispatch casts", DISPATCH_CASTS)
+    cast: str = _in(DTYPES, "cast", "before")
+    scale_formats: tuple[str, ...] = _in(DTYPES, "scales of a cast", SCALE_FORMATS)
+    scales_per_128: bool = _in(DTYPES, "scales per 128 only", False)
+    combine_dtypes: tuple[str, ...] = _in(DTYPES, "combine", FLOAT_DTYPES)
+    combine_casts: tuple[str, ...] = _in(DTYPES, "combine casts", ("none",))
+    hidden_sizes: tuple[int, ...] = _in(SIZES, "hidden sizes", ())
+    hidden_multiple: int = _in(SIZES, "hidden multiple of", 0)
+    topks: tuple[int, ...] = _in(SIZES, "experts per token", ())
+    max_topk: int = _in(SIZES, "experts per token at most", 0)
+    experts_multiple: int = _in(SIZES, "experts multiple of", 0)
+    even_experts: bool = _in(SIZES, "experts same on all ranks", False)
+    max_tokens: int = _in(SIZES, "tokens per rank", 0)
+    receive_cap: bool = _in(SIZES, "cap on received rows", False)
     gpus: tuple[str, ...] = _in(NEEDS, "GPUs", ("NVIDIA",))
     runs_on_cpu: bool = _in(NEEDS, "CPU", False)
     single_node: bool = _in(NEEDS, "one node only", False)
     rdma: str = _in(NEEDS, "RDMA", "no")
     rank_counts: tuple[int, ...] = _in(NEEDS, "numbers of ranks", ())
-    min_ranks: int = _in(NEEDS, "ranks, at least", 0)
-    max_ranks: int = _in(NEEDS, "ranks, at most", 0)
-    was_run: str = _in(NEEDS, "was run", "")
-    notes: tuple[str, ...] = _in(NEEDS, "notes", ())
+    min_ranks: int = _in(NEEDS, "ranks at least", 0)
+    max_ranks: int = _in(NEEDS, "ranks at most", 0)
+    was_run: str = _in(RUN, "was run", "")
+    notes: tuple[str, ...] = _in(RUN, "notes", ())
 
     def refusal(self, backend: str, config: EpDispatchCombineConfig, num_nodes: int) -> UnsupportedError | None:
         """Why an op of this config cannot be had from the backend, or None. The same on all ranks.

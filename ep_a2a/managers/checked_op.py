@@ -152,6 +152,7 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             input = input[: math.prod(lead)]  # noqa: A001  the whole registered buffer may be passed
         check_combine(self.config, self.device, input, weights, indices, lead, step.num_tokens)
         self._check_own(indices, step)
+        self._check_weights(weights)
         if out is not None:
             check_out(self.config, self.device, out, step.num_tokens)
         self._streams.follow(self.device)
@@ -173,6 +174,9 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             )  # fmt: skip
         if not torch.equal(indices, step.ids):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
+
+    def _check_weights(self, weights: torch.Tensor | None) -> None:
+        """Raises where combine cannot add weights."""
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
         """Whether `rows` are the registered combine buffer, of which combine takes the beginning."""

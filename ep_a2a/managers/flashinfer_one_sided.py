@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout, QuantType
-from ep_a2a.errors import StateError
+from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
 from ep_a2a.managers import received_rows
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, NVLinkOneSided
@@ -74,8 +74,6 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def _bring_back(
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if weights is not None:
-            raise self._unsupported("sums of weights in combine")
         result = self._result[: step.num_tokens] if out is None else out
         in_place = self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
         fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
@@ -112,15 +110,23 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_one_sided"
     library = ONE_SIDED
     capabilities = Capabilities(
-        layouts=(Layout.RANK_MAJOR.value,), row_order="source", combine_casts=("none", "fp8_direct_cast"),
+        layouts=(Layout.RANK_MAJOR.value,), row_order="source", weight_sums=False, combine_casts=("none", "fp8_direct_cast"),
         topks=TOPKS, even_experts=True, single_node=True, max_ranks=MAX_RANKS,
         was_run="its kernels on H200s by `ep-a2a bench`; this manager: not run; "
         "arguments compared with flashinfer-python 0.7.2.post1's source",
         notes=(
-            "a token without an expert is a row without ids on its own rank", "combine gives no sums of weights",
+            "a token without an expert is a row without ids on its own rank",
             "fp8_direct_cast: bfloat16",
         ),
     )  # fmt: skip
+
+    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
+        if config.combine_quant is not QuantType.NONE and config.combined_dtype != torch.bfloat16:
+            return UnsupportedError(
+                "a cast of bfloat16 rows in combine, which is what this backend can do", str(config.combined_dtype),
+                "Pass combine_dtype=torch.bfloat16 or quant_type='none'.",
+            )  # fmt: skip
+        return super()._refusal(config, topology)
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> FlashInferOneSidedOp:
         return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group)

@@ -72,8 +72,6 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
     def _bring_back(
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if weights is not None:
-            raise self._unsupported("sums of weights in combine")
         result = self._native.mnnvl_moe_alltoallv_combine(
             x=rows, alltoall_info=self._native_info, workspace=self._workspace, ep_rank=self.config.rank,
             ep_size=self.config.world_size, top_k=self.config.topk, token_count=step.num_tokens,
@@ -98,11 +96,11 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_two_sided"
     library = TWO_SIDED
     capabilities = Capabilities(
-        layouts=("compact",), row_order="source", source_positions="collective", experts_multiple=4,
+        layouts=("compact",), row_order="source", weight_sums=False, source_positions="collective", experts_multiple=4,
         even_experts=True, min_ranks=2, single_node=True,
         was_run="not run; arguments compared with flashinfer-python 0.7.2.post1's source",
         notes=(
-            "rows of scales: a multiple of 16 bytes", "combine gives no sums of weights",
+            "rows of scales: a multiple of 16 bytes",
             "one group per process", "its class is deprecated since 0.7.1",
         ),
     )  # fmt: skip

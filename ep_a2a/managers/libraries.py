@@ -55,7 +55,9 @@ class Library:
         """Returns if the library can be used; MissingPackageError, as of `load`, otherwise."""
         problem = self.problem()
         if problem is not None:
-            raise MissingPackageError(f"the package {self.distribution} (import {self.module})", problem, self.install)
+            raise MissingPackageError(
+                f"the package {self.distribution} (import {self.module})", problem, f"To install it: {self.install}."
+            )
 
 
 @functools.cache

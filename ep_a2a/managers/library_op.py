@@ -77,6 +77,10 @@ class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
                 received_rows.count_experts(ids, self.config.first_expert, self.config.num_local_experts)
             )
 
+    def _check_weights(self, weights: torch.Tensor | None) -> None:
+        if weights is not None and not self.capabilities.weight_sums:
+            raise self._unsupported("sums of weights in combine")
+
     def _into(self, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """A library's own result, or `out` with it."""
         return result if out is None else out.copy_(result[: out.shape[0]])
@@ -99,6 +103,8 @@ class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
     @property
     def recv_counts(self) -> torch.Tensor:
         """Rows received from each source in the last dispatch, int32 [W], fixed address."""
+        if not self.capabilities.recv_counts:
+            raise self._unsupported("counts of received rows by source")
         return self._recv_counts
 
     @property

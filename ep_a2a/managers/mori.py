@@ -68,11 +68,6 @@ class MoriOp(LibraryDispatchCombineOp):
         result, sums = self._native.combine(input=rows, weights=weights, indices=step.ids)
         return self._into(result, out), sums
 
-    @property
-    def recv_counts(self) -> torch.Tensor:
-        """Not here: MORI counts received rows over all sources."""
-        raise self._unsupported("counts of received rows by source")
-
     def _positions(self) -> torch.Tensor:
         positions: torch.Tensor = self._native.get_dispatch_src_token_pos()
         return positions
@@ -88,12 +83,12 @@ class MoriAll2AllManager(LibraryAll2AllManager):
     library = LIBRARY
     inter_node_kernel: ClassVar[str] = "InterNodeV1"
     capabilities = Capabilities(
-        layouts=("compact",), row_order="any", token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
+        layouts=("compact",), row_order="any", recv_counts=False, token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
         combine_dtypes=("bfloat16", "float32"), combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
         max_topk=9, even_experts=True, receive_cap=True, gpus=("AMD",), rdma="across nodes",
         was_run="not run (no AMD GPU); arguments compared with amd-mori 1.2.4's source",
         notes=(
-            "no recv_counts", "one process group per process", "combine casts: one node, bfloat16",
+            "one process group per process", "combine casts: one node, bfloat16",
             "float8_e4m3fnuz, fp4: not through this package",
         ),
     )  # fmt: skip

@@ -67,11 +67,6 @@ class PplxOp(LibraryDispatchCombineOp):
         )  # fmt: skip
         return self._into(self._result, out), None
 
-    @property
-    def recv_counts(self) -> torch.Tensor:
-        """Not here: pplx-kernels counts rows by expert."""
-        raise self._unsupported("counts of received rows by source")
-
     def _destroy(self) -> None:
         self._native.destroy()
         self._native = None
@@ -83,14 +78,14 @@ class PplxAll2AllManager(LibraryAll2AllManager):
     backend = "pplx"
     library = LIBRARY
     capabilities = Capabilities(
-        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no",
+        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no", recv_counts=False, weight_sums=False,
         dropped_slots=False, host_sync=True, token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
         dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
         scales_per_128=True, combine_dtypes=("bfloat16", "float16"), hidden_multiple=512, even_experts=True,
         min_ranks=2, rdma="across nodes",
         was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
         notes=(
-            "no recv_counts; total_recv counts a row per expert", "rows for M tokens whatever max_num_tokens is",
+            "total_recv counts a row per expert", "rows for M tokens whatever max_num_tokens is",
             "the host looks for dropped slots, but not in a capture", "one group per process",
         ),
     )  # fmt: skip
