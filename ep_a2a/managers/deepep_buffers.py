@@ -52,12 +52,14 @@ def high_throughput_buffer(
     deep_ep: Any, group: ProcessGroup, *, row_bytes: int, world_size: int, internode: bool
 ) -> Any:
     """A Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
-    configs = [
+    nvl = rdma = 0
+    for native_config in (
         deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
         deep_ep.Buffer.get_combine_config(num_ranks=world_size),
-    ]
-    nvl = max(each.get_nvl_buffer_size_hint(row_bytes, world_size) for each in configs)
-    rdma = max(each.get_rdma_buffer_size_hint(row_bytes, world_size) for each in configs) if internode else 0
+    ):
+        nvl = max(nvl, native_config.get_nvl_buffer_size_hint(row_bytes, world_size))
+        if internode:
+            rdma = max(rdma, native_config.get_rdma_buffer_size_hint(row_bytes, world_size))
     return deep_ep.Buffer(
         group=group, num_nvl_bytes=nvl, num_rdma_bytes=rdma, low_latency_mode=False, explicitly_destroy=True
     )

@@ -92,7 +92,8 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
     library = BUFFER
     capabilities = Capabilities(
         layouts=("expert_major",), row_order="source", ids="none", weights_applied_by="combine",
-        source_positions="no", weight_sums=False, token_dtypes=("bfloat16",), dispatch_casts=("none", "fp8_per_1x128"), cast="inside",
+        source_positions="no", weight_sums=False, token_dtypes=("bfloat16",),
+        dispatch_casts=("none", "fp8_per_1x128"), cast="inside",
         scale_formats=("float32", "float32_power_of_two"), combine_dtypes=("bfloat16",),
         hidden_sizes=LOW_LATENCY_HIDDEN_SIZES, max_topk=LOW_LATENCY_MAX_TOPK, even_experts=True,
         max_tokens=LOW_LATENCY_MAX_TOKENS, rdma="across nodes",

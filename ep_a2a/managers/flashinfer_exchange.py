@@ -20,7 +20,7 @@ ONE_SIDED = Library(
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),
 )  # fmt: skip
 TWO_SIDED = Library(
-    "flashinfer", "flashinfer-python", INSTALL, "0.6",
+    "flashinfer", "flashinfer-python", INSTALL, "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_alltoall:MnnvlMoe"),
 )  # fmt: skip
 
@@ -88,9 +88,7 @@ class NVLinkOneSided:
             max_num_tokens: the step's, equal on all ranks.
             names: of the payloads where not all are sent.
         """
-        received = self._native.dispatch(
-            token_selected_experts=ids, input_payloads=list(packed), runtime_max_tokens_per_rank=max_num_tokens
-        )
+        received = self._native.dispatch(ids, list(packed), max_num_tokens)
         sent = [name for name in self._dtypes if not names or name in names]
         return {name: each.view(self._dtypes[name]) for name, each in zip(sent, received, strict=True)}
 
@@ -103,9 +101,7 @@ class NVLinkOneSided:
 
     def combine_rows(self, max_num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory [W, max_num_tokens, H] that combine reads in place; between dispatch and combine."""
-        rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(
-            runtime_max_tokens_per_rank=max_num_tokens, hidden_size=hidden_dim, dtype=dtype
-        )
+        rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(max_num_tokens, hidden_dim, dtype)
         return rows.view(self._world_size, max_num_tokens, hidden_dim)
 
     def combine(
@@ -121,8 +117,7 @@ class NVLinkOneSided:
             fp8: cast rows to fp8 on the wire, without scales.
         """
         result: torch.Tensor = self._native.combine(
-            payload=rows, runtime_max_tokens_per_rank=max_num_tokens, payload_in_workspace=in_workspace, output=out,
-            use_low_precision=fp8,
+            rows, max_num_tokens, payload_in_workspace=in_workspace, output=out, use_low_precision=fp8
         )  # fmt: skip
         return result
 
@@ -159,4 +154,4 @@ def comm_backend(group: ProcessGroup) -> Any:
         def Split(self, color: int, key: int) -> Any:
             return self
 
-    return WholeGroup(group=group)
+    return WholeGroup(group)

@@ -43,7 +43,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
                     "weights": (topk, torch.float32), "positions": (1, torch.int32)}  # fmt: skip
         if config.num_scales:
             payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
-        self._native = NVLinkOneSided(
+        self._exchange = NVLinkOneSided(
             payloads, num_experts=config.total_experts, topk=topk, max_num_tokens=num_most,
             combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=group, rank=config.rank,
             world_size=config.world_size,
@@ -62,8 +62,8 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         if step.scales is not None:
             sent["scales"] = step.scales.view(torch.uint8)
         routed = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
-        received = self._native.dispatch(routed, self._native.packed(sent), limit, tuple(sent))
-        self._native.mark_padding(received["positions"], NO_EXPERT)
+        received = self._exchange.dispatch(routed, self._exchange.packed(sent), limit, tuple(sent))
+        self._exchange.mark_padding(received["positions"], NO_EXPERT)
         came = received["positions"] >= 0
         ids = torch.where(came, received["ids"], step.pad_id)
         self._received = received
@@ -78,7 +78,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         in_place = self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
         fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
         # a cast in place would destroy the rows
-        self._native.combine(rows, step.max_num_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
+        self._exchange.combine(rows, step.max_num_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
         self._workspace_rows = None
         named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
         result.masked_fill_(~named, 0)
@@ -92,7 +92,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._check_buffer_request(dtype, hidden_dim)
         if self._inputs is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
-        self._workspace_rows = self._native.combine_rows(self._inputs.max_num_tokens, self.config.hidden_dim, dtype)
+        self._workspace_rows = self._exchange.combine_rows(self._inputs.max_num_tokens, self.config.hidden_dim, dtype)
         return self._workspace_rows.flatten(0, 1)
 
     def _positions(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
 
     def _destroy(self) -> None:
         self._received, self._workspace_rows = {}, None
-        self._native.close()
+        self._exchange.close()
 
 
 class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
@@ -110,7 +110,8 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_one_sided"
     library = ONE_SIDED
     capabilities = Capabilities(
-        layouts=(Layout.RANK_MAJOR.value,), row_order="source", weight_sums=False, combine_casts=("none", "fp8_direct_cast"),
+        layouts=(Layout.RANK_MAJOR.value,), row_order="source", weight_sums=False,
+        combine_casts=("none", "fp8_direct_cast"),
         topks=TOPKS, even_experts=True, single_node=True, max_ranks=MAX_RANKS,
         was_run="its kernels on H200s by `ep-a2a bench`; this manager: not run; "
         "arguments compared with flashinfer-python 0.7.2.post1's source",

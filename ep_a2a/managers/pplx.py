@@ -78,7 +78,8 @@ class PplxAll2AllManager(LibraryAll2AllManager):
     backend = "pplx"
     library = LIBRARY
     capabilities = Capabilities(
-        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no", recv_counts=False, weight_sums=False,
+        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no",
+        recv_counts=False, weight_sums=False,
         dropped_slots=False, host_sync=True, token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
         dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
         scales_per_128=True, combine_dtypes=("bfloat16", "float16"), hidden_multiple=512, even_experts=True,
