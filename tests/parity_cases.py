@@ -16,6 +16,7 @@ from ep_a2a.managers.registry import available_backends, create_manager, manager
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
+    from ep_a2a.managers.base import All2AllManagerBase
     from ep_a2a.managers.capabilities import Capabilities
     from ep_a2a.testing import RankContext
 
@@ -83,20 +84,27 @@ def layer(batch: Batch, num_experts: int) -> torch.Tensor:
     return batch.x.float() * (valid * batch.weights * factor(batch.ids)).sum(1, keepdim=True)
 
 
+def handle_kwargs(context: RankContext, layout: str, hidden_dim: int) -> dict[str, Any]:
+    return {
+        "rank": context.rank, "num_ep_ranks": context.world_size, "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.bfloat16, "token_hidden_size": hidden_dim, "max_num_tokens_per_dp_rank": MAX_TOKENS,
+        "num_local_experts": EXPERTS_PER_RANK, "num_experts_per_token": TOPK, "layout": layout,
+    }  # fmt: skip
+
+
 def run_backend(context: RankContext, name: str, layout: str, hidden_dim: int) -> None:
     """Steps of uneven and no tokens on one backend, dispatch and result against the oracle."""
-    manager = create_manager(name, context.group)
+    run_manager(context, create_manager(name, context.group), layout, hidden_dim)
+
+
+def run_manager(
+    context: RankContext, manager: All2AllManagerBase, layout: str, hidden_dim: int, num_steps: int = len(STEPS)
+) -> None:
+    """As `run_backend`, on a manager that has been made; closes it."""
     manager.device = context.device
     num_experts = EXPERTS_PER_RANK * context.world_size
-    op = manager.get_handle(
-        {
-            "rank": context.rank, "num_ep_ranks": context.world_size, "input_dtype": torch.bfloat16,
-            "quant_dtype": torch.bfloat16, "token_hidden_size": hidden_dim,
-            "max_num_tokens_per_dp_rank": MAX_TOKENS, "num_local_experts": EXPERTS_PER_RANK,
-            "num_experts_per_token": TOPK, "layout": layout,
-        }
-    )  # fmt: skip
-    for step, (_, max_num_tokens) in enumerate(STEPS):
+    op = manager.get_handle(handle_kwargs(context, layout, hidden_dim))
+    for step, (_, max_num_tokens) in enumerate(STEPS[:num_steps]):
         drops = manager.capabilities.dropped_slots
         everyone = [
             batch(step, rank, context.world_size, hidden_dim, drops=drops) for rank in range(context.world_size)
