@@ -43,6 +43,7 @@ class Capabilities:
         output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
         graph_safe: dispatch and combine can be captured in a CUDA graph.
         host_sync: the host waits for the device in a step outside of graphs.
+        micro_batches: steps of ops with different indices may overlap.
         layouts: layouts of received rows.
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
         ids: "all": received rows carry all K ids and weights of their token; "local": those of this rank's experts, and
@@ -80,6 +81,7 @@ class Capabilities:
     output_is_reduced: bool = _in(USE, "output is reduced", True)
     graph_safe: bool = _in(USE, "CUDA graphs", True)
     host_sync: bool = _in(USE, "host waits", False)
+    micro_batches: bool = _in(USE, "overlapping micro-batches", True)
     layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
     row_order: str = _in(ROWS, "order of rows", "source, token")
     ids: str = _in(ROWS, "ids and weights", "all")

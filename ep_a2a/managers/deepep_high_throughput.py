@@ -52,7 +52,6 @@ class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
         # without weights it would not send ids either
         self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=device)
         self._native_handle: Any = None
-        self._max_num_tokens = config.max_num_inp_token_per_rank
 
     def _send_native(self, step: StepInputs) -> DispatchResult:
         config, native = self.config, self._native
@@ -112,7 +111,7 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
         notes=("several nodes: the host waits, no CUDA graphs, no source positions",),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> DeepEPHighThroughputOp:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPHighThroughputOp:
         deep_ep = self.library.load()
         if self._num_sms:
             deep_ep.Buffer.set_num_sms(new_num_sms=self._num_sms)

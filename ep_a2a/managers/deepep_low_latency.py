@@ -104,7 +104,7 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
         ),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> DeepEPLowLatencyOp:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPLowLatencyOp:
         return DeepEPLowLatencyOp(
             config, self.device, self.backend, self.capabilities, self.library.load(), self.cpu_group
         )

@@ -95,7 +95,7 @@ class DeepEPV2All2AllManager(LibraryAll2AllManager):
         notes=("an id may not stand twice in a token", "needs NCCL with device-side communication"),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> DeepEPV2Op:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPV2Op:
         deep_ep = self.library.load()
         group = self.groups.of(self.device)
         # NCCL connects with the first collective; until then there is no communicator to build on

@@ -27,6 +27,7 @@ TWO_SIDED = Library(
 TOPKS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """Values of K that the one-sided kernels are instantiated for."""
 MAX_RANKS = 64
+WORKSPACE_ALIGNMENT_BYTES = 128
 WORD_BYTES = 16
 """Widest store of its dispatch."""
 
@@ -43,6 +44,7 @@ class NVLinkOneSided:
         max_num_tokens: most tokens of a rank in any step, >= 1.
         combine_row_bytes: bytes of the rows that combine sums.
         group: all ranks. rank, world_size: this one, and their number.
+        index: objects whose steps overlap need different ones; those of one size and index share a workspace.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class NVLinkOneSided:
         group: ProcessGroup,
         rank: int,
         world_size: int,
+        index: int = 0,
     ) -> None:
         from flashinfer.comm.mnnvl import MnnvlConfig
         from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
@@ -66,6 +69,8 @@ class NVLinkOneSided:
         self._dtypes = {name: dtype for name, (_, dtype) in ordered}
         row_bytes = sum(elements * dtype.itemsize for elements, dtype in payloads.values())
         workspace_bytes = moe_a2a_get_workspace_size_per_rank(world_size, max_num_tokens, row_bytes, combine_row_bytes)
+        # The class caches workspaces by size: the size is what keeps those of different indices apart.
+        workspace_bytes += index * WORKSPACE_ALIGNMENT_BYTES
         self._native: Any = MoeAlltoAll(
             ep_mapping(rank, world_size), max_num_tokens, topk, num_experts, workspace_size_per_rank=workspace_bytes,
             mnnvl_config=MnnvlConfig(comm_backend=comm_backend(group)),
@@ -125,9 +130,11 @@ class NVLinkOneSided:
         """Unmaps the workspace once no rank uses it. Collective."""
         torch.cuda.synchronize()
         dist.barrier(self._group)
-        # The class caches workspaces for the life of the process; a sweep would collect them.
-        self._native._reset_workspace()
-        self._native = None
+        # The class caches workspaces for the life of the process; a sweep would collect them. One that another object
+        # shared and has closed is no longer in the cache.
+        native, self._native = self._native, None
+        if any(each is native._WORKSPACE for each in native._WORKSPACE_CACHE.values()):
+            native._reset_workspace()
 
 
 def row_alignment(elements: int, dtype: torch.dtype) -> int:

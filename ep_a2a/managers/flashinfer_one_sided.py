@@ -35,7 +35,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
 
     def __init__(
         self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
-        group: ProcessGroup,
+        group: ProcessGroup, index: int,
     ) -> None:  # fmt: skip
         super().__init__(config, device, backend, capabilities)
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
@@ -46,7 +46,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._exchange = NVLinkOneSided(
             payloads, num_experts=config.total_experts, topk=topk, max_num_tokens=num_most,
             combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=group, rank=config.rank,
-            world_size=config.world_size,
+            world_size=config.world_size, index=index,
         )  # fmt: skip
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
         self._own_positions = own + config.rank * self.max_num_tokens_to_send()
@@ -129,5 +129,5 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> FlashInferOneSidedOp:
-        return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group)
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:
+        return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group, index)

@@ -96,7 +96,8 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_two_sided"
     library = TWO_SIDED
     capabilities = Capabilities(
-        layouts=("compact",), row_order="source", weight_sums=False, source_positions="collective", experts_multiple=4,
+        layouts=("compact",), row_order="source", micro_batches=False, weight_sums=False,
+        source_positions="collective", experts_multiple=4,
         even_experts=True, min_ranks=2, single_node=True,
         was_run="not run; arguments compared with flashinfer-python 0.7.2.post1's source",
         notes=(
@@ -105,7 +106,7 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         ),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> FlashInferTwoSidedOp:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferTwoSidedOp:
         native = self.library.load("comm.trtllm_alltoall").MnnvlMoe
         workspaces = _workspaces(native, self.rank, self.world_size, self.cpu_group)
         return FlashInferTwoSidedOp(config, self.device, self.backend, self.capabilities, native, workspaces)

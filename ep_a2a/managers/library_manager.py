@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from ep_a2a.errors import EpA2AError, UnsupportedError
 from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.managers.availability import device_problem
@@ -65,13 +63,13 @@ class LibraryAll2AllManager(All2AllManagerBase):
             config, error = None, None
             try:
                 config = config_from_handle_kwargs(kwargs, topology.internode)
-                error = self._refusal(config, topology)
+                error = self._refusal(config, topology) or self._refused_index(index)
             except EpA2AError as own:
                 # the other ranks would wait for this one
                 error = own
             agree_on_config(config, self.groups.rendezvous, index, error)
             assert config is not None
-            return self._build(config, topology)
+            return self._build(config, topology, index)
 
         op: LibraryDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
         return op
@@ -87,9 +85,17 @@ class LibraryAll2AllManager(All2AllManagerBase):
             )
         return self.capabilities.refusal(self.backend, config, topology.num_nodes)
 
+    def _refused_index(self, index: int) -> EpA2AError | None:
+        if not index or self.capabilities.micro_batches:
+            return None
+        return UnsupportedError(
+            f"index 0, which is what backend {self.backend!r} has memory for", f"index {index}",
+            "Do not let steps of micro-batches overlap, or use the backend 'ep_a2a'.",
+        )  # fmt: skip
+
     @abc.abstractmethod
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> LibraryDispatchCombineOp:
-        """The op; collective. What the library allocates it allocates here."""
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
+        """The op; collective. What the library allocates it allocates here, apart from that of other indices."""
 
     def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
         return self.library.module, f"{self.backend} uses {self.library.distribution} {self.library.version or ''}"
@@ -97,7 +103,3 @@ class LibraryAll2AllManager(All2AllManagerBase):
     def _release(self) -> None:
         if self._groups is not None:
             self._groups.close()
-
-    def _ones(self, *shape: int) -> torch.Tensor:
-        """float32 ones, for libraries that want weights where a caller has none."""
-        return torch.ones(*shape, dtype=torch.float32, device=self.device)

@@ -93,7 +93,7 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         ),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> MoriOp:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
         mori = self.library.load()
         _join(mori, self.cpu_group)
         capabilities = self.capabilities

@@ -91,7 +91,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         ),
     )  # fmt: skip
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology) -> PplxOp:
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> PplxOp:
         pplx_kernels = self.library.load()
         sizes = {
             "max_num_tokens": config.max_num_inp_token_per_rank,
