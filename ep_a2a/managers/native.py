@@ -6,10 +6,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from ep_a2a.config import QuantType
+from ep_a2a.config import MAX_TOPK, QuantType
 from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
 from ep_a2a.kernels.base_op import agree_on_config
-from ep_a2a.managers.base import All2AllManagerBase, Capabilities
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
@@ -77,8 +78,14 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     backend = "ep_a2a"
     capabilities = Capabilities(
-        has_handles=True, dispatches_tokens=False, output_is_reduced=True, graph_safe=True, runs_on_cpu=True
-    )
+        layouts=("compact", "rank_major", "expert_major"), cast="inside",
+        combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"), max_topk=MAX_TOPK, receive_cap=True,
+        runs_on_cpu=True, was_run="CPU; H200s, one node",
+        notes=(
+            "expert_major: combine applies the weights",
+            "several nodes: over torch.distributed, on CPU so far, without source positions",
+        ),
+    )  # fmt: skip
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
