@@ -52,11 +52,11 @@ class Rings:
         most, per_node, topk = config.max_num_inp_token_per_rank, config.gpu_per_node, config.topk
         channels = config.rdma_block_num or DEFAULT_CHANNELS
         if config.kernel_type in WHOLE_RING_KERNEL_TYPES:
-            num_channels, num_slots = min(channels, most), 1
-            chunk_tokens = math.ceil(most / num_channels)
+            chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:
             chunk_tokens, num_slots = min(config.chunk_tokens, most), config.ring_chunks
-            num_channels = min(channels, math.ceil(most / chunk_tokens))
+        # a channel without a chunk of its own would have no place in the record of what was forwarded
+        num_channels = min(channels, math.ceil(most / chunk_tokens))
         row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
         scale_words = math.ceil(config.num_scales * config.scale_bytes / WORD_BYTES)
         back_words = config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES

@@ -276,6 +276,9 @@ def test_our_own_kwargs_are_passed_through():
         "expert_alignment": 1,
         "flagged_max_tokens": 16,
         "compiled_calls": "serving",
+        "chunk_tokens": 32,
+        "ring_chunks": 8,
+        "rail": "torch.distributed",
     }
     assert set(extra) == set(EXTRA_KWARGS)
     config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)
