@@ -457,6 +457,7 @@ def refusals(context: RankContext, case: Case) -> None:
         (DtypeError, "is_token_in_rank", lambda: dispatch(is_token_in_rank=layout["is_token_in_rank"].int())),
         (ShapeError, "is_token_in_rank", lambda: dispatch(x=x[:1])),
         (ShapeError, "topk_idx", lambda: dispatch(topk_idx=ids[:1])),
+        (DtypeError, "weights", lambda: dispatch(topk_weights=weights.double())),
         (InputError, "expert_alignment", lambda: dispatch(expert_alignment=0)),
         (TooManyTokensError, "num_worst_tokens", lambda: dispatch(num_worst_tokens=case.world_size)),
         (InputError, "with num_worst_tokens", lambda: dispatch(num_worst_tokens=64, topk_idx=None, topk_weights=None)),
@@ -477,6 +478,7 @@ def refusals(context: RankContext, case: Case) -> None:
         (ShapeError, "multiple of 512", lambda: send(round_scale=True, use_ue8m0=True)),
         (UnsupportedError, "statistics of waits", lambda: send(dispatch_wait_recv_cost_stats=ids)),
         (ShapeError, "recv_stats", lambda: send(ids[0])),
+        (DtypeError, "weights", lambda: send(topk_weights=weights.double())),
         (UnsupportedError, "use_logfmt", lambda: buffer.low_latency_combine(x, ids, weights, None, use_logfmt=True)),
     ]
     for kind, text, call in wrong:

@@ -122,7 +122,6 @@ class Buffer(BufferBase):
         """
         self._require_open()
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        scales = None if scales is None else scales.contiguous()
         num_sms = self._num_sms(config)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -137,7 +136,7 @@ class Buffer(BufferBase):
         layout = TokenLayout(
             is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
         )
-        (received, per_expert, made), event = self._stream.run(
+        (received, per_expert, made, _), event = self._stream.run(
             lambda: self._normal.dispatch(tokens, scales, layout, num_sms), (tokens, scales, layout), previous_event,
             async_finish,
         )  # fmt: skip
@@ -231,7 +230,7 @@ class Buffer(BufferBase):
             x, topk_idx, topk_weights, num_max_dispatch_tokens_per_rank, num_experts,
             _scale_format(round_scale, use_ue8m0) if use_fp8 else None, cumulative_local_expert_recv_stats,
         )  # fmt: skip
-        (received, handle), event = self._stream.run(
+        (received, handle, _), event = self._stream.run(
             lambda: self._low_latency.dispatch(given, return_recv_hook), given, None, async_finish
         )
         return _pair(received.x, received.scales), received.counts, handle, event, handle.step.dispatch_hook

@@ -44,8 +44,8 @@ class WeightCarriers:
             torch.bfloat16, CARRIER_HIDDEN_DIM, config.topk, config.total_experts, config.max_num_inp_token_per_rank,
             Layout.RANK_MAJOR,
         )  # fmt: skip
+        blank = self._blank_rows(shape)  # before the op, as the weights of one are (low_latency.py)
         carrier = self._ops.get(shape, self._index)
-        blank = self._blank_rows(shape)
         carrier.dispatch(blank[0, : ids.shape[0]], weights, None, ids)
         received_weights(op).copy_(received_weights(carrier))
         carrier.combine(blank, None, None)

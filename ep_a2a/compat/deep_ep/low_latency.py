@@ -10,14 +10,14 @@ from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
 from ep_a2a.compat.deep_ep.late_weights import WeightCarriers
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import OpShape
-from ep_a2a.compat.deep_ep.steps import Hook
+from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError
 from ep_a2a.kernels.open_step import awaited_result
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
-    from ep_a2a.compat.deep_ep.steps import Step, Steps
+    from ep_a2a.compat.deep_ep.steps import Steps
     from ep_a2a.kernels.base_op import DispatchResult
 
 PACKED_SCALES = 4
@@ -56,21 +56,28 @@ class LowLatencyMode:
         self._carriers = WeightCarriers(ops, index=steps.max_open_steps)
         self._ones: dict[tuple[int, int], torch.Tensor] = {}
 
-    def dispatch(self, given: LowLatencyInput, in_halves: bool) -> tuple[LowLatencyReceived, LowLatencyHandle]:
-        """Sends the tokens, and receives unless `in_halves`; then the handle's step has the hook that does."""
+    def dispatch(
+        self, given: LowLatencyInput, in_halves: bool
+    ) -> tuple[LowLatencyReceived, LowLatencyHandle, torch.Tensor]:
+        """Sends the tokens, and receives unless `in_halves`; then the handle's step has the hook that does.
+
+        Returns:
+            What comes, the handle, and the ids that it keeps.
+        """
         shape = self._shape(given)
         self._check(given, shape)
         # a copy in any case: the handle must not change with the caller's tensor
         ids = given.topk_idx.to(torch.int32, copy=True)
         handle = LowLatencyHandle(shape, ids, given.topk_idx, given.topk_weights is not None)
-        step = handle.step = self._begin(shape)
-        op = step.op
         weights = self._unit_weights(shape)[: ids.shape[0]] if given.topk_weights is None else given.topk_weights
+        step = handle.step = self._step(shape)
+        op = step.op
         if in_halves:
             op.dispatch_send(given.x, weights, None, ids)
             got = awaited_result(op)
         else:
             got = op.dispatch(given.x, weights, None, ids)
+        self._steps.add(step)
         handle.received_ids = got[3]
         scales = None if got[2] is None else _column_major_like(got[2])
         received = LowLatencyReceived(got[0], scales, op.expert_recv_count)
@@ -83,7 +90,7 @@ class LowLatencyMode:
             step.dispatch_hook = Hook(receive)
         else:
             _finish(got, received, given.recv_stats)
-        return received, handle
+        return received, handle, ids
 
     def combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, handle: LowLatencyHandle,
@@ -139,21 +146,28 @@ class LowLatencyMode:
 
     def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
         """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros with the weights."""
-        step = handle.step = self._begin(handle.shape)
+        step = self._step(handle.shape)
         zeros = torch.zeros(
             handle.ids.shape[0], handle.shape.hidden_dim, dtype=handle.shape.dtype, device=handle.ids.device
         )
         step.op.dispatch(zeros, topk_weights, None, handle.ids)
+        self._steps.add(step)
+        handle.step = step
         return step
 
-    def _begin(self, shape: OpShape) -> Step:
+    def _step(self, shape: OpShape) -> Step:
+        """A step on an op that is free to dispatch."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
         num_rows = self._ops.num_ranks * shape.max_num_tokens
-        return self._steps.begin(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
+        return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
     def _unit_weights(self, shape: OpShape) -> torch.Tensor:
-        """Ones [M, K] in place of weights that are not known yet; made with the op, so outside of captured graphs."""
+        """Ones [M, K] in place of weights that are not known yet.
+
+        Made before the op, whose making synchronises the device and cannot be captured: so they are there on all
+        streams, and are no part of a captured graph.
+        """
         key = (shape.max_num_tokens, shape.topk)
         ones = self._ones.get(key)
         if ones is None:

@@ -9,6 +9,7 @@ import torch
 from ep_a2a.compat.deep_ep.handles import NormalHandle, Routing
 from ep_a2a.compat.deep_ep.layouts import check_num_experts, exchange_counts, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import OpShape
+from ep_a2a.compat.deep_ep.steps import Step
 from ep_a2a.config import Layout
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
 from ep_a2a.routing import destination_mask
@@ -53,9 +54,11 @@ class NormalMode:
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, layout: TokenLayout, num_sms: int
-    ) -> tuple[Received, list[int], NormalHandle]:
-        """A dispatch of a new layout: what came, tokens per local expert, the handle. Waits on the host for the ranks'
-        counts, unless num_worst_tokens bounds them.
+    ) -> tuple[Received, list[int], NormalHandle, torch.Tensor]:
+        """A dispatch of a new layout. Waits on the host for the ranks' counts, unless num_worst_tokens bounds them.
+
+        Returns:
+            What came, tokens per local expert, the handle, and the ids that it keeps.
         """
         topk_idx = layout.topk_idx
         self._check_layout(x, layout)
@@ -83,7 +86,7 @@ class NormalMode:
         routing, got = self._launch(shape, index, x, scales, ids, weights, max_num_tokens, num_recv_tokens, num_sms)
         ids_dtype = None if topk_idx is None else topk_idx.dtype
         handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank)
-        return self._received(routing, got, ids_dtype), per_expert, handle
+        return self._received(routing, got, ids_dtype), per_expert, handle, ids
 
     def dispatch_again(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: NormalHandle, num_sms: int
@@ -114,7 +117,7 @@ class NormalMode:
                 "Pass topk_idx and topk_weights to that dispatch; without them no weights can come back.",
             )
         if not routing.step.is_open:
-            self._reopen(routing)
+            self._reopen(routing, num_sms)
         step, op = routing.step, routing.step.op
         self._ops.limit_sms(op, num_sms)
         rows = self._whole("x", x, routing)
@@ -136,17 +139,19 @@ class NormalMode:
     ) -> tuple[Routing, DispatchResult]:  # fmt: skip
         op = self._ops.get(shape, index)
         self._ops.limit_sms(op, num_sms)
-        step = self._steps.begin(op, index, (op.num_rows(max_num_tokens), shape.hidden_dim))
+        scales = None if scales is None else scales.contiguous()
         got = op.dispatch(x, weights, scales, ids, max_num_tokens=max_num_tokens)
+        step = Step(op, index, (op.num_rows(max_num_tokens), shape.hidden_dim))
+        self._steps.add(step)
         return Routing(ids, shape.num_experts, max_num_tokens, num_recv_tokens, shape, step), got
 
-    def _reopen(self, routing: Routing) -> None:
+    def _reopen(self, routing: Routing, num_sms: int) -> None:
         """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros."""
         shape = routing.shape
         zeros = torch.zeros(routing.num_tokens, shape.hidden_dim, dtype=shape.dtype, device=routing.ids.device)
         again, _ = self._launch(
             shape, self._steps.free_index(), zeros, None, routing.ids, None, routing.max_num_tokens,
-            routing.num_recv_tokens, 0,
+            routing.num_recv_tokens, num_sms,
         )  # fmt: skip
         routing.step = again.step
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from ep_a2a.config import FP8_DTYPE, Layout, QuantType, ScaleFormat
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
 from ep_a2a.errors import TooManyTokensError, UnsupportedError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
@@ -58,6 +58,8 @@ class OpShape:
             "num_experts_per_token": self.topk,
             "layout": self.layout.value,
             "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
+            # low-latency calls have few forms
+            "compiled_calls": (CompiledCalls.ALL if self.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
         }
         if self.scale_format is not None:
             kwargs["scale_format"] = self.scale_format.value

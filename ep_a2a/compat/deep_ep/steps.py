@@ -89,7 +89,7 @@ class Step:
         if self.dispatch_hook is not None:
             self.dispatch_hook.displace()
         config = self.op.config
-        rows = torch.empty(self.rows_shape, dtype=config.combined_dtype, device=self.op.device)
+        rows = torch.zeros(self.rows_shape, dtype=config.combined_dtype, device=self.op.device)
         self.op.combine(rows, None, None)
         self.close()
 
@@ -115,11 +115,9 @@ class Steps:
         used = {step.index for step in self._steps}
         return next(index for index in range(self.max_open_steps) if index not in used)
 
-    def begin(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> Step:
-        """Notes the dispatch that an op is about to make."""
-        step = Step(op, index, rows_shape)
+    def add(self, step: Step) -> None:
+        """Takes up a dispatch that has been made."""
         self._steps.append(step)
-        return step
 
     def clear(self) -> None:
         """Forgets all steps, whose ops are closed."""
