@@ -34,6 +34,10 @@ class EpDispatchRoutingHandle:
     ) -> None:
         raise refused("EpDispatchRoutingHandle, which replays a routing", ROUTING_REMEDY)
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Not here."""
+        raise refused("EpDispatchRoutingHandle.tensors", ROUTING_REMEDY)
+
     @classmethod
     def from_tensors(cls, tensors: Iterable[torch.Tensor], cur_rank_num_token: int = 0) -> Self:
         """Not here, like the constructor."""
