@@ -47,14 +47,14 @@ def mori_world(context: RankContext) -> Iterator[Any]:
 
 def make_config(mori: Any, context: RankContext, **changes: Any) -> Any:
     """As SGLang does: of the fields that it would like to set, those that this MORI has."""
-    wanted = dict(
-        data_type=torch.bfloat16, rank=context.rank, world_size=context.world_size, hidden_dim=HIDDEN_DIM, scale_dim=0,
-        scale_type_size=1, max_token_type_size=4, max_num_inp_token_per_rank=MAX_TOKENS,
-        num_experts_per_rank=EXPERTS_PER_RANK, num_experts_per_token=TOPK, warp_num_per_block=8, block_num=80,
-        num_qp_per_pe=2, a_field_of_tomorrow=True,
-    )  # fmt: skip
+    wanted = {
+        "data_type": torch.bfloat16, "rank": context.rank, "world_size": context.world_size, "hidden_dim": HIDDEN_DIM,
+        "scale_dim": 0, "scale_type_size": 1, "max_token_type_size": 4, "max_num_inp_token_per_rank": MAX_TOKENS,
+        "num_experts_per_rank": EXPERTS_PER_RANK, "num_experts_per_token": TOPK, "warp_num_per_block": 8,
+        "block_num": 80, "num_qp_per_pe": 2, "a_field_of_tomorrow": True,
+    } | changes  # fmt: skip
     known = {field.name for field in dataclasses.fields(mori.ops.EpDispatchCombineConfig)}
-    return mori.ops.EpDispatchCombineConfig(**{k: v for k, v in (wanted | changes).items() if k in known})
+    return mori.ops.EpDispatchCombineConfig(**{name: value for name, value in wanted.items() if name in known})
 
 
 def tokens_of(rank: int, world_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

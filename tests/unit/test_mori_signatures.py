@@ -1,4 +1,4 @@
-"""ep_a2a.compat.mori against MORI's wheel: names, order, kinds and defaults, as tests/signatures/mori.json holds them."""
+"""ep_a2a.compat.mori against MORI's wheel: names, order, kinds and defaults, as tests/signatures/mori.json has them."""
 
 from __future__ import annotations
 
