@@ -27,7 +27,7 @@ def main() -> None:
     results = context.Queue()
     process = context.Process(target=program.report, args=(results,))
     process.start()
-    child = results.get(timeout=60)
+    child = results.get(timeout=200)
     process.join()
     lines = (f"child {child}", f"parent {imported()}", " ".join(["arguments", *sys.argv[1:]]))
     sys.stdout.writelines(f"{line}\n" for line in lines)
