@@ -1,1 +1,1 @@
-"""What other libraries would ask for, computed without them."""
+"""Other libraries' interfaces on our kernels, and what these libraries would ask for, computed without them."""
