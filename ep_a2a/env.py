@@ -79,7 +79,11 @@ def _devices(text: str) -> str:
 
 
 BACKEND: Variable[str] = Variable(
-    "EP_A2A_BACKEND", "", str, "a backend name", "Backend of EP groups when neither the call nor the config names one."
+    "EP_A2A_BACKEND",
+    "",
+    str,
+    "a backend name",
+    "Backend of EP groups when neither the call nor the config names one; in ATOM, the switch (docs/atom.md).",
 )
 CONFIG: Variable[str] = Variable(
     "EP_A2A_CONFIG", "", str, "a path", "Config file (configs/*.toml) read by init_dist_env when the call names none."

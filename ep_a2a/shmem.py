@@ -116,6 +116,14 @@ def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
     return addresses[dest_pe]
 
 
+def find_allocation(address: int) -> tuple[SymmetricMemory, int] | None:
+    """The memory of shmem_malloc that an address of this process lies in, and the byte of it; None for any other."""
+    for start, memory in _allocations.items():
+        if start <= address < start + memory.num_bytes:
+            return memory, address - start
+    return None
+
+
 def _allocation_of(tensor: torch.Tensor) -> SymmetricMemory:
     if tensor.data_ptr() not in _allocations:
         raise InputError("a tensor that shmem_malloc returned and shmem_free has not taken", "another tensor")

@@ -17,6 +17,7 @@ from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.reference import DispatchReference, combine_weights_reference
 from tests.op_cases import (
     Case,
+    assert_same_memory,
     combine_by_nodes,
     expert_rows,
     make_inputs,
@@ -106,8 +107,9 @@ def run_inter_node_step(
     inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
     wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
     if case.in_halves(number, rank, "dispatch"):
-        op.dispatch_send(*inputs, **wishes)
+        promised = op.dispatch_send(*inputs, **wishes)
         got = op.dispatch_recv()
+        assert_same_memory(promised, got)
     else:
         got = op.dispatch(*inputs, **wishes)
     check_rows(case, nodes, op, got, reference[rank])
@@ -123,8 +125,9 @@ def run_inter_node_step(
     weights = got[1] if case.combine_weights else None
     counts = [each.tokens.shape[0] for each in everyone]
     if case.in_halves(number, rank, "combine"):
-        op.combine_send(rows, weights, inputs[3])
+        promised = op.combine_send(rows, weights, inputs[3])
         result, sums = op.combine_recv()
+        assert_same_memory(promised, (result, sums))
     else:
         result, sums = op.combine(rows, weights, inputs[3])
     sent = [wire_rows(each, case.quant_type) for each in all_rows]

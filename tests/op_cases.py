@@ -362,8 +362,9 @@ class Step:
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
         wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
         if case.in_halves(number, op.config.rank, "dispatch"):
-            op.dispatch_send(*inputs, **wishes)
+            promised = op.dispatch_send(*inputs, **wishes)
             got = op.dispatch_recv()
+            assert_same_memory(promised, got)
         else:
             got = op.dispatch(*inputs, **wishes)
         counts = [each.tokens.shape[0] for each in everyone]
@@ -376,18 +377,23 @@ class Step:
     def combine(self) -> None:
         rows, weights, expected, sums = self.before_combine()
         if self.case.in_halves(self.number, self.op.config.rank, "combine"):
-            self.combine_send(rows, weights)
-            self.check_combined(self.op.combine_recv(), expected, sums)
+            promised = self.combine_send(rows, weights)
+            got = self.op.combine_recv()
+            assert_same_memory(promised, got)
+            self.check_combined(got, expected, sums)
         else:
             self.check_combined(self.op.combine(rows, weights, self.ids), expected, sums)
 
-    def combine_send(self, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+    def combine_send(
+        self, rows: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half, after which its inputs belong to the caller again."""
         weights = None if weights is None else weights.clone()
-        self.op.combine_send(rows, weights, self.ids)
+        promised = self.op.combine_send(rows, weights, self.ids)
         for tensor in (rows, weights):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(POISON_BYTE)
+        return promised
 
     def before_combine(
         self,
@@ -425,6 +431,14 @@ class Step:
         if sums is not None:
             assert got[1] is not None
             same_sums(got[1][:num_tokens], sums, "combined weights")
+
+
+def assert_same_memory(promised: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> None:
+    """What a first half returns is what the second half does."""
+    places = [
+        [None if one is None else (one.data_ptr(), one.shape, one.dtype) for one in each] for each in (promised, got)
+    ]
+    assert places[0] == places[1]
 
 
 def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces on our ops, and what they would ask for, without them."""
+"""Other libraries' interfaces on our kernels, and what these libraries would ask for, computed without them."""

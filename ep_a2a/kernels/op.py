@@ -139,17 +139,19 @@ class EpDispatchCombineOp(DispatchCombineBase):
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
-    ) -> None:
+    ) -> DispatchResult:
         """The first half of `dispatch`: sends, and waits for nobody (with layout compact and more than
         flagged_max_tokens, for the other ranks' counts). Arguments and errors are those of `dispatch`.
 
         Ranks may mix whole and split calls. The halves are compiled when first used: use them before a capture.
+        Returns what dispatch_recv will; before it, nothing in these tensors means anything.
         """
         args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch_send")
         self._streams.follow(self.device)
         self._kernels.dispatch(args, stages=SEND)
         self._sent = args
         self._stage = Stage.DISPATCH_RECEIVE
+        return self._views(args)
 
     def dispatch_recv(self) -> DispatchResult:
         """The second half of `dispatch`: waits for the rows of all ranks and returns them.
@@ -227,7 +229,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         inputs.check_launch(block_num, warp_per_block)
         self._streams.follow(self.device)
         self._kernels.combine(args, block_num, warp_per_block)
-        return self._combined(args)
+        self._end_step()
+        return self._combine_result(args)
 
     def combine_send(
         self,
@@ -236,16 +239,17 @@ class EpDispatchCombineOp(DispatchCombineBase):
         indices: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
-    ) -> None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`: sends the rows back and waits for nobody. Arguments are those of `combine`.
 
-        `input` and `weights` may be overwritten by work that is launched after this.
+        `input` and `weights` may be overwritten by work that is launched after this. Returns what combine_recv will.
         """
         args = self._combine_arguments(input, weights, indices, out, "combine_send")
         self._streams.follow(self.device)
         self._kernels.combine(args, stages=SEND)
         self._sent = args
         self._stage = Stage.COMBINE_RECEIVE
+        return self._combine_result(args)
 
     def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The second half of `combine`: waits for this rank's rows, adds them and returns what `combine` does.
@@ -257,7 +261,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         args = cast("CombineArguments", self._sent)
         self._streams.follow(self.device)
         self._kernels.combine(args, stages=RECEIVE)
-        return self._combined(args)
+        self._end_step()
+        return self._combine_result(args)
 
     def _combine_arguments(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
@@ -291,11 +296,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             rows if by_expert else None, copies,
         )  # fmt: skip
 
-    def _combined(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Ends the step."""
-        self._sent = None
-        self._stage = Stage.DISPATCH_SEND
-        self._memory.memory.slot.leave(self)
+    def _combine_result(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         return args.result, None if args.weights is None else self._result_weights
 
     def _expect(self, stage: Stage, call: str) -> None:

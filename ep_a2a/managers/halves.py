@@ -31,9 +31,12 @@ class FirstHalfDoesAll:
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
-    ) -> None:
-        """`dispatch`, the result of which `dispatch_recv` returns."""
-        self._do_all("dispatch", input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id)
+    ) -> DispatchResult:
+        """`dispatch`, the result of which `dispatch_recv` returns as well."""
+        result: DispatchResult = self._do_all(
+            "dispatch", input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id
+        )
+        return result
 
     def dispatch_recv(self) -> DispatchResult:
         """The result of `dispatch_send`; AlternationError without one."""
@@ -47,9 +50,10 @@ class FirstHalfDoesAll:
         indices: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
-    ) -> None:
-        """`combine`, the result of which `combine_recv` returns."""
-        self._do_all("combine", input, weights, indices, out=out)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`combine`, the result of which `combine_recv` returns as well."""
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._do_all("combine", input, weights, indices, out=out)
+        return result
 
     def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The result of `combine_send`; AlternationError without one."""
@@ -65,10 +69,11 @@ class FirstHalfDoesAll:
         """Forgets an unfinished call, as `reset` does."""
         self._open_call = self._result = None
 
-    def _do_all(self, call: str, *arguments: Any, **wishes: Any) -> None:
+    def _do_all(self, call: str, *arguments: Any, **wishes: Any) -> Any:
         self._no_open_half(f"{call}_send")
         self._result = getattr(self, call)(*arguments, **wishes)
         self._open_call = call
+        return self._result
 
     def _give_out(self, call: str) -> Any:
         if self._open_call != call:

@@ -100,5 +100,5 @@ def test_without_vllm_nothing_happens(monkeypatch):
 
 def test_the_entry_point_is_declared():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    (value,) = declared["vllm.general_plugins"].values()
+    value = declared["vllm.general_plugins"]["ep_a2a"]
     assert EntryPoint("ep_a2a", value, "vllm.general_plugins").load() is register

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
     from ep_a2a.kernels.counted import CountedExchange, StepCounters
     from ep_a2a.kernels.op import EpDispatchCombineOp
-    from ep_a2a.managers.native import NativeOp
+    from ep_a2a.managers.op_factory import NativeOp
 
 RPC_METHOD = "ep_a2a_counters"
 

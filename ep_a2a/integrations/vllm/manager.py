@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ep_a2a.kernels.counted import CountedExchange
-    from ep_a2a.managers.native import NativeOp
+    from ep_a2a.managers.op_factory import NativeOp
 
 MIB = 1 << 20
 

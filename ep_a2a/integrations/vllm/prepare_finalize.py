@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
     from ep_a2a.kernels.counted import CountedExchange
-    from ep_a2a.managers.native import NativeOp
+    from ep_a2a.managers.op_factory import NativeOp
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 

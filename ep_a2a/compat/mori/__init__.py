@@ -1,0 +1,81 @@
+"""MORI's Python package on our kernels: `import ep_a2a.compat.mori as mori`, or `install()` and then `import mori`.
+
+Of MORI it has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is
+the same, what differs and what is refused. Names under which MORI keeps something that has no counterpart here exist
+and raise UnsupportedError; its other submodules (io, ccl, ir, ...) cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a import __version__ as _own_version
+from ep_a2a.errors import StateError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MORI_VERSION = "1.2.4"
+"""The release of amd-mori whose interface this is."""
+
+__version__ = f"{MORI_VERSION}+ep_a2a.{_own_version}"
+
+_LAZY = ("ops", "shmem")
+_NAME = "mori"
+_replaced: dict[str, ModuleType] = {}
+
+
+def install(*, replace: bool = False) -> None:
+    """Makes `import mori` in this process give this package. Local; a second call does nothing.
+
+    To be called on every rank, before anything imports `mori`: a module that has done so keeps what it got.
+
+    Args:
+        replace: also take the name from a MORI that is imported already. It stays as it is for whoever has it.
+
+    Raises:
+        StateError: another `mori` is imported already.
+    """
+    present = sys.modules.get(_NAME)
+    if present is sys.modules[__name__]:
+        return
+    if present is not None and not replace:
+        raise StateError(
+            "no module named mori in this process yet", f"one from {getattr(present, '__file__', None)}",
+            "Call install() before anything imports mori, or install(replace=True).",
+        )  # fmt: skip
+    others = {name: module for name, module in sys.modules.items() if _is_mori(name)}
+    # all of them, or `import mori.ops` would load the same files a second time under that name
+    below = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
+    ours = {_NAME + name.removeprefix(__name__): importlib.import_module(name) for name in (__name__, *below)}
+    for name in others:
+        del sys.modules[name]
+    _replaced.update(others)
+    sys.modules.update(ours)
+
+
+def uninstall() -> None:
+    """Takes `import mori` back, and gives it to the MORI that `install(replace=True)` took it from, if any. Local."""
+    if sys.modules.get(_NAME) is not sys.modules[__name__]:
+        return
+    for name in [name for name in sys.modules if _is_mori(name)]:
+        del sys.modules[name]
+    sys.modules.update(_replaced)
+    _replaced.clear()
+
+
+def _is_mori(name: str) -> bool:
+    return name == _NAME or name.startswith(f"{_NAME}.")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; of MORI it has ops and shmem (docs/mori.md)")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

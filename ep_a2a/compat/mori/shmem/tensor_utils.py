@@ -1,0 +1,55 @@
+"""`mori.shmem.tensor_utils`: symmetric memory as tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a import shmem
+from ep_a2a.compat.mori.refused import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BY_ADDRESS = "Pass shmem_ptr_p2p(tensor.data_ptr(), my_pe, peer) to a kernel."
+
+
+class MoriShmemBuffer:
+    """MORI's wrapper of an address: not here.
+
+    Raises:
+        UnsupportedError: always.
+    """
+
+    def __init__(self, ptr: int, nbytes: int, dtype: torch.dtype) -> None:
+        raise refused("MoriShmemBuffer", "Use mori_shmem_create_tensor.")
+
+
+def mori_shmem_create_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in symmetric memory, zeroed. Collective; valid until it is freed, or as long as the world."""
+    size = torch.Size(shape)
+    return shmem.shmem_malloc(size.numel() * dtype.itemsize).view(dtype).view(size)
+
+
+def mori_shmem_free_tensor(tensor: torch.Tensor) -> None:
+    """Gives the memory of mori_shmem_create_tensor back; local. InputError for any other tensor."""
+    shmem.shmem_free(tensor)
+
+
+def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+    """The tensor itself for this rank.
+
+    Raises:
+        UnsupportedError: for any other rank; here peers' memory is no tensor.
+    """
+    if peer == shmem.shmem_mype():
+        return tensor
+    raise refused("symm_mori_shmem_tensor of another rank", _BY_ADDRESS)
+
+
+def mori_shmem_create_tensor_list_intra_node(
+    shape: Sequence[int], dtype: torch.dtype, num_ranks: int
+) -> list[torch.Tensor]:
+    """Tensors of all ranks: not here."""
+    raise refused("mori_shmem_create_tensor_list_intra_node", _BY_ADDRESS)

@@ -1,0 +1,71 @@
+"""Calls something when another package's module is imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+def around_import(name: str, *, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
+    """Calls `before()` and `after(module)` around the first execution of module `name` in this process.
+
+    Where it has been executed already, both are called now. A name is watched once, whatever is asked later.
+    """
+    present = sys.modules.get(name)
+    if present is not None:
+        before()
+        after(present)
+    elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher(name, before, after))
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Stands before the other finders, and gives the loader that one of them finds a companion."""
+
+    def __init__(self, name: str, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
+        self.name, self.before, self.after = name, before, after
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The other finders' spec of the watched module; None for all others."""
+        if fullname != self.name:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Watcher) and finder.name == self.name:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The found loader, with calls before and after it executes the module."""
+
+    def __init__(self, loader: Any, watcher: _Watcher) -> None:
+        self._loader, self._watcher = loader, watcher
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the found loader does."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the found loader does, between the two calls."""
+        if self._watcher in sys.meta_path:
+            sys.meta_path.remove(self._watcher)
+        self._watcher.before()
+        self._loader.exec_module(module)
+        self._watcher.after(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

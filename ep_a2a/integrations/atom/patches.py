@@ -1,0 +1,111 @@
+"""What is changed in a process of ATOM whose user chose a backend: two methods of its MoE layers, and the name mori.
+
+FusedMoEMethodBase._maybe_make_prepare_finalize: gives our prepare/finalize, where ATOM would make MORI's.
+FusedMoEMethodBase.maybe_make_prepare_finalize: also says, once, why a layer exchanges no tokens.
+mori: where none is installed, `import mori` gives ep_a2a.compat.mori; ATOM asks whether there is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+from typing import Any
+
+from ep_a2a.compat import mori
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
+from ep_a2a.integrations.atom.names import AtomNames
+from ep_a2a.integrations.atom.options import check_options, why_inactive
+from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
+
+logger = logging.getLogger(__name__)
+
+NUM_UBATCHES = 2
+EXPECTED_PARAMETERS = {
+    "_maybe_make_prepare_finalize": ["moe", "quant_config"],
+    "maybe_make_prepare_finalize": ["self"],
+}
+
+
+def provide_mori() -> None:
+    """Makes `import mori` work where no MORI is installed; one that is installed stays, for ATOM's KV transfer."""
+    if importlib.util.find_spec("mori") is None:
+        mori.install()
+
+
+def patch_layers(module: Any) -> None:
+    """Changes the layers of atom.model_ops.moe.
+
+    Raises:
+        UnsupportedError: they are not those of an ATOM that this integration was read against.
+    """
+    base = module.FusedMoEMethodBase
+    for name, expected in EXPECTED_PARAMETERS.items():
+        method = getattr(base, name, None)
+        found = None if method is None else list(inspect.signature(method).parameters)
+        if found != expected:
+            raise UnsupportedError(
+                f"ATOM's FusedMoEMethodBase.{name} to take ({', '.join(expected)})",
+                "none" if found is None else f"({', '.join(found)})",
+                "Unset EP_A2A_BACKEND, or install an ATOM that docs/atom.md names.",
+            )
+    original = base.maybe_make_prepare_finalize
+
+    @functools.wraps(original)
+    def maybe_make_prepare_finalize(self: Any) -> Any:
+        made = original(self)
+        if made is None:
+            _say_inactive()
+        return made
+
+    base._maybe_make_prepare_finalize = staticmethod(make_prepare_finalize)
+    base.maybe_make_prepare_finalize = maybe_make_prepare_finalize
+
+
+def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize:
+    """ATOM's prepare/finalize of a layer on our op. Collective.
+
+    Args:
+        moe: ATOM's FusedMoEConfig of the layer. quant_config: without effect, since rows travel unquantised.
+
+    Raises:
+        UnsupportedError: a setting of ATOM does not work with it; see check_options.
+    """
+    atom = AtomNames.imported()
+    check_options(atom.get_config(), atom.envs)
+    manager = install_manager(atom.get_ep_group().device_communicator)
+    kwargs = handle_kwargs(moe, manager, atom.envs.ATOM_MORI_COMBINE_QUANT)
+    num_ubatches = NUM_UBATCHES if atom.tbo_enabled() else 0
+    ubatch_ops = [manager.get_handle(kwargs, 1 + number) for number in range(num_ubatches)]
+    return AtomPrepareAndFinalize(manager.get_handle(kwargs), ubatch_ops, atom)
+
+
+def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) -> dict[str, Any]:
+    """AITER's handle kwargs for a layer, as ATOM makes them, but without scales: none travel.
+
+    Args:
+        moe: ATOM's FusedMoEConfig. manager: of the group. combine_quant: what combine's rows are cast to, or "none".
+    """
+    return {
+        "rank": manager.rank,
+        "num_ep_ranks": manager.world_size,
+        "input_dtype": moe.in_dtype,
+        "quant_dtype": moe.in_dtype,
+        "token_hidden_size": moe.hidden_dim,
+        "scale_dim": 0,
+        "scale_type_size": 4,
+        "max_num_tokens_per_dp_rank": moe.max_num_tokens,
+        "num_local_experts": moe.num_local_experts,
+        "num_experts_per_token": moe.experts_per_token,
+        "gpu_per_node": moe.moe_parallel_config.local_ep_size,
+        "quant_type": combine_quant,
+    }
+
+
+@functools.cache
+def _say_inactive() -> None:
+    config = AtomNames.imported().get_config()
+    why = None if config is None else why_inactive(config)
+    logger.warning("EP_A2A_BACKEND has no effect on ATOM's MoE layers: %s", why or "they exchange no tokens")

@@ -1,0 +1,158 @@
+"""ATOM's prepare/finalize of a MoE layer on ops with MORI's interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ep_a2a.compat.mori.ops import EpDispatchCombineOp
+    from ep_a2a.integrations.atom.names import AtomNames
+    from ep_a2a.kernels.base_op import DispatchResult
+
+
+class AtomPrepareAndFinalize:
+    """Standard activation format: experts see the received rows, dense from the front, and on the device how many.
+
+    Rows travel as the layer has them; ATOM's expert kernel quantises what it gets.
+
+    Args:
+        op: for whole steps.
+        ubatch_ops: one for each half of an overlapped batch (TBO); empty where the engine does not overlap.
+        atom: what is used of ATOM.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], atom: AtomNames) -> None:
+        self._op, self._ubatch_ops, self._atom = op, list(ubatch_ops), atom
+
+    @property
+    def activation_format(self) -> Any:
+        """One row per received token."""
+        return self._atom.modular_kernel.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """The ids that dispatch takes."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int:
+        """The most tokens that a rank brings."""
+        return self._op.config.max_num_inp_token_per_rank
+
+    def num_dispatchers(self) -> int:
+        """Ranks that send tokens here."""
+        return self._op.config.world_size
+
+    def output_is_reduced(self) -> bool:
+        """Combine adds over all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """Whether this call is made by a half of an overlapped batch."""
+        return bool(self._ubatch_ops) and self._atom.tbo_active()
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any = None,
+        quant_type: Any = None,
+    ) -> Any:
+        """Dispatches a1 [T, H] with its ids and weights [T, K].
+
+        Args:
+            a1, topk_weights, topk_ids: of this rank's tokens.
+            apply_router_weight_on_input: must be False; ATOM's expert kernel applies the weights.
+            num_experts, expert_map, quant_config, quant_type: ATOM's, for its expert kernel; nothing here depends on
+                them.
+
+        Returns:
+            (rows [W * M, H], None, ExpertTokensMetadata, ids [W * M, K] int32 global, weights [W * M, K]). Of the
+            metadata, expert_num_tokens is int32 [1], the rows received.
+        """
+        self._check(apply_router_weight_on_input)
+        return self._received(self._op.dispatch(*_tensors(a1, topk_weights, topk_ids)))
+
+    def finalize(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """The sums [T, H] for this rank's tokens, in the op's memory: valid until the op's next step.
+
+        Args:
+            output: without effect; ATOM takes what is returned.
+            fused_expert_output: the experts' rows, in the order of the received ones, weighted; rows past the received
+                ones may be missing.
+            topk_ids: this rank's own, as given to `prepare`. topk_weights: without effect.
+        """
+        result, _ = self._op.combine(fused_expert_output, None, _ids(topk_ids))
+        return result[: topk_ids.shape[0]]
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Sends the tokens of this half. Returns (what waits for rows, what then returns `prepare`'s result)."""
+        self._check(apply_router_weight_on_input)
+        op = self._ubatch_op()
+        result = op.dispatch_send(*_tensors(a1, topk_weights, topk_ids))
+        return op.dispatch_recv, lambda: self._received(result)
+
+    def finalize_async(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
+        """Sends the rows of this half back. Returns (what waits for its sums, what then returns them)."""
+        op = self._ubatch_op()
+        result, _ = op.combine_send(fused_expert_output, None, _ids(topk_ids))
+        return op.combine_recv, lambda: result[: topk_ids.shape[0]]
+
+    def _ubatch_op(self) -> EpDispatchCombineOp:
+        return self._ubatch_ops[self._atom.tbo_current_ubatch_id()]
+
+    def _received(self, result: DispatchResult) -> Any:
+        rows, weights, scales, ids, total_recv = result
+        metadata = self._atom.modular_kernel.ExpertTokensMetadata(
+            expert_num_tokens=total_recv, expert_num_tokens_cpu=None
+        )
+        return rows, scales, metadata, ids, weights
+
+    @staticmethod
+    def _check(apply_router_weight_on_input: bool) -> None:
+        if apply_router_weight_on_input:
+            raise UnsupportedError(
+                "router weights that are applied by the experts", "apply_router_weight_on_input=True",
+                "ATOM's own MORI path refuses it too; use a model without it.",
+            )  # fmt: skip
+
+
+def _tensors(
+    a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
+    """dispatch's first four arguments."""
+    return a1.contiguous(), topk_weights.float().contiguous(), None, _ids(topk_ids)
+
+
+def _ids(topk_ids: torch.Tensor) -> torch.Tensor:
+    return topk_ids.int().contiguous()

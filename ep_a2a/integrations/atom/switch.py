@@ -1,0 +1,56 @@
+"""The switch: EP_A2A_BACKEND, and the two ways in which ATOM's processes come to look at it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from ep_a2a import env
+from ep_a2a.integrations.atom.around_import import around_import
+from ep_a2a.managers.registry import check_backend_name
+
+logger = logging.getLogger(__name__)
+
+PATCHED_MODULE = "atom.model_ops.moe"
+
+
+def register() -> None:
+    """Entry point of the group vllm.general_plugins: for ATOM as vLLM's plugin. Does nothing without ATOM.
+
+    Raises:
+        UnknownNameError: EP_A2A_BACKEND names no backend.
+    """
+    if env.BACKEND.get() and importlib.util.find_spec("atom") is not None:
+        activate()
+
+
+def activate() -> bool:
+    """Makes ATOM's MoE layers of this process use the backend that EP_A2A_BACKEND names. Light, and idempotent.
+
+    To be called in every process of ATOM; `ep_a2a.integrations.atom.serve` and `register` do it.
+
+    Returns:
+        Whether the variable is set; ATOM stays as it is otherwise.
+
+    Raises:
+        UnknownNameError: it names no backend.
+    """
+    backend = env.BACKEND.get()
+    if not backend:
+        return False
+    check_backend_name(backend)
+    around_import(PATCHED_MODULE, before=_before_layers, after=_after_layers)
+    logger.info("ATOM's MoE layers will use %s, as EP_A2A_BACKEND says", backend)
+    return True
+
+
+def _before_layers() -> None:
+    from ep_a2a.integrations.atom.patches import provide_mori
+
+    provide_mori()
+
+
+def _after_layers(module: object) -> None:
+    from ep_a2a.integrations.atom.patches import patch_layers
+
+    patch_layers(module)

@@ -1,0 +1,111 @@
+"""Which class serves an op's configuration on a topology, and what ops across nodes share."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ep_a2a.config import QuantType
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.rail_choice import choose_transport, make_rail
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
+    from ep_a2a.topology import Topology
+
+    NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
+
+logger = logging.getLogger(__name__)
+
+
+class Nodes:
+    """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
+
+    Args:
+        group: all ranks.
+        grid: the nodes, and where this rank is.
+        device: where tensors lie.
+        timeout_secs: bound of a hop between nodes on CPU.
+        reason: why the rail's transport was chosen.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float, reason: str
+    ) -> None:
+        self._group = make_subgroup(group, grid.node_ranks)
+        self.rail = make_rail(reason, group, grid, device, timeout_secs)
+        self.arena = Arena(self._group, device)
+
+    def close(self) -> None:
+        """Gives everything back; to be called on every rank."""
+        self.arena.close()
+        self.rail.close()
+        destroy_subgroup(self._group)
+
+
+class OpFactory:
+    """Makes the native ops of one arena. All methods are collective."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._nodes: dict[int, Nodes] = {}
+
+    def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> NativeOp:
+        """The op of a config: kernels that write to all ranks where they can, else a hop over a rail and one inside.
+
+        Args:
+            config: its kernel_type is IntraNode on one node, and one of the others on several.
+            topology: of the arena's ranks.
+            index: as of EpDispatchCombineOp.
+
+        Raises:
+            UnsupportedError: nodes are of unlike sizes, or the rail is not to be had; see choose_transport.
+        """
+        # Triton is loaded when the first op is made, not when a manager is
+        from ep_a2a.kernels.op import EpDispatchCombineOp
+
+        if not topology.internode:
+            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+        grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
+        transport, reason = choose_transport(config.rail, why_not_peer_memory=_why_not_rings(topology, config))
+        if transport == "peer_memory":
+            logger.info("%s through %s: %s", config.kernel_type.name, transport, reason)
+            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+        from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
+
+        nodes = self._nodes_of(grid, config.timeout, reason)
+        index = nodes.arena.unshared_index() if index is None else index
+        return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
+
+    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, reason: str) -> Nodes:
+        if grid.num_nodes not in self._nodes:
+            group = self.arena.rendezvous.group
+            self._nodes[grid.num_nodes] = Nodes(group, grid, self.arena.device, timeout_secs, reason)
+        return self._nodes[grid.num_nodes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arenas of nodes, which are not in the factory's own."""
+        return sum(nodes.arena.num_bytes for nodes in self._nodes.values())
+
+    def close(self) -> None:
+        """Gives back what ops across nodes share, not the arena; to be called on every rank."""
+        for nodes in self._nodes.values():
+            nodes.close()
+        self._nodes.clear()
+
+
+def _why_not_rings(topology: Topology, config: EpDispatchCombineConfig) -> str | None:
+    """Why kernels cannot write to all nodes for this config, None if they can."""
+    if not topology.on_one_host:
+        return "nodes of several hosts"
+    if config.uses_rings and config.combine_quant is not QuantType.NONE:
+        return f"quant_type {config.quant_type} casts on the wire of combine, which rings do not"
+    return None

@@ -1,0 +1,252 @@
+"""Programs written for MORI, as rank bodies: they say `import mori` and get ep_a2a.compat.mori by install().
+
+On CPU (tests/multiprocess) and on GPUs (tests/multigpu) alike. What a program written for MORI would not say is marked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.compat.mori import install, uninstall
+from ep_a2a.errors import AlternationError, ForeignIndicesError, InputError, StateError, UnsupportedError
+from ep_a2a.routing import num_distinct_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.testing import RankContext
+
+GROUP_NAME = "default"
+NUM_TOKENS = (5, 3, 0, 4)
+MAX_TOKENS, HIDDEN_DIM, TOPK, EXPERTS_PER_RANK = 8, 64, 2, 3
+
+
+@contextlib.contextmanager
+def mori_world(context: RankContext) -> Iterator[Any]:
+    """`import mori` and its world, as the beginning and the end of a program."""
+    install()
+    import mori
+
+    torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
+    # not MORI's: on a machine with GPUs a test on CPU must say so
+    device = {"device": "cpu"} if context.device.type == "cpu" else {}
+    mori.shmem.shmem_torch_process_group_init(GROUP_NAME, **device)
+    try:
+        yield mori
+    finally:
+        mori.shmem.shmem_finalize()
+        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
+        uninstall()
+
+
+def make_config(mori: Any, context: RankContext, **changes: Any) -> Any:
+    """As SGLang does: of the fields that it would like to set, those that this MORI has."""
+    wanted = {
+        "data_type": torch.bfloat16, "rank": context.rank, "world_size": context.world_size, "hidden_dim": HIDDEN_DIM,
+        "scale_dim": 0, "scale_type_size": 1, "max_token_type_size": 4, "max_num_inp_token_per_rank": MAX_TOKENS,
+        "num_experts_per_rank": EXPERTS_PER_RANK, "num_experts_per_token": TOPK, "warp_num_per_block": 8,
+        "block_num": 80, "num_qp_per_pe": 2, "a_field_of_tomorrow": True,
+    } | changes  # fmt: skip
+    known = {field.name for field in dataclasses.fields(mori.ops.EpDispatchCombineConfig)}
+    return mori.ops.EpDispatchCombineConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def tokens_of(rank: int, world_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens [T, H], weights [T, K], ids [T, K]) of any rank, on CPU; every rank can make those of all."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    num_tokens = NUM_TOKENS[(rank + seed) % len(NUM_TOKENS)]
+    tokens = torch.randn(num_tokens, HIDDEN_DIM, generator=generator).bfloat16()
+    weights = torch.rand(num_tokens, TOPK, generator=generator)
+    num_experts = EXPERTS_PER_RANK * world_size
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :TOPK]
+    return tokens, weights, ids.int().contiguous()
+
+
+def own_tokens(context: RankContext, seed: int = 0) -> list[torch.Tensor]:
+    return [each.to(context.device) for each in tokens_of(context.rank, context.world_size, seed)]
+
+
+def expected_sums(tokens: torch.Tensor, ids: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Identity experts: every token times the number of distinct ranks it went to."""
+    num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * world_size, world_size)[:, None]
+    return (tokens.float() * num_ranks).bfloat16()
+
+
+def check_received(context: RankContext, op: Any, got: Any, seed: int = 0) -> int:
+    """Rows, weights and ids are those of the tokens that the positions name; each token has come once. How many."""
+    rows, weights, _, ids, total = got
+    num_received = int(total)
+    everyone = [tokens_of(rank, context.world_size, seed) for rank in range(context.world_size)]
+    positions = [op.decode_send_flat_idx(flat) for flat in op.get_dispatch_src_token_pos()]
+    first, last = EXPERTS_PER_RANK * context.rank, EXPERTS_PER_RANK * (context.rank + 1)
+    wanted = [
+        (rank, token)
+        for rank, (_, _, each) in enumerate(everyone)
+        for token in range(len(each))
+        if ((each[token] >= first) & (each[token] < last)).any()
+    ]
+    assert positions == wanted
+    for row, (rank, token) in enumerate(positions):
+        for got_one, sent in zip((rows, weights, ids), everyone[rank]):
+            assert torch.equal(got_one[row].cpu(), sent[token])
+    assert rows.shape[0] == weights.shape[0] == ids.shape[0] == op.max_num_tokens_to_recv()
+    assert num_received == len(wanted)
+    return num_received
+
+
+def complete_program(context: RankContext) -> None:
+    """Seed 000's example: one op, dispatch, experts that return what they get, combine; and MORI's way to check it."""
+    with mori_world(context) as mori:
+        assert (mori.shmem.shmem_mype(), mori.shmem.shmem_npes()) == (context.rank, context.world_size)
+        config = make_config(
+            mori, context, use_external_inp_buf=False, kernel_type=mori.ops.EpDispatchCombineKernelType.IntraNode
+        )
+        op = mori.ops.EpDispatchCombineOp(config)
+        for seed in range(2):
+            tokens, weights, ids = own_tokens(context, seed)
+            got = op.dispatch(tokens, weights, None, ids, block_num=80, warp_per_block=8, call_local_expert_count=True)
+            num_received = check_received(context, op, got, seed)
+            received, received_weights, scales, received_ids, _ = got
+            assert scales is None
+            local = received_ids[:num_received].flatten().cpu() - EXPERTS_PER_RANK * context.rank
+            counts = [int((local == expert).sum()) for expert in range(EXPERTS_PER_RANK)]
+            assert op.local_expert_count.tolist() == counts
+            rows = op.get_registered_combine_input_buffer(config.data_type)
+            rows[:num_received].copy_(received[:num_received])
+            # the registered buffer is read, whatever else is passed
+            combined, sums = op.combine(
+                torch.full_like(received, torch.nan), received_weights, ids, block_num=80, warp_per_block=8,
+                call_reset=False,
+            )  # fmt: skip
+            assert combined.shape == (op.max_num_tokens_to_send_per_rank(), HIDDEN_DIM)
+            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+            num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
+            torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
+        op.reset()
+        assert op.max_num_tokens_to_send() == op.max_num_tokens_to_recv() == context.world_size * MAX_TOKENS
+        assert op.get_launch_config(is_dispatch=False)[0] > 0
+
+
+def halves(context: RankContext, kernel_type: str) -> None:
+    """As ATOM with low latency: the sending halves give the tensors, the receiving ones fill them."""
+    with mori_world(context) as mori:
+        config = make_config(mori, context, kernel_type=getattr(mori.ops.EpDispatchCombineKernelType, kernel_type))
+        op = mori.ops.EpDispatchCombineOp(config)
+        tokens, weights, ids = own_tokens(context)
+        got = op.dispatch_send(tokens, weights, None, ids)
+        with pytest.raises(AlternationError):
+            op.combine(got[0], None, ids)
+        assert op.dispatch_recv(call_local_expert_count=True) is None
+        num_received = check_received(context, op, got)
+        local = got[3][:num_received].flatten().cpu() - EXPERTS_PER_RANK * context.rank
+        assert op.local_expert_count.tolist() == [int((local == one).sum()) for one in range(EXPERTS_PER_RANK)]
+        rows = got[0].clone()
+        combined, sums = op.combine_send(rows, None, ids)
+        rows.fill_(torch.nan)
+        assert op.combine_recv() is None
+        assert sums is None
+        assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+
+
+def fewer_rows_than_received_buffer(context: RankContext) -> None:
+    """As ATOM, which cuts off rows that no rank can have sent, before and after its experts."""
+    with mori_world(context) as mori:
+        op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
+        for seed in range(3):
+            tokens, weights, ids = own_tokens(context, seed)
+            # ATOM's way to call it: the sixth argument is meant for another parameter, and harmless
+            received, received_weights, _, _, total = op.dispatch(tokens, weights, None, ids, 64, 4)
+            most = max(int(total), 1)
+            combined, sums = op.combine(received[:most].clone(), received_weights[:most].clone(), ids, 64, 4)
+            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+            num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
+            torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
+
+
+def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> None:
+    """Virtual nodes: the kernel types that MORI has for several nodes."""
+    with mori_world(context) as mori:
+        chosen = getattr(mori.ops.EpDispatchCombineKernelType, kernel_type)
+        op = mori.ops.EpDispatchCombineOp(
+            make_config(mori, context, kernel_type=chosen, gpu_per_node=gpu_per_node, block_num=32)
+        )
+        assert op.config.kernel_type is chosen
+        assert op.native.config.kernel_type.name == "InterNodeV1"
+        for seed in range(2):
+            tokens, weights, ids = own_tokens(context, seed)
+            received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
+            combined, _ = op.combine(received, None, ids)
+            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+        for call in (op.get_launch_config, op.get_dispatch_src_token_pos):
+            with pytest.raises(UnsupportedError):
+                call()
+
+
+def what_is_refused(context: RankContext) -> None:
+    """What corrupts sums in MORI, or is not here: errors that say what to do, after which the op goes on."""
+    with mori_world(context) as mori:
+        with pytest.raises(StateError, match="shmem_finalize"):
+            mori.shmem.shmem_torch_process_group_init(GROUP_NAME)
+        op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
+        tokens, weights, ids = own_tokens(context)
+        for wish in ({"routing": object()}, {"return_routing": True}):
+            with pytest.raises(UnsupportedError, match="rout"):
+                op.dispatch(tokens, weights, None, ids, **wish)
+        received, received_weights, _, received_ids, _ = op.dispatch(tokens, weights, None, ids)
+        # seed 000's line, and seed 001's
+        with pytest.raises(ForeignIndicesError, match="own topk_ids"):
+            op.combine(received, received_weights, received_ids)
+        with pytest.raises(InputError, match="not this rank's own topk_weights"):
+            op.combine(received, weights, ids)
+        with pytest.raises(UnsupportedError, match="rout"):
+            op.combine(received, None, ids, routing=object())
+        # wrong ids of the right shape are seen on the device; then reset is collective
+        op.combine(received, None, (ids + 1) % (EXPERTS_PER_RANK * context.world_size))
+        if context.device.type == "cuda":
+            torch.cuda.synchronize()
+        mori.shmem.shmem_barrier_all()
+        if len(ids):
+            with pytest.raises(ForeignIndicesError):
+                op.dispatch(tokens, weights, None, ids)
+        op.reset()
+        received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
+        combined, _ = op.combine(received, None, ids)
+        assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+
+
+def addresses(context: RankContext) -> list[int]:
+    """Symmetric memory by address: what this rank finds in its own after all have written to each other's."""
+    with mori_world(context) as mori:
+        shmem = mori.shmem
+        start, size = shmem.shmem_malloc(256), 16
+        other = shmem.shmem_malloc_align(128, 64)
+        assert other % 128 == 0
+        for peer in range(context.world_size):
+            target = shmem.shmem_ptr_p2p(start + size * context.rank, context.rank, peer)
+            if context.device.type == "cpu":
+                ctypes.memset(target, 1 + context.rank, size)
+        shmem.shmem_barrier_all()
+        found = []
+        if context.device.type == "cpu":
+            found = [ctypes.string_at(start + size * rank, size)[-1] for rank in range(context.world_size)]
+        assert shmem.shmem_ptr_p2p(start, context.rank, context.rank) == start
+        assert shmem.shmem_ptr_p2p(1, context.rank, 0) == 0
+        tensor = shmem.mori_shmem_create_tensor((4, 8), torch.float32)
+        assert (tensor.shape, tensor.dtype, bool(tensor.any())) == ((4, 8), torch.float32, False)
+        assert shmem.symm_mori_shmem_tensor(tensor, context.rank) is tensor
+        shmem.shmem_barrier_all()
+        shmem.mori_shmem_free_tensor(tensor)
+        shmem.shmem_free(start)
+        for call in (
+            lambda: shmem.shmem_free(start), lambda: shmem.shmem_free(other + 1),
+            lambda: shmem.shmem_ptr_p2p(other, context.rank + 1, 0), lambda: shmem.shmem_malloc_align(3, 64),
+        ):  # fmt: skip
+            with pytest.raises(InputError):
+                call()
+        return found

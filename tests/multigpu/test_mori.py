@@ -1,0 +1,27 @@
+"""Programs written for MORI on GPUs: the bodies of tests/multiprocess/test_mori.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import mori_programs
+from tests.markers import needs_gpus
+
+
+@pytest.mark.parametrize(
+    "body", ["complete_program", "fewer_rows_than_received_buffer", "what_is_refused", "addresses"]
+)
+def test_program(ranks: Any, body: str) -> None:
+    ranks(getattr(mori_programs, body), 2, device="cuda")
+
+
+@pytest.mark.parametrize("kernel_type", ["AsyncLL", "IntraNode"])
+def test_halves(ranks: Any, kernel_type: str) -> None:
+    ranks(mori_programs.halves, 2, kernel_type, device="cuda")
+
+
+@needs_gpus(4)
+def test_across_nodes(ranks: Any) -> None:
+    ranks(mori_programs.across_nodes, 4, "InterNodeV1LL", 2, device="cuda")

@@ -1,0 +1,32 @@
+"""Programs written for MORI on CPU ranks, under the name mori."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import mori_programs
+
+
+def test_the_complete_program(ranks):
+    ranks(mori_programs.complete_program, 2)
+
+
+@pytest.mark.parametrize("kernel_type", ["AsyncLL", "IntraNode"])
+def test_halves(ranks, kernel_type):
+    ranks(mori_programs.halves, 2, kernel_type)
+
+
+def test_fewer_rows_than_received_buffer(ranks):
+    ranks(mori_programs.fewer_rows_than_received_buffer, 2)
+
+
+def test_what_is_refused(ranks):
+    ranks(mori_programs.what_is_refused, 2)
+
+
+def test_addresses(ranks):
+    assert ranks(mori_programs.addresses, 2) == [[1, 2], [1, 2]]
+
+
+def test_across_nodes(ranks):
+    ranks(mori_programs.across_nodes, 2, "InterNodeV1LL", 1)

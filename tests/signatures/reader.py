@@ -1,0 +1,255 @@
+"""Facts of other projects' sources that ours stand on, read by a parser: names, parameters, defaults, keys.
+
+    python -m tests.signatures.reader mori FOLDER VERSION     an unpacked amd-mori wheel
+    python -m tests.signatures.reader aiter FOLDER COMMIT     a checkout of ROCm/aiter
+    python -m tests.signatures.reader atom FOLDER COMMIT      a checkout of ROCm/ATOM
+
+write tests/signatures/<name>.json. Nothing of these projects is imported or kept but such facts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+MISSING = "missing"
+
+KERNEL_TYPES = "mori/_jit-sources/include/mori/ops/dispatch_combine/dispatch_combine.hpp"
+MORI_MODULES = ("ops/dispatch_combine", "ops/local_expert_count", "shmem/api", "shmem/tensor_utils")
+"""Of these all public names are read."""
+
+_DIST = "aiter/dist"
+_COMMUNICATORS = f"{_DIST}/device_communicators"
+_MOE = "atom/model_ops/fused_moe"
+SYMBOLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "aiter": {
+        f"{_COMMUNICATORS}/base_device_communicator.py": (
+            "Cache.get_or_create", "All2AllManagerBase.__init__", "All2AllManagerBase.get_handle",
+            "All2AllManagerBase.dispatch", "All2AllManagerBase.combine", "All2AllManagerBase.set_num_sms",
+            "All2AllManagerBase.max_sms_used", "All2AllManagerBase.destroy", "All2AllManagerBase.rank",
+            "All2AllManagerBase.world_size", "All2AllManagerBase.cpu_group", "All2AllManagerBase.dp_group",
+            "All2AllManagerBase.tp_group", "All2AllManagerBase.dp_rank", "All2AllManagerBase.dp_world_size",
+            "All2AllManagerBase.internode", "DeviceCommunicatorBase.__init__", "DeviceCommunicatorBase.cpu_group",
+            "DeviceCommunicatorBase.device", "DeviceCommunicatorBase.device_group",
+            "DeviceCommunicatorBase.is_ep_communicator",
+        ),
+        f"{_COMMUNICATORS}/communicator_cuda.py": ("CudaCommunicator.all2all_manager", "CudaCommunicator.destroy"),
+        f"{_COMMUNICATORS}/all2all.py": (
+            "MoriAll2AllManager.__init__", "MoriAll2AllManager.get_handle", "MoriAll2AllManager.handle_cache",
+            "MoriAll2AllManager._make_all2all_kwargs", "MoriAll2AllManager._make_all2all_kwargs:returned keys",
+        ),
+        f"{_DIST}/parallel_state.py": ("get_ep_group", "get_dp_group", "get_tp_group"),
+    },
+    "atom": {
+        "atom/model_ops/moe.py": (
+            "FusedMoEMethodBase._maybe_make_prepare_finalize",
+            "FusedMoEMethodBase._maybe_make_prepare_finalize:all_to_all_args keys",
+            "FusedMoEMethodBase.maybe_make_prepare_finalize",
+            "FusedMoEParallelConfig.use_all2all_kernels", "FusedMoEParallelConfig.local_ep_size",
+        ),
+        f"{_MOE}/config.py": (
+            "FusedMoEConfig.num_experts", "FusedMoEConfig.experts_per_token", "FusedMoEConfig.hidden_dim",
+            "FusedMoEConfig.num_local_experts", "FusedMoEConfig.in_dtype", "FusedMoEConfig.max_num_tokens",
+            "FusedMoEConfig.moe_parallel_config",
+        ),
+        f"{_MOE}/modular_kernel.py": (
+            "FusedMoEActivationFormat.Standard", "ExpertTokensMetadata.expert_num_tokens",
+            "ExpertTokensMetadata.expert_num_tokens_cpu", "FusedMoEPrepareAndFinalize.prepare",
+            "FusedMoEPrepareAndFinalize.finalize", "FusedMoEPrepareAndFinalize.supports_async",
+            "FusedMoEPrepareAndFinalize.prepare_async", "FusedMoEPrepareAndFinalize.finalize_async",
+            "FusedMoEPrepareAndFinalize.topk_indices_dtype", "FusedMoEPrepareAndFinalize.max_num_tokens_per_rank",
+            "FusedMoEPrepareAndFinalize.num_dispatchers", "FusedMoEPrepareAndFinalize.output_is_reduced",
+            "FusedMoEModularKernel._prepare:prepare calls", "FusedMoEModularKernel._prepare:prepare_async calls",
+            "FusedMoEModularKernel._finalize:finalize calls", "FusedMoEModularKernel._finalize:finalize_async calls",
+        ),
+        f"{_MOE}/mori_prepare_finalize.py": (
+            "MoriPrepareAndFinalize.prepare", "MoriPrepareAndFinalize.finalize",
+            "MoriPrepareAndFinalize.prepare_async", "MoriPrepareAndFinalize.finalize_async",
+            "MoriPrepareAndFinalize.activation_format", "MoriPrepareAndFinalize.prepare:dispatch calls",
+            "MoriPrepareAndFinalize.finalize:combine calls",
+            "MoriPrepareAndFinalize._prepare_async_ll:dispatch_send calls",
+            "MoriPrepareAndFinalize._prepare_async_ll:dispatch_recv calls",
+            "MoriPrepareAndFinalize._finalize_async_ll:combine_send calls",
+            "MoriPrepareAndFinalize._finalize_async_ll:combine_recv calls",
+            "init_mori_op:EpDispatchCombineConfig calls",
+        ),
+        "atom/utils/tbo/ubatching.py": ("tbo_enabled", "tbo_active", "tbo_current_ubatch_id"),
+        "atom/config.py": (
+            "Config.enable_expert_parallel", "Config.enable_dp_attention", "Config.enable_low_latency",
+            "Config.enable_tbo", "Config.enable_tbo_decode", "Config.moe_backend", "Config.dp_logical_size",
+            "Config.parallel_config", "ParallelConfig.data_parallel_size", "get_current_atom_config",
+        ),
+        "atom/model_engine/arg_utils.py": (
+            "EngineArgs.all2all_backend", "EngineArgs.moe_backend", "--all2all-backend choices",
+            "--moe-backend choices", "--enable-tbo choices",
+        ),
+        "atom/utils/envs.py": (
+            "ATOM_MORI_V2 variable", "ATOM_MORI_FP4_DISPATCH variable", "ATOM_MORI_COMBINE_QUANT variable",
+        ),
+    },
+}  # fmt: skip
+"""By project and file: "name", "function:what in its body", or "text what"; see `describe`."""
+
+
+def describe(tree: ast.Module, symbol: str) -> str:
+    """A symbol in words that differ when what we use of it does; MISSING where it is not there.
+
+    A function is its parameters with their defaults, a property "property" or "property with setter", a field its
+    default, another attribute "attribute".
+    """
+    name, _, detail = symbol.partition(":")
+    if detail:
+        function = _definitions(tree).get(name)
+        return MISSING if function is None else _in_body(function, detail)
+    if symbol.endswith(" choices"):
+        return _choices(tree, symbol.removesuffix(" choices"))
+    if symbol.endswith(" variable"):
+        return _keyed(tree, symbol.removesuffix(" variable"))
+    return _describe(tree, name)
+
+
+def _describe(tree: ast.Module, name: str) -> str:
+    node = _definitions(tree).get(name)
+    if isinstance(node, ast.FunctionDef):
+        kinds = [ast.unparse(each) for each in node.decorator_list]
+        if "property" in kinds:
+            return "property with setter" if f"{name}.setter" in _definitions(tree) else "property"
+        return parameters(node.args)
+    if isinstance(node, ast.AnnAssign | ast.Assign):
+        return f"field = {ast.unparse(node.value)}" if node.value is not None else "field"
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    owner, _, attribute = name.rpartition(".")
+    owner_node = _definitions(tree).get(owner)
+    if owner_node is not None and any(_sets(each, attribute) for each in ast.walk(owner_node)):
+        return "attribute"
+    return MISSING
+
+
+def parameters(arguments: ast.arguments) -> str:
+    """Names, order, kinds and defaults; not annotations."""
+    for each in ast.walk(arguments):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    return ast.unparse(arguments)
+
+
+def _sets(node: ast.AST, attribute: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(
+        isinstance(each, ast.Attribute) and each.attr == attribute and ast.unparse(each.value) == "self"
+        for target in targets
+        for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+    )
+
+
+def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        found |= _named(node)
+        if isinstance(node, ast.ClassDef):
+            for child in node.body:
+                found |= {f"{node.name}.{name}": each for name, each in _named(child).items()}
+    return found
+
+
+def _named(node: ast.stmt) -> dict[str, ast.stmt]:
+    if isinstance(node, ast.FunctionDef):
+        setter = any(ast.unparse(each).endswith(".setter") for each in node.decorator_list)
+        return {f"{node.name}.setter" if setter else node.name: node}
+    if isinstance(node, ast.ClassDef):
+        return {node.name: node}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id: node for target in targets if isinstance(target, ast.Name)}
+
+
+def _in_body(function: ast.stmt, detail: str) -> str:
+    subject, _, kind = detail.rpartition(" ")
+    if kind == "calls":
+        calls = [
+            f"{len(each.args)} positional; {', '.join(str(one.arg or '**') for one in each.keywords)}".rstrip("; ")
+            for each in ast.walk(function)
+            if isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == subject
+        ]
+        return " | ".join(calls) or MISSING
+    keys: list[str] = []
+    for each in ast.walk(function):
+        if subject == "returned" and isinstance(each, ast.Return) and isinstance(each.value, ast.Dict):
+            keys += [ast.literal_eval(key) for key in each.value.keys if key is not None]
+        elif isinstance(each, ast.Assign) and ast.unparse(each.targets[0]).startswith(subject):
+            if isinstance(each.value, ast.Dict):
+                keys += [ast.literal_eval(key) for key in each.value.keys if key is not None]
+            elif isinstance(each.targets[0], ast.Subscript):
+                keys.append(ast.literal_eval(each.targets[0].slice))
+    return ", ".join(keys) or MISSING
+
+
+def _choices(tree: ast.Module, option: str) -> str:
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Call) and each.args and ast.unparse(each.args[0]) == repr(option):
+            wanted = [one for one in each.keywords if one.arg in ("choices", "const", "default")]
+            return ", ".join(f"{one.arg}={ast.unparse(one.value)}" for one in wanted)
+    return MISSING
+
+
+def _keyed(tree: ast.Module, key: str) -> str:
+    """The default text of an environment variable in a table of functions that read them."""
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Dict):
+            for name, value in zip(each.keys, each.values):
+                if name is not None and ast.unparse(name) == repr(key):
+                    call = next(one for one in ast.walk(value) if isinstance(one, ast.Call))
+                    return f"default {ast.unparse(call.args[1])}"
+    return MISSING
+
+
+def read_symbols(project: str, folder: Path) -> dict[str, dict[str, str]]:
+    """What SYMBOLS of a project look like in a checkout."""
+    return {
+        path: {name: describe(ast.parse((folder / path).read_text()), name) for name in names}
+        for path, names in SYMBOLS[project].items()
+    }
+
+
+def read_mori(folder: Path) -> dict[str, Any]:
+    """Public names of MORI_MODULES, and the enumerations, of an unpacked wheel."""
+    modules = {name: _public(ast.parse((folder / "mori" / f"{name}.py").read_text())) for name in MORI_MODULES}
+    return {"modules": modules, "enums": _enums((folder / KERNEL_TYPES).read_text())}
+
+
+def _public(tree: ast.Module) -> dict[str, str]:
+    found = {}
+    for name, node in _definitions(tree).items():
+        is_public = not any(part.startswith("_") and part != "__init__" for part in name.split("."))
+        if is_public and not (isinstance(node, ast.Assign) and "." not in name and name == "logger"):
+            found[name] = describe(tree, name)
+    found["EpDispatchCombineOp.local_expert_count"] = describe(tree, "EpDispatchCombineOp.local_expert_count")
+    return {name: text for name, text in found.items() if text != MISSING}
+
+
+def _enums(header: str) -> dict[str, dict[str, int]]:
+    found = re.findall(r"enum (?:class )?(KernelType|QuantType) \{(.*?)\}", header, re.DOTALL)
+    return {name: {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", body)} for name, body in found}
+
+
+def load(project: str) -> dict[str, Any]:
+    """The pinned facts."""
+    table: dict[str, Any] = json.loads((FOLDER / f"{project}.json").read_text())
+    return table
+
+
+def main(project: str, folder: str, version: str) -> None:
+    """Writes a table."""
+    facts = read_mori(Path(folder)) if project == "mori" else {"files": read_symbols(project, Path(folder))}
+    source = {"mori": "amd-mori on PyPI", "aiter": "ROCm/aiter on GitHub", "atom": "ROCm/ATOM on GitHub"}[project]
+    table = {"source": source, "version": version, **facts}
+    (FOLDER / f"{project}.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

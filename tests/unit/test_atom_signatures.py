@@ -1,0 +1,276 @@
+"""ep_a2a.integrations.atom against the pinned facts of ATOM and AITER, and the shape of both that tests run on."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.compat.mori.ops import EpDispatchCombineConfig, EpDispatchCombineOp
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations import atom as integration
+from ep_a2a.integrations.atom.options import check_options, why_inactive
+from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs
+from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
+from ep_a2a.managers import base
+from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+from tests.atom_cases import SHAPE
+from tests.signatures.reader import MISSING, describe, load
+
+ATOM, AITER = load("atom"), load("aiter")
+PACKAGE = Path(integration.__file__).parent
+FUSED = "atom/model_ops/fused_moe"
+CALLS = {"prepare": "_prepare", "finalize": "_finalize", "prepare_async": "_prepare", "finalize_async": "_finalize"}
+
+
+def pinned(file: str, name: str) -> str:
+    text: str = (ATOM if file.startswith("atom/") else AITER)["files"][file][name]
+    return text
+
+
+def names_of(text: str) -> list[str]:
+    return [each.partition("=")[0].strip() for each in text.split(",")]
+
+
+def bind(function: Any, calls: str) -> None:
+    """Whether a function takes each of the calls that were read, "N positional; keyword, ..."."""
+    for call in calls.split(" | "):
+        number, _, keywords = call.partition(" positional")
+        named = [each for each in keywords.removeprefix("; ").split(", ") if each and each != "**"]
+        inspect.signature(function).bind(*range(int(number)), **dict.fromkeys(named))
+
+
+def test_what_was_read_is_named_and_found():
+    for table, repository in ((ATOM, "ROCm/ATOM"), (AITER, "ROCm/aiter")):
+        assert repository in table["source"]
+        assert re.fullmatch("[0-9a-f]{40}", table["version"])
+        assert MISSING not in [text for names in table["files"].values() for text in names.values()]
+        assert table["version"][:8] in (PACKAGE.parents[2] / "docs" / "atom.md").read_text()
+
+
+# --- ATOM's prepare/finalize ---
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_prepare_and_finalize_take_what_atoms_do(method):
+    text = pinned(f"{FUSED}/mori_prepare_finalize.py", f"MoriPrepareAndFinalize.{method}")
+    ours = getattr(AtomPrepareAndFinalize, method)
+    assert list(inspect.signature(ours).parameters) == names_of(text)
+    calls = pinned(f"{FUSED}/modular_kernel.py", f"FusedMoEModularKernel.{CALLS[method]}:{method} calls")
+    inspect.signature(ours).bind(None, *range(int(calls.partition(" positional")[0])))
+
+
+def test_it_has_every_method_of_atoms_base_class():
+    prefix = "FusedMoEPrepareAndFinalize."
+    names = [name.removeprefix(prefix) for name in ATOM["files"][f"{FUSED}/modular_kernel.py"] if prefix in name]
+    assert len(names) >= 9
+    assert [name for name in names if not hasattr(AtomPrepareAndFinalize, name)] == []
+
+
+def test_finalize_returns_a_tensor_and_prepare_takes_quant_type():
+    assert inspect.signature(AtomPrepareAndFinalize.finalize).return_annotation == "torch.Tensor"
+    assert "quant_type" in inspect.signature(AtomPrepareAndFinalize.prepare).parameters
+
+
+@pytest.mark.parametrize(
+    "call", ["dispatch", "combine", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv"]
+)
+def test_our_op_takes_the_calls_that_atoms_own_prepare_finalize_makes(call):
+    symbols = ATOM["files"][f"{FUSED}/mori_prepare_finalize.py"]
+    calls = [text for name, text in symbols.items() if name.endswith(f":{call} calls")]
+    assert len(calls) == 1
+    method = getattr(EpDispatchCombineOp, call)
+    number = int(calls[0].partition(" positional")[0])
+    inspect.signature(method).bind(None, *range(number))
+
+
+def test_our_configuration_takes_what_atom_and_aiter_set():
+    set_by_atom = pinned(f"{FUSED}/mori_prepare_finalize.py", "init_mori_op:EpDispatchCombineConfig calls")
+    bind(EpDispatchCombineConfig, set_by_atom)
+    communicators = "aiter/dist/device_communicators"
+    set_by_aiter = pinned(f"{communicators}/all2all.py", "MoriAll2AllManager._make_all2all_kwargs:returned keys")
+    inspect.signature(EpDispatchCombineConfig).bind(**dict.fromkeys(names_of(set_by_aiter)))
+
+
+# --- handle kwargs ---
+
+
+def moe_config(**changes: Any) -> SimpleNamespace:
+    values = {
+        "num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "num_local_experts": 4,
+        "in_dtype": torch.bfloat16, "max_num_tokens": 16, "moe_parallel_config": SimpleNamespace(local_ep_size=1),
+    }  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+@pytest.mark.parametrize("combine_quant", ["none", "fp8_blockwise", "fp8_direct_cast"])
+def test_handle_kwargs_are_those_of_atom_and_aiter(combine_quant):
+    kwargs = handle_kwargs(moe_config(hidden_dim=128), SimpleNamespace(rank=0, world_size=2), combine_quant)
+    by_atom = pinned("atom/model_ops/moe.py", "FusedMoEMethodBase._maybe_make_prepare_finalize:all_to_all_args keys")
+    assert set(kwargs) == set(names_of(by_atom))
+    by_aiter = pinned("aiter/dist/device_communicators/all2all.py", "MoriAll2AllManager._make_all2all_kwargs")
+    assert set(kwargs) == set(names_of(by_aiter)) - {"self"}
+    config = config_from_handle_kwargs(kwargs, topology_internode=False)
+    assert (config.quant_type, config.data_type, config.combined_dtype) == (combine_quant, *[torch.bfloat16] * 2)
+
+
+# --- every name that is used is pinned ---
+
+
+def attributes_of(name: str, variable: str) -> set[str]:
+    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    found = {
+        each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute) and ast.unparse(each.value) == variable
+    }
+    asked = {
+        ast.literal_eval(each.args[1])
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "getattr" and ast.unparse(each.args[0]) == variable
+    }
+    return found | asked
+
+
+@pytest.mark.parametrize(
+    ("module", "variable", "file", "owner"),
+    [
+        ("patches", "moe", f"{FUSED}/config.py", "FusedMoEConfig."),
+        ("patches", "moe.moe_parallel_config", "atom/model_ops/moe.py", "FusedMoEParallelConfig."),
+        ("options", "config", "atom/config.py", "Config."),
+        ("options", "config.parallel_config", "atom/config.py", "ParallelConfig."),
+        ("prepare_finalize", "self._atom.modular_kernel", f"{FUSED}/modular_kernel.py", ""),
+        ("names", "ubatching", "atom/utils/tbo/ubatching.py", ""),
+        ("manager", "communicator", "aiter/dist/device_communicators/base_device_communicator.py",
+         "DeviceCommunicatorBase."),
+    ],
+)  # fmt: skip
+def test_attributes_that_are_used_were_read(module, variable, file, owner):
+    used = attributes_of(module, variable)
+    assert used
+    table = ATOM if file.startswith("atom/") else AITER
+    known = {name.partition(":")[0] for name in table["files"][file]}
+    known |= {name.partition(".")[0] for name in known} if not owner else set()
+    known |= {"DeviceCommunicatorBase.all2all_manager"}  # the property of its subclass, below
+    assert {f"{owner}{name}" for name in used} <= known
+
+
+def test_environment_variables_that_are_used_were_read():
+    used = attributes_of("options", "envs") | attributes_of("patches", "atom.envs")
+    assert {f"{name} variable" for name in used} <= set(ATOM["files"]["atom/utils/envs.py"])
+
+
+def test_the_setter_and_the_patched_methods_are_there():
+    communicator = "aiter/dist/device_communicators/communicator_cuda.py"
+    assert pinned(communicator, "CudaCommunicator.all2all_manager") == "property with setter"
+    for name, expected in EXPECTED_PARAMETERS.items():
+        assert names_of(pinned("atom/model_ops/moe.py", f"FusedMoEMethodBase.{name}")) == expected
+
+
+def test_our_managers_have_what_aiters_have():
+    tree = ast.parse(Path(base.__file__).read_text())
+    prefix = "All2AllManagerBase."
+    for name, text in AITER["files"]["aiter/dist/device_communicators/base_device_communicator.py"].items():
+        if name.startswith(prefix):
+            ours = describe(tree, name)
+            assert ours != MISSING, name
+            if text not in ("field", "attribute"):
+                positional = names_of(text)[1:]
+                method = getattr(base.All2AllManagerBase, name.removeprefix(prefix))
+                inspect.signature(method).bind(None, *positional)
+
+
+# --- the shape that tests run on ---
+
+
+@pytest.mark.parametrize("path", [p.relative_to(SHAPE).as_posix() for p in SHAPE.rglob("*.py") if p.stem != "__init__"])
+def test_the_shape_is_as_pinned(path):
+    if path == "atom/utils/envs.py":
+        names = {name.removesuffix(" variable") for name in ATOM["files"][path]}
+        assert names == {name for name in describe_all(path) if name.isupper()}
+        return
+    symbols = (ATOM if path.startswith("atom/") else AITER)["files"][path]
+    tree = ast.parse((SHAPE / path).read_text())
+    for name, text in symbols.items():
+        if not name.endswith(("keys", " choices")) or ":returned" in name:
+            found = describe(tree, name)
+            assert found in (text, MISSING), name
+    assert any(describe(tree, name) == text for name, text in symbols.items())
+
+
+def describe_all(path: str) -> list[str]:
+    tree = ast.parse((SHAPE / path).read_text())
+    return [each.targets[0].id for each in tree.body if isinstance(each, ast.Assign)]  # type: ignore[attr-defined]
+
+
+# --- ATOM's settings ---
+
+ENVS = SimpleNamespace(ATOM_MORI_V2=False, ATOM_MORI_FP4_DISPATCH=False, ATOM_MORI_COMBINE_QUANT="none")
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    values = {
+        "enable_expert_parallel": True, "dp_logical_size": 0, "moe_backend": "standard", "enable_low_latency": False,
+        "enable_tbo": False, "enable_tbo_decode": False, "parallel_config": SimpleNamespace(data_parallel_size=8),
+    }  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+def choices(option: str) -> list[str]:
+    text = pinned("atom/model_engine/arg_utils.py", f"{option} choices")
+    values: list[str] = ast.literal_eval(re.search(r"choices=(\[.*\])", text)[1])  # type: ignore[index]
+    return values
+
+
+def test_every_value_of_all2all_backend_is_served():
+    """It sets enable_low_latency and nothing else; ours are the same kernels either way."""
+    assert set(choices("--all2all-backend")) == {"high-throughput", "low-latency"}
+    for value in (None, *choices("--all2all-backend")):
+        check_options(config(enable_low_latency=value == "low-latency"), ENVS)
+
+
+def test_every_value_of_enable_tbo_is_served():
+    for value in (None, *choices("--enable-tbo")):
+        check_options(config(enable_tbo=value is not None, enable_tbo_decode=value == "all"), ENVS)
+
+
+def test_moe_backend_mega_is_refused():
+    assert choices("--moe-backend") == ["standard", "mega"]
+    check_options(config(), ENVS)
+    with pytest.raises(UnsupportedError, match="--moe-backend mega") as caught:
+        check_options(config(moe_backend="mega"), ENVS)
+    assert "--moe-backend standard" in caught.value.remedy
+
+
+@pytest.mark.parametrize("quant_type", ["none", "fp8_direct_cast", "fp8_blockwise"])
+def test_combine_quantisation_is_served(quant_type):
+    check_options(config(), SimpleNamespace(**vars(ENVS) | {"ATOM_MORI_COMBINE_QUANT": quant_type}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ATOM_MORI_V2", True), ("ATOM_MORI_FP4_DISPATCH", True), ("ATOM_MORI_COMBINE_QUANT", "fp4_blockwise")],
+)
+def test_what_needs_moris_kernels_is_refused(name, value):
+    with pytest.raises(UnsupportedError, match=name) as caught:
+        check_options(config(), SimpleNamespace(**vars(ENVS) | {name: value}))
+    assert name in caught.value.remedy
+
+
+def test_no_configuration_is_taken_for_defaults():
+    check_options(None, ENVS)
+
+
+def test_deployments_that_exchange_no_tokens_say_why():
+    assert why_inactive(config()) is None
+    one = SimpleNamespace(data_parallel_size=1)
+    for changes, why in (
+        ({"enable_expert_parallel": False}, "--enable-expert-parallel"),
+        ({"parallel_config": one}, "data parallel size 1"),
+        ({"dp_logical_size": 16}, "simulated"),
+    ):
+        assert why in (why_inactive(config(**changes)) or "")

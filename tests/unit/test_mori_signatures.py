@@ -1,0 +1,172 @@
+"""ep_a2a.compat.mori against MORI's wheel: names, order, kinds and defaults, as tests/signatures/mori.json has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import ep_a2a.compat.mori as mori
+from ep_a2a.compat.mori import MORI_VERSION
+from ep_a2a.compat.mori.ops import dispatch_combine
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.errors import NotInitializedError, UnsupportedError
+from tests.signatures.reader import load
+
+PINNED = load("mori")
+CONFIG, HANDLE = "EpDispatchCombineConfig.", "EpDispatchRoutingHandle."
+FUNCTIONS = [
+    (module, name, text)
+    for module, names in PINNED["modules"].items()
+    for name, text in names.items()
+    if not text.startswith(("field", "class", "attribute"))
+]
+# the names of ours that stand where MORI reads its C++ extension
+VALUES = {"mori_cpp.MORI_SHMEM_INIT_WITH_MPI_COMM": 0, "mori_cpp.MORI_SHMEM_INIT_WITH_UNIQUEID": 1}
+
+
+def ours(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(f"ep_a2a.compat.mori.{module.replace('/', '.')}")
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    return found.__func__ if isinstance(found, classmethod | staticmethod) else found
+
+
+def text_of(function: Any, keep: set[str]) -> str:
+    """Its parameters as the reader writes them, without keyword-only ones that are not in `keep`."""
+    signature = inspect.signature(function)
+    kept = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.KEYWORD_ONLY or each.name in keep
+    ]
+    return str(signature.replace(parameters=kept, return_annotation=inspect.Signature.empty))[1:-1]
+
+
+def test_the_pins_are_of_the_version_that_is_named():
+    assert PINNED["version"] == MORI_VERSION
+    assert mori.__version__.startswith(f"{MORI_VERSION}+ep_a2a.")
+    assert len(FUNCTIONS) > 40
+
+
+@pytest.mark.parametrize(("module", "name", "text"), FUNCTIONS, ids=[f"{m}:{n}" for m, n, _ in FUNCTIONS])
+def test_functions_take_what_moris_do(module, name, text):
+    keep = {"routing", "return_routing"}
+    assert text_of(ours(module, name), keep) == text
+
+
+@pytest.mark.parametrize("module", PINNED["modules"])
+def test_everything_else_is_there(module):
+    for name, text in PINNED["modules"][module].items():
+        if not name.startswith((CONFIG, HANDLE)):
+            assert ours(module, name) is not None, (name, text)
+
+
+def test_names_can_be_taken_from_ops_and_shmem():
+    for module, names in PINNED["modules"].items():
+        package = getattr(mori, module.partition("/")[0])
+        for name in names:
+            is_public_there = module != "ops/dispatch_combine" or name.startswith(("EpDispatchCombine", "launch"))
+            if "." not in name and is_public_there and name != "EpDispatchCombineQuantType":
+                assert getattr(package, name) is ours(module, name)
+
+
+def fields_of(prefix: str) -> list[tuple[str, str]]:
+    names = PINNED["modules"]["ops/dispatch_combine"]
+    return [(name.removeprefix(prefix), text) for name, text in names.items() if name.startswith(prefix)]
+
+
+def test_the_configuration_has_moris_fields_in_its_order_with_its_defaults():
+    pinned = fields_of(CONFIG)
+    positional = [field for field in dataclasses.fields(EpDispatchCombineConfig) if not field.kw_only]
+    assert [field.name for field in positional] == [name for name, _ in pinned]
+    for field, (_, text) in zip(positional, pinned):
+        if field.default is dataclasses.MISSING:
+            assert text == "field"
+        elif isinstance(field.default, EpDispatchCombineKernelType):
+            assert text == f"field = {field.default}"
+        else:
+            assert text == f"field = {field.default!r}"
+
+
+def test_the_routing_handle_takes_moris_fields():
+    pinned = [name for name, text in fields_of(HANDLE) if text.startswith("field")]
+    parameters = list(inspect.signature(dispatch_combine.EpDispatchRoutingHandle.__init__).parameters)
+    assert parameters == ["self", *pinned]
+
+
+def test_enumerations_have_moris_values():
+    assert {each.name: each.value for each in EpDispatchCombineKernelType} == PINNED["enums"]["KernelType"]
+    # pybind calls it None_, since None is a keyword
+    quant_types = {each.name.rstrip("_"): each.value for each in dispatch_combine.EpDispatchCombineQuantType}
+    assert quant_types == PINNED["enums"]["QuantType"]
+
+
+def test_values():
+    for name, text in PINNED["modules"]["shmem/api"].items():
+        if text.startswith("field = "):
+            assert ours("shmem/api", name) == VALUES[text.removeprefix("field = ")]
+    assert dispatch_combine.TOPK_IDX_DTYPE is torch.int32
+
+
+# --- what is not here says so ---
+
+OP = object.__new__(mori.ops.EpDispatchCombineOp)
+NOT_HERE = {
+    "dispatch_standard_moe": lambda: OP.dispatch_standard_moe(None, None, None, None),
+    "combine_standard_moe": lambda: OP.combine_standard_moe(None, None, None),
+    "convert_dispatch_output": lambda: OP.convert_dispatch_output(None, None),
+    "convert_combine_input": lambda: OP.convert_combine_input(None, None, None),
+    "get_debug_time_buf": lambda: OP.get_debug_time_buf(),
+    "get_debug_time_offset": lambda: OP.get_debug_time_offset(),
+    "EpDispatchRoutingHandle": lambda: dispatch_combine.EpDispatchRoutingHandle(*[None] * 5),
+    "EpDispatchRoutingHandle.from_tensors": lambda: dispatch_combine.EpDispatchRoutingHandle.from_tensors([None] * 5),
+    "launch_local_expert_count": lambda: mori.ops.launch_local_expert_count(None, 0, 0, 0),
+    "shmem_mpi_init": lambda: mori.shmem.shmem_mpi_init(),
+    "shmem_get_unique_id": lambda: mori.shmem.shmem_get_unique_id(),
+    "shmem_init_attr": lambda: mori.shmem.shmem_init_attr(1, 0, 1, b""),
+    "shmem_module_init": lambda: mori.shmem.shmem_module_init(0),
+    "shmem_barrier_on_stream": lambda: mori.shmem.shmem_barrier_on_stream(),
+    "shmem_ext_malloc_with_flags": lambda: mori.shmem.shmem_ext_malloc_with_flags(1, 0),
+    "shmem_buffer_register": lambda: mori.shmem.shmem_buffer_register(0, 1),
+    "shmem_buffer_deregister": lambda: mori.shmem.shmem_buffer_deregister(0, 1),
+    "shmem_num_qp_per_pe": lambda: mori.shmem.shmem_num_qp_per_pe(),
+    "shmem_malloc_align": lambda: mori.shmem.shmem_malloc_align(4096, 1),
+    "MoriShmemBuffer": lambda: mori.shmem.MoriShmemBuffer(0, 1, torch.uint8),
+    "mori_shmem_create_tensor_list_intra_node": lambda: mori.shmem.mori_shmem_create_tensor_list_intra_node(
+        (1,), torch.uint8, 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_is_not_here_is_named_with_a_remedy(name):
+    with pytest.raises(UnsupportedError, match=name) as caught:
+        NOT_HERE[name]()
+    assert caught.value.remedy not in ("", UnsupportedError.remedy)
+
+
+def test_an_op_needs_a_world():
+    config = EpDispatchCombineConfig(torch.bfloat16, 0, 1, 64, 0, 1, 2, 4, 1, 1)
+    with pytest.raises(NotInitializedError, match="shmem_torch_process_group_init"):
+        mori.ops.EpDispatchCombineOp(config)
+
+
+def test_nothing_is_left_to_compile_before():
+    assert dispatch_combine.warmup_jit_kernels(EpDispatchCombineKernelType.AsyncLL) is None
+
+
+# --- counting, which halves leave to us ---
+
+
+def test_local_experts_are_counted():
+    from ep_a2a.compat.mori.ops.counting import count_local_experts
+
+    ids = torch.tensor([[4, 5], [5, 9], [3, 6], [-1, -1]], dtype=torch.int32)
+    counts = torch.full((2,), 7, dtype=torch.int32)
+    count_local_experts(ids, 4, counts)
+    assert counts.tolist() == [1, 2]
