@@ -158,7 +158,7 @@ class EpDispatchCombineConfig:
 
     def _check_rings(self) -> None:
         _require(
-            self.gpu_per_node > 0 and self.world_size % self.gpu_per_node == 0,
+            self.world_size % min(self.gpu_per_node, self.world_size) == 0,
             f"gpu_per_node to divide world_size {self.world_size}",
             str(self.gpu_per_node),
         )

@@ -177,15 +177,13 @@ def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> N
             make_config(mori, context, kernel_type=chosen, gpu_per_node=gpu_per_node, block_num=32)
         )
         assert op.config.kernel_type is chosen
-        assert op.native.config.kernel_type.name == "InterNodeV1"
+        assert op.native.config.kernel_type.name == kernel_type
         for seed in range(2):
             tokens, weights, ids = own_tokens(context, seed)
             received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
             combined, _ = op.combine(received, None, ids)
             assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
-        for call in (op.get_launch_config, op.get_dispatch_src_token_pos):
-            with pytest.raises(UnsupportedError):
-                call()
+        assert len(op.get_dispatch_src_token_pos()) <= len(received)
 
 
 def what_is_refused(context: RankContext) -> None:

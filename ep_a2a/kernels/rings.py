@@ -49,7 +49,8 @@ class Rings:
         """The rings of a config."""
         if not config.uses_rings:
             return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        most, per_node, topk = config.max_num_inp_token_per_rank, config.gpu_per_node, config.topk
+        most, topk = config.max_num_inp_token_per_rank, config.topk
+        per_node = min(config.gpu_per_node, config.world_size)
         channels = config.rdma_block_num or DEFAULT_CHANNELS
         if config.kernel_type in WHOLE_RING_KERNEL_TYPES:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
