@@ -13,6 +13,7 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.rail_arrivals import ASK_SECS
 from ep_a2a.memory.rails import TorchDistributedRail
 from ep_a2a.memory.subgroups import make_subgroup
+from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
 from tests.rail_cases import exchange_and_check, grid_of
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.testing import RankContext
 
-START_SECS = 100.0
-TIMEOUT_SECS = 30.0
-SHORT_TIMEOUT_SECS = 3.0
-CUT_SECS = 2.0
-SLACK_SECS = 8.0
 NUM_BYTES = 20_000
 CPU = torch.device("cpu")
 
@@ -84,17 +80,6 @@ def exchange_across_a_cut(
     secs = time.monotonic() - start
     exchange_and_check(rail, context.rank, 2, NUM_BYTES, CPU)
     return None, "", secs
-
-
-def cut(network: Network, directory: Path, host: int, secs: float | None = None) -> None:
-    """Cuts a host off before the second exchange, for good without `secs`."""
-    for rank in range(network.num_hosts):
-        wait_for_file(directory / f"ready_{rank}", START_SECS)
-    network.cut(host)
-    signal(directory, "cut")
-    if secs is not None:
-        time.sleep(secs)
-        network.cut()
 
 
 @pytest.mark.parametrize("host", [0, 2])

@@ -1,0 +1,95 @@
+"""Ops among hosts of their own addresses: the oracle's results over a slow, lossy and cut network, or an error."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.rail_arrivals import ASK_SECS
+from tests.inter_node_cases import Nodes, run_inter_node_step
+from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
+from tests.netns.launch import run_on_hosts, signal, wait_for_file
+from tests.netns.network import Network, why_impossible
+from tests.op_cases import Case
+from tests.op_matrix import UNEVEN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ep_a2a.testing import RankContext
+
+CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", quant_type="fp8_per_token")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hosts_are_possible():
+    reason = why_impossible()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def case_of(context: RankContext) -> Case:
+    return replace(CASE, world_size=context.world_size, num_experts=2 * context.world_size + 1)
+
+
+def take_steps(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> None:
+    """Steps of an op across hosts, each against the oracle."""
+    nodes, case = Nodes.of(context, num_hosts), case_of(context)
+    with nodes.arena:
+        op = nodes.op(case, context.rank)
+        for step in range(num_steps):
+            run_inter_node_step(case, nodes, op, step, context.device)
+        op.check()
+    nodes.rail.close()
+
+
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host"), [(2, 2), (3, 1)])
+def test_over_a_slow_and_lossy_network(num_hosts, ranks_per_host, tmp_path):
+    with Network(num_hosts, delay_secs=0.002, loss=0.01) as network:
+        run_on_hosts(network, tmp_path, take_steps, ranks_per_host, num_hosts, 6)
+
+
+def take_steps_across_a_cut(
+    context: RankContext, directory: Path, timeout_secs: float
+) -> tuple[tuple[int, ...] | None, str, float]:
+    """A step, then more once the link is cut: the ranks that were missed, the error, the seconds until then."""
+    nodes, case = Nodes.of(context, context.world_size), case_of(context)
+    nodes.rail.timeout_secs = timeout_secs
+    with nodes.arena:
+        op = nodes.op(case, context.rank)
+        op.set_timeout(timeout_secs)
+        run_inter_node_step(case, nodes, op, 0, context.device)
+        signal(directory, f"ready_{context.rank}")
+        wait_for_file(directory / "cut", START_SECS)
+        start = time.monotonic()
+        try:
+            for step in range(1, 4):
+                run_inter_node_step(case, nodes, op, step, context.device)
+        except RankTimeoutError as error:
+            return error.missing_ranks, str(error), time.monotonic() - start
+        return None, "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_a_link_that_is_cut_for_a_while(host, tmp_path):
+    with Network(3) as network:
+        meanwhile = functools.partial(cut, network, tmp_path, host, CUT_SECS)
+        answers = run_on_hosts(network, tmp_path, take_steps_across_a_cut, 1, TIMEOUT_SECS, meanwhile=meanwhile)
+    for missing, text, secs in answers:
+        assert missing is None, text
+        assert secs > CUT_SECS / 2
+
+
+def test_a_link_that_stays_cut(tmp_path):
+    with Network(3) as network:
+        meanwhile = functools.partial(cut, network, tmp_path, 0)
+        answers = run_on_hosts(network, tmp_path, take_steps_across_a_cut, 1, SHORT_TIMEOUT_SECS, meanwhile=meanwhile)
+    for rank, (missing, text, secs) in enumerate(answers):
+        assert missing == ((1, 2) if rank == 0 else (0,)), text
+        assert f"rank {rank} waited in vain for" in text
+        assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + ASK_SECS + SLACK_SECS
