@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-from tests.protocol.machine import Machine, Model, State, Violation
+from tests.protocol.machine import DEADLOCK, Machine, Model, State, Violation
 
-MAX_STATES = 2_000_000
-DEADLOCK = "deadlock"
+MAX_STATES = 500_000
 
 
 @dataclass(frozen=True)
@@ -25,62 +25,66 @@ class Outcome:
     trace: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.violation or 'no violation'} ({self.num_states} states)", *self.trace])
+        return "\n".join([f"{self.violation or 'nothing goes wrong'} ({self.num_states} states)", *self.trace])
 
 
 def explore(model: Model, max_states: int = MAX_STATES) -> Outcome:
     """All states of a model, or those until the first violation."""
-    machine = Machine(model)
-    seen: dict[State, int] = {}
-    parents: list[int] = []
-    queue: list[State] = []
-    starts: list[list[str]] = []
-    for state, done in machine.initial():
-        if state not in seen:
-            seen[state] = len(queue)
-            queue.append(state)
-            parents.append(-1)
-            starts.append(done)
-    number = 0
-    while number < len(queue):
-        state = queue[number]
-        stuck = True
-        try:
-            for after, _done in machine.successors(state):
-                stuck = False
-                if after not in seen:
-                    seen[after] = len(queue)
-                    queue.append(after)
-                    parents.append(number)
-        except Violation as violation:
-            trace = _trace(machine, queue, parents, starts, number)
-            return Outcome(len(queue), violation.args[0], (*trace, *violation.args[1]))
-        if stuck and not machine.is_finished(state):
-            return Outcome(len(queue), DEADLOCK, (*_trace(machine, queue, parents, starts, number), *_positions(machine, state)))
-        if len(queue) > max_states:
-            raise RuntimeError(f"more than {max_states} states")
-        number += 1
-    return Outcome(len(queue))
+    return _Search(Machine(model)).run(max_states)
 
 
-def _trace(machine: Machine, queue: list[State], parents: list[int], starts: list[list[str]], number: int) -> list[str]:
-    path = [number]
-    while parents[path[-1]] >= 0:
-        path.append(parents[path[-1]])
-    path.reverse()
-    lines = list(starts[path[0]])
-    for before, after in zip(path, path[1:]):
-        lines += next(done for state, done in machine.successors(queue[before]) if state == queue[after])
-    return lines
+class _Search:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.states: list[State] = []
+        self.parents: list[int] = []
+        self.starts: list[list[str]] = []
+        self.seen: set[State] = set()
 
+    def run(self, max_states: int) -> Outcome:
+        for state, done in self.machine.initial():
+            self.reach(state, -1)
+            self.starts.append(done)
+        number = 0
+        while number < len(self.states):
+            state, is_stuck = self.states[number], True
+            try:
+                for after, _done in self.machine.successors(state):
+                    is_stuck = False
+                    self.reach(after, number)
+            except Violation as violation:
+                what, done = violation.args
+                return Outcome(len(self.states), what, (*self.trace(number), *done))
+            if is_stuck and not self.machine.is_finished(state):
+                return Outcome(len(self.states), DEADLOCK, (*self.trace(number), *self.who_waits(state)))
+            if len(self.states) > max_states:
+                raise RuntimeError(f"more than {max_states} states")
+            number += 1
+        return Outcome(len(self.states))
 
-def _positions(machine: Machine, state: State) -> list[str]:
-    """Who waits for what."""
-    lines = []
-    for number, rank in enumerate(state.ranks):
-        if rank.step == machine.model.num_steps:
-            lines.append(f"rank {number}: has ended")
-            continue
-        for _program, action in machine.next_actions(number, rank):
-            lines.append(f"rank {number}: stuck before: {action.name}")
-    return lines
+    def reach(self, state: State, parent: int) -> None:
+        if state not in self.seen:
+            self.seen.add(state)
+            self.states.append(state)
+            self.parents.append(parent)
+
+    def trace(self, number: int) -> list[str]:
+        """What was done until a state was reached; labels are made again instead of being kept for all states."""
+        path = [number]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        path.reverse()
+        lines = list(self.starts[path[0]])
+        for before, after in itertools.pairwise(path):
+            successors = self.machine.successors(self.states[before])
+            lines += next(done for state, done in successors if state == self.states[after])
+        return lines
+
+    def who_waits(self, state: State) -> list[str]:
+        lines = []
+        for number, rank in enumerate(state.ranks):
+            early, late = self.machine.next_actions(rank)
+            lines += [f"rank {number}: waits in vain until it {action.name}" for _program, action in (*early, *late)]
+            if rank.step == self.machine.model.num_steps:
+                lines.append(f"rank {number}: has ended")
+        return lines

@@ -15,17 +15,22 @@ Every action is taken once, so runs are finite: a protocol that can hang has a s
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+DEADLOCK = "deadlock"
+OVERWRITTEN = "unread data is overwritten"
+STALE_READ = "stale read"
+
 EARLIER = -1
 """Program number of stores that an earlier launch has left in the buffer."""
 
 
-class Violation(Exception):  # noqa: N818  not an error of this program
+class Violation(Exception):
     """What must not happen has happened."""
 
 
@@ -49,14 +54,14 @@ class Rank(NamedTuple):
 
     Attributes:
         step: number of the step, num_steps at the end.
-        choice: what the model let it choose for this step.
+        script: number of the launches that it has chosen for this step (Machine.scripts).
         launch: number of the launch in the step. taken: actions taken by each program of the launch.
         known: what the rank remembers.
         pending: stores that have not drained, by word, those to one word in order.
     """
 
     step: int
-    choice: Hashable
+    script: int
     launch: int
     taken: tuple[int, ...]
     known: Hashable
@@ -98,16 +103,11 @@ class Words:
     names: list[str] = field(default_factory=list)
 
     def region(self, name: str, *shape: int) -> Callable[..., int]:
-        """Adds words `name[i][j]...`; returns the function from indices to the word's number."""
-        first, count = len(self.names), 1
-        for size in shape:
-            count *= size
-        for number in range(count):
-            indices = []
-            for size in reversed(shape):
-                indices.append(number % size)
-                number //= size  # noqa: PLW2901
-            self.names.append(name + "".join(f"[{index}]" for index in reversed(indices)))
+        """Adds words `name[i][j]...`, without indices of which there is one; returns the words' numbers by index."""
+        first = len(self.names)
+        for indices in itertools.product(*(range(size) for size in shape)):
+            shown = (f"[{index}]" for index, size in zip(indices, shape) if size > 1)
+            self.names.append(name + "".join(shown))
 
         def word(*indices: int) -> int:
             number = 0
@@ -121,23 +121,35 @@ class Words:
 class Turn:
     """What an action sees and does."""
 
-    __slots__ = ("known", "memory", "pending", "program", "rank", "step")
+    __slots__ = ("_pending", "_program", "known", "leaves", "memory", "stores", "written")
 
-    def __init__(self, memory: bytearray, rank: int, program: int, state: Rank) -> None:
-        self.memory, self.rank, self.program = memory, rank, program
-        self.step, self.known, self.pending = state.step, state.known, list(state.pending)
+    def __init__(self, memory: bytearray, program: int, rank: Rank) -> None:
+        self.memory, self.known = memory, rank.known
+        self.leaves = False
+        self.stores: list[Store] = []
+        self.written: list[int] = []
+        self._program, self._pending = program, rank.pending
 
     def store(self, word: int, value: int) -> None:
         """A store that drains at some time."""
-        self.pending.append(Store(word, value, self.program, False))
+        self.stores.append(Store(word, value, self._program, False))
+
+    def write(self, word: int, value: int) -> None:
+        """A store to a word that only this rank reads from now on; older ones of this rank to it are overtaken."""
+        self.memory[word] = value
+        self.written.append(word)
 
     def signal(self, word: int, value: int) -> None:
         """A store that is only waited for."""
-        self.pending.append(Store(word, value, self.program, True))
+        self.stores.append(Store(word, value, self._program, True))
 
     def has_drained(self, of_all_programs: bool = False) -> bool:
         """Whether a fence is passed: of this program's stores and of earlier launches', or of the whole rank's."""
-        return not any(of_all_programs or store.program in (self.program, EARLIER) for store in self.pending)
+        return not any(of_all_programs or store.program in (self._program, EARLIER) for store in self._pending)
+
+    def leave(self) -> None:
+        """This action is the program's last one."""
+        self.leaves = True
 
 
 class Model:
@@ -172,9 +184,9 @@ class Model:
         """Raises Violation where a store that drains now destroys something."""
         raise NotImplementedError
 
-    def shown(self, store: Store) -> str:
-        """A stored value in words."""
-        return str(store.value)
+    def shown(self, word: int, value: int) -> str:
+        """What a word is told to hold, for traces."""
+        return f"{self.words.names[word]} = {value}"
 
 
 class Machine:
@@ -182,11 +194,13 @@ class Machine:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._launches: dict[tuple[int, int, Hashable], tuple[Launch, ...]] = {}
+        self._scripts: list[tuple[Launch, ...]] = []
+        self._script_numbers: dict[tuple[int, int, Hashable], int] = {}
+        self._next_actions: dict[tuple[int, int, tuple[int, ...]], list[tuple[int, Action]]] = {}
 
     def initial(self) -> Iterator[tuple[State, list[str]]]:
         """The states in which all ranks have begun their first step."""
-        waiting = Rank(-1, None, 0, (), 0, ())
+        waiting = Rank(-1, -1, 0, (), 0, ())
         yield from self._settled(bytearray(self.model.initial_memory()), [waiting] * self.model.num_ranks, None, [])
 
     def is_finished(self, state: State) -> bool:
@@ -202,30 +216,30 @@ class Machine:
                     yield from self._settled_with(
                         memory, state, number, self._drained(memory, number, rank, position, done), done
                     )
-            for program, action in self.next_actions(number, rank):
-                if not self._is_early(action):
-                    memory, done = bytearray(state.memory), []
-                    after = self._taken(memory, number, rank, program, action, done)
-                    if after is not None:
-                        yield from self._settled_with(memory, state, number, after, done)
+            for program, action in self.next_actions(rank)[1]:
+                memory, done = bytearray(state.memory), []
+                after = self._taken(memory, number, rank, program, action, done)
+                if after is not None:
+                    yield from self._settled_with(memory, state, number, after, done)
 
-    def next_actions(self, number: int, rank: Rank) -> list[tuple[int, Action]]:
-        """(program, what it does next) of the programs that have not ended."""
-        if not 0 <= rank.step < self.model.num_steps:
-            return []
-        programs = enumerate(self._launches[number, rank.step, rank.choice][rank.launch])
-        return [
-            (program, actions[rank.taken[program]])
-            for program, actions in programs
-            if rank.taken[program] < len(actions)
-        ]
-
-    def _is_early(self, action: Action) -> bool:
-        return action.is_local or (action.is_stable and self.model.is_reduced)
+    def next_actions(self, rank: Rank) -> tuple[list[tuple[int, Action]], list[tuple[int, Action]]]:
+        """(program, what it does next) of the programs that have not ended: what is done early, and all else."""
+        key = (rank.script, rank.launch, rank.taken)
+        found = self._next_actions.get(key)
+        if found is None:
+            found = self._next_actions[key] = ([], [])
+            # a rank that makes no step has no script
+            launch = self._scripts[rank.script][rank.launch] if rank.taken else ()
+            for program, (actions, taken) in enumerate(zip(launch, rank.taken, strict=True)):
+                if taken < len(actions):
+                    action = actions[taken]
+                    is_early = action.is_local or (action.is_stable and self.model.is_reduced)
+                    found[0 if is_early else 1].append((program, action))
+        return found
 
     def _drained(self, memory: bytearray, number: int, rank: Rank, position: int, done: list[str]) -> Rank:
         store = rank.pending[position]
-        done.append(f"rank {number}: {self.model.words.names[store.word]} = {self.model.shown(store)} arrives")
+        done.append(f"rank {number}: {self.model.shown(store.word, store.value)} arrives")
         try:
             self.model.check_store(memory, store)
         except Violation as violation:
@@ -236,18 +250,23 @@ class Machine:
     def _taken(
         self, memory: bytearray, number: int, rank: Rank, program: int, action: Action, done: list[str]
     ) -> Rank | None:
-        turn = Turn(memory, number, program, rank)
-        told = f"rank {number}: {action.name}"
+        turn = Turn(memory, program, rank)
         try:
             if not action.take(turn):
                 return None
         except Violation as violation:
-            raise Violation(str(violation), [*done, told]) from None
-        done.append(told)
-        taken = rank.taken[:program] + (rank.taken[program] + 1,) + rank.taken[program + 1 :]
-        # a stable sort: stores to one word keep their order
-        pending = sorted(turn.pending, key=lambda store: store.word)
-        return rank._replace(taken=taken, known=turn.known, pending=tuple(pending))
+            raise Violation(str(violation), [*done, f"rank {number}: {action.name}"]) from None
+        done.append(f"rank {number}: {action.name}")
+        taken = list(rank.taken)
+        taken[program] += 1
+        if turn.leaves:
+            taken[program] = len(self._scripts[rank.script][rank.launch][program])
+        pending = rank.pending
+        if turn.stores or turn.written:
+            left = (store for store in pending if store.word not in turn.written)
+            # a stable sort: stores to one word keep their order
+            pending = tuple(sorted((*left, *turn.stores), key=lambda store: store.word))
+        return Rank(rank.step, rank.script, rank.launch, tuple(taken), turn.known, pending)
 
     # --- what is done at once, since it makes no difference to anybody when it is done ---
 
@@ -270,7 +289,7 @@ class Machine:
                     ranks[number], moved = after, True
                     after = self._moved_early(memory, number, ranks[number], done)
         for number in numbers:
-            if self._has_ended_step(number, ranks[number]):
+            if self._has_ended_step(ranks[number]):
                 yield from self._step_begun(memory, ranks, only, number, done)
                 return
         yield State(bytes(memory), tuple(ranks)), done
@@ -281,24 +300,23 @@ class Machine:
             for position, store in enumerate(rank.pending):
                 if store.is_signal and may_drain(rank.pending, position):
                     return self._drained(memory, number, rank, position, done)
-        actions = self.next_actions(number, rank)
-        for program, action in actions:
-            if self._is_early(action):
-                after = self._taken(memory, number, rank, program, action, done)
-                if after is not None:
-                    return after
-        if actions or not 0 <= rank.step < self.model.num_steps or (rank.pending and self.model.launches_drain):
+        early, late = self.next_actions(rank)
+        for program, action in early:
+            after = self._taken(memory, number, rank, program, action, done)
+            if after is not None:
+                return after
+        if early or late or not 0 <= rank.step < self.model.num_steps or (rank.pending and self.model.launches_drain):
             return None
-        launches = self._launches[number, rank.step, rank.choice]
+        launches = self._scripts[rank.script]
         if rank.launch + 1 == len(launches):
             return None
         left = tuple(store._replace(program=EARLIER) for store in rank.pending)
         return rank._replace(launch=rank.launch + 1, taken=(0,) * len(launches[rank.launch + 1]), pending=left)
 
-    def _has_ended_step(self, number: int, rank: Rank) -> bool:
+    def _has_ended_step(self, rank: Rank) -> bool:
         if rank.step == self.model.num_steps:
             return False
-        return rank.step < 0 or not (self.next_actions(number, rank) or (rank.pending and self.model.launches_drain))
+        return rank.step < 0 or not (any(self.next_actions(rank)) or (rank.pending and self.model.launches_drain))
 
     def _step_begun(
         self, memory: bytearray, ranks: list[Rank], only: int | None, number: int, done: list[str]
@@ -306,14 +324,16 @@ class Machine:
         step = ranks[number].step + 1
         left = tuple(store._replace(program=EARLIER) for store in ranks[number].pending)
         if step == self.model.num_steps:
-            ended = [*ranks[:number], Rank(step, None, 0, (), 0, left), *ranks[number + 1 :]]
+            ended = [*ranks[:number], Rank(step, -1, 0, (), 0, left), *ranks[number + 1 :]]
             yield from self._settled(memory, ended, only, done)
             return
         for after, choice in self.model.choices(memory, number, step):
             key = (number, step, choice)
-            if key not in self._launches:
-                self._launches[key] = self.model.launches(*key)
-            begun = Rank(step, choice, 0, (0,) * len(self._launches[key][0]), 0, left)
+            if key not in self._script_numbers:
+                self._script_numbers[key] = len(self._scripts)
+                self._scripts.append(self.model.launches(*key))
+            script = self._script_numbers[key]
+            begun = Rank(step, script, 0, (0,) * len(self._scripts[script][0]), 0, left)
             told = [*done, f"rank {number}: begins step {step}: {choice}"]
             yield from self._settled(after, [*ranks[:number], begun, *ranks[number + 1 :]], only, told)
 
