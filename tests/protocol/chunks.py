@@ -164,13 +164,12 @@ class _Step:
 
     def __init__(self, model: Chunks, rank: int, step: int) -> None:
         self.model, self.rules, self.rank, self.step = model, model.rules, rank, step
-        self.chunks = range(self.rules.max_chunks)
 
     def data(self, chunk: int, *, is_last: bool) -> int:
         """What a chunk holds: which one it is, of which step, and in its header whether it is the last one."""
         return 1 + 2 * (self.step * self.rules.max_chunks + chunk) + is_last
 
-    def writes(self, ring: Ring, chunk: int, *, is_last: Callable[[Turn], bool], what: str) -> Program:
+    def writes(self, ring: Ring, chunk: int, is_last: Callable[[Turn], bool], what: str) -> Program:
         """Waits for a credit, writes a chunk, releases the head."""
 
         def write(turn: Turn) -> bool:
@@ -233,14 +232,12 @@ class _Step:
 
     def sends(self, peer: int, num_chunks: int) -> Program:
         """Dispatch at the source."""
+
+        def is_last(chunk: int) -> Callable[[Turn], bool]:
+            return lambda _turn: chunk == num_chunks - 1
+
         ring = self.model.out[self.rank, peer]
-        actions = (
-            self.writes(
-                ring, chunk, is_last=lambda _turn, chunk=chunk: chunk == num_chunks - 1, what=f"for rank {peer}"
-            )
-            for chunk in range(num_chunks)
-        )
-        return tuple(itertools.chain(*actions))
+        return self.all_chunks(lambda chunk: self.writes(ring, chunk, is_last(chunk), f"for rank {peer}"))
 
     def forwards(self, source: int) -> Program:
         """Dispatch at the peer: hands chunks on to where the experts read them."""
@@ -256,8 +253,7 @@ class _Step:
             return keep
 
         ring = self.model.out[source, self.rank]
-        actions = (self.reads(ring, chunk, keep_chunk(chunk), f"of rank {source}") for chunk in self.chunks)
-        return tuple(itertools.chain(*actions))
+        return self.all_chunks(lambda chunk: self.reads(ring, chunk, keep_chunk(chunk), f"of rank {source}"))
 
     def experts_read(self) -> Program:
         """Reads what has been forwarded, and remembers how many chunks each source is owed."""
@@ -284,15 +280,21 @@ class _Step:
             return lambda turn: dict(turn.known)[source] == chunk + 1
 
         ring = self.model.back[source, self.rank]
-        actions = (
-            self.writes(ring, chunk, is_last=is_last(chunk), what=f"back to rank {source}") for chunk in self.chunks
-        )
-        return tuple(itertools.chain(*actions))
+        return self.all_chunks(lambda chunk: self.writes(ring, chunk, is_last(chunk), f"back to rank {source}"))
 
     def adds(self, peer: int, num_chunks: int) -> Program:
-        """Combine at the source."""
+        """Combine at the source: as many chunks must come as it has sent."""
         ring = self.model.back[self.rank, peer]
-        actions = (
-            self.reads(ring, chunk, lambda _turn, _found: None, f"back from rank {peer}") for chunk in range(num_chunks)
-        )
-        return tuple(itertools.chain(*actions))
+
+        def check_chunk(chunk: int) -> Callable[[Turn, int], None]:
+            def check(_turn: Turn, found: int) -> None:
+                if found != self.data(chunk, is_last=chunk == num_chunks - 1):
+                    raise Violation(f"{STALE_READ}: COMBINE_RING, another number of chunks than were sent")
+
+            return check
+
+        return self.all_chunks(lambda chunk: self.reads(ring, chunk, check_chunk(chunk), f"back from rank {peer}"))
+
+    def all_chunks(self, actions: Callable[[int], Program]) -> Program:
+        """The actions for as many chunks as there may be; a program leaves behind the last one."""
+        return tuple(itertools.chain(*(actions(chunk) for chunk in range(self.rules.max_chunks))))

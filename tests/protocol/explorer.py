@@ -42,9 +42,12 @@ class _Search:
         self.seen: set[State] = set()
 
     def run(self, max_states: int) -> Outcome:
-        for state, done in self.machine.initial():
-            self.reach(state, -1)
-            self.starts.append(done)
+        try:
+            for state, done in self.machine.initial():
+                self.reach(state, -1)
+                self.starts.append(done)
+        except Violation as violation:
+            return Outcome(0, *violation.args)
         number = 0
         while number < len(self.states):
             state, is_stuck = self.states[number], True

@@ -11,7 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from tests.protocol.intra_node_step import Step
-from tests.protocol.machine import OVERWRITTEN, Launch, Model, Store, Violation, Words
+from tests.protocol.machine import OVERWRITTEN, STALE_READ, Launch, Model, Store, Violation, Words
 from tests.protocol.rules import EMPTY, EPOCHS, FULL, READ, Calls, Choice, Rules
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class IntraNode(Model):
         self.sides = region("FLAGGED_SIDES", copies, ranks, ranks)
         self.combine_rows = region("COMBINE_ROWS", ranks, ranks)
         self._read_once = range(first_read, len(self.words.names))
+        self._empty_before = {
+            word for word, name in enumerate(self.words.names) if name.startswith(("FLAGGED_ROWS", "COMBINE_ROWS"))
+        }
         self._subsets = {rank: self._routes_of(rank) for rank in range(ranks)}
 
     # --- what the explorer asks ---
@@ -66,8 +69,12 @@ class IntraNode(Model):
                 yield bytearray(after), Choice(path, calls, routes)
 
     def check_store(self, memory: bytearray, store: Store) -> None:
-        if store.word in self._read_once and memory[store.word] not in (EMPTY, READ):
-            raise Violation(f"{OVERWRITTEN}: {self.words.names[store.word]}")
+        name, found = self.words.names[store.word], memory[store.word]
+        if store.word in self._read_once and found not in (EMPTY, READ):
+            raise Violation(f"{OVERWRITTEN}: {name}")
+        # a reader would not wait for this store, so that it matters when it drains: nothing to be left out
+        if self.is_reduced and store.is_signal and store.word in self._empty_before and found != EMPTY:
+            raise Violation(f"{STALE_READ}: {name} is not EMPTY")
 
     def shown(self, word: int, value: int) -> str:
         name = self.words.names[word]
@@ -75,9 +82,11 @@ class IntraNode(Model):
             step, mask = divmod(value - 1, 1 << self.num_ranks)
             peers = [peer for peer in range(self.num_ranks) if mask >> peer & 1]
             return f"{name} = step {step}, rows for {peers or 'nobody'}"
-        if word in self._read_once and value != EMPTY:
-            return f"{name} = row of step {((value & ~FULL) - 1) // self.num_ranks}"
-        return f"{name} = {'EMPTY' if word in self._read_once else f'epoch {value}'}"
+        if word not in self._read_once:
+            return f"{name} = epoch {value}"
+        if value in (EMPTY, READ):
+            return f"{name} = {'EMPTY' if value == EMPTY else 'padding'}"
+        return f"{name} = row of step {((value & ~FULL) - 1) // self.num_ranks}"
 
     def launches(self, rank: int, step: int, choice: Hashable) -> tuple[Launch, ...]:
         assert isinstance(choice, Choice)

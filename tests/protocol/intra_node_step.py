@@ -69,11 +69,10 @@ class Step:
         return Action(f"{name} (step {self.step})", take, is_stable=is_stable)
 
     def fence(self, *, of_all_programs: bool) -> Program:
-        if not self.rules.releases:
-            return ()
-        return (
-            Action(f"passes a fence (step {self.step})", lambda turn: turn.has_drained(of_all_programs), is_local=True),
-        )
+        """What a release waits for; of_all_programs: arrive_last."""
+        name = f"passes a fence (step {self.step})"
+        fence = Action(name, lambda turn: turn.has_drained(of_all_programs=of_all_programs), is_local=True)
+        return (fence,) if self.rules.releases else ()
 
     def posts_flags(self, flags: Callable[..., int]) -> Action:
         """post_all."""

@@ -143,7 +143,7 @@ class Turn:
         """A store that is only waited for."""
         self.stores.append(Store(word, value, self._program, True))
 
-    def has_drained(self, of_all_programs: bool = False) -> bool:
+    def has_drained(self, *, of_all_programs: bool = False) -> bool:
         """Whether a fence is passed: of this program's stores and of earlier launches', or of the whole rank's."""
         return not any(of_all_programs or store.program in (self._program, EARLIER) for store in self._pending)
 
