@@ -15,6 +15,8 @@ import torch
 from ep_a2a import env
 from ep_a2a.config_enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config_enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config_enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
+from ep_a2a.config_enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config_enums import CompiledCalls as CompiledCalls
 from ep_a2a.config_enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
 from ep_a2a.config_enums import Layout as Layout
@@ -84,6 +86,9 @@ class EpDispatchCombineConfig:
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
+        chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
+            and chunks that a ring holds, a power of two. rdma_block_num is their number of channels, 0 = 16.
+        rail: what carries tokens between nodes, by name; "auto" reads EP_A2A_RAIL.
         num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
             larger one: its ranks are first_rank ... first_rank + W - 1 there, and it drops ids of experts elsewhere.
     """
@@ -118,6 +123,9 @@ class EpDispatchCombineConfig:
     flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
     expert_alignment: int = field(default=1, kw_only=True)
     compiled_calls: str = field(default="all", kw_only=True)
+    chunk_tokens: int = field(default=64, kw_only=True)
+    ring_chunks: int = field(default=4, kw_only=True)
+    rail: str = field(default="auto", kw_only=True)
     num_owner_ranks: int = field(default=0, kw_only=True)
     first_rank: int = field(default=0, kw_only=True)
 
@@ -143,8 +151,19 @@ class EpDispatchCombineConfig:
             f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",
             str(self.flagged_max_tokens),
         )
+        if self.uses_rings:
+            self._check_rings()
         if self.max_total_recv_tokens:
             _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
+
+    def _check_rings(self) -> None:
+        _require(
+            self.gpu_per_node > 0 and self.world_size % self.gpu_per_node == 0,
+            f"gpu_per_node to divide world_size {self.world_size}",
+            str(self.gpu_per_node),
+        )
+        is_power = self.ring_chunks > 0 and self.ring_chunks & (self.ring_chunks - 1) == 0
+        _require(is_power, "ring_chunks to be a power of two", str(self.ring_chunks))
 
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
@@ -302,8 +321,15 @@ class EpDispatchCombineConfig:
         return self.hidden_dim // FP8_GROUP_SIZE if self.combine_quant == QuantType.FP8_BLOCKWISE else 0
 
     @functools.cached_property
+    def uses_rings(self) -> bool:
+        """Whether tokens travel between nodes in rings of chunks."""
+        return self.kernel_type in RING_KERNEL_TYPES
+
+    @functools.cached_property
     def flagged_tokens(self) -> int:
         """The largest max_num_tokens of a step that is dispatched as flagged words."""
+        if self.uses_rings:
+            return 0
         most = max(1, FLAGGED_MAX_ROWS // self.world_size)
         return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank, most)
 

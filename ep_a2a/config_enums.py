@@ -19,6 +19,16 @@ class EpDispatchCombineKernelType(enum.Enum):
     IntraNodeLL = 5
 
 
+RING_KERNEL_TYPES = (
+    EpDispatchCombineKernelType.InterNodeV1,
+    EpDispatchCombineKernelType.InterNodeV1LL,
+    EpDispatchCombineKernelType.AsyncLL,
+)
+"""Kernels that send a token once to each other node, through rings of chunks."""
+WHOLE_RING_KERNEL_TYPES = RING_KERNEL_TYPES[1:]
+"""Those whose rings hold a whole step, for few tokens: one chunk per channel, in which each token has its own line."""
+
+
 class QuantType(enum.StrEnum):
     """How tokens are quantised on the wire, by MORI's and our names."""
 

@@ -27,6 +27,8 @@ MINIMUM = {
     "num_experts": 0,
     "flagged_max_tokens": 0,
     "expert_alignment": 1,
+    "chunk_tokens": 1,
+    "ring_chunks": 1,
     "num_owner_ranks": 0,
     "first_rank": 0,
     "max_sms": 0,

@@ -106,7 +106,11 @@ COUNTERS: Variable[int] = Variable(
     "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
 )
 RAIL: Variable[str] = Variable(
-    "EP_A2A_RAIL", "auto", str, "auto, or a transport's name", "What carries tokens between nodes: torch.distributed."
+    "EP_A2A_RAIL",
+    "auto",
+    str,
+    "auto, or a transport's name",
+    "What carries tokens between nodes: torch.distributed, or peer_memory for virtual nodes of one host.",
 )
 RDMA_DEVICES: Variable[str] = Variable(
     "EP_A2A_RDMA_DEVICES",

@@ -24,6 +24,7 @@ class Topology:
         internode: whether there is more than one node.
         contiguous: whether each node's ranks follow one another.
         uneven: whether nodes differ in their number of ranks.
+        on_one_host: whether the nodes are virtual ones of one host, whose ranks reach each other's memory.
         shared_memory_problem: which ranks of one node do not share /dev/shm, and why; None if all do.
         reason: one sentence on what was found and how.
     """
@@ -35,6 +36,7 @@ class Topology:
     internode: bool
     contiguous: bool
     uneven: bool
+    on_one_host: bool
     shared_memory_problem: str | None
     reason: str
 
@@ -99,7 +101,7 @@ def _found_nodes(report: TopologyReport) -> tuple[int, ...]:
 
 
 def _topology(report: TopologyReport, node_of_rank: tuple[int, ...], how: str) -> Topology:
-    counts = Counter(node_of_rank)
+    counts, one_node = Counter(node_of_rank), (0,) * len(node_of_rank)
     ranks_per_node = tuple(counts[node] for node in range(len(counts)))
     uneven = len(set(ranks_per_node)) > 1
     contiguous = list(node_of_rank) == sorted(node_of_rank)
@@ -113,6 +115,7 @@ def _topology(report: TopologyReport, node_of_rank: tuple[int, ...], how: str) -
         internode=len(counts) > 1,
         contiguous=contiguous,
         uneven=uneven,
+        on_one_host=max(_found_nodes(report)) == 0 and _shared_memory_problem(report, one_node) is None,
         shared_memory_problem=_shared_memory_problem(report, node_of_rank),
         reason=f"{len(counts)} node(s) of {size}{order}: {how}",
     )

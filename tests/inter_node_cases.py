@@ -14,11 +14,13 @@ from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.rails import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
-from ep_a2a.reference import DispatchReference, combine_reference, combine_weights_reference
+from ep_a2a.reference import DispatchReference, combine_weights_reference
 from tests.op_cases import (
     Case,
+    combine_by_nodes,
     expert_rows,
     make_inputs,
+    of_node,
     reference_of,
     same_bits,
     same_sums,
@@ -26,8 +28,6 @@ from tests.op_cases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ep_a2a.testing import RankContext
 
 POISON_BYTE = 0xC3
@@ -128,35 +128,19 @@ def run_inter_node_step(
     else:
         result, sums = op.combine(rows, weights, inputs[3])
     sent = [wire_rows(each, case.quant_type) for each in all_rows]
-    same_sums(result[: counts[rank]], by_nodes(nodes, sent, reference, counts, dtype)[rank], "combine")
+    same_sums(
+        result[: counts[rank]], combine_by_nodes(sent, reference, counts, dtype, nodes.grid.num_nodes)[rank], "combine"
+    )
     if weights is None:
         assert sums is None
         return
     weight_rows = [r.valid_rows(r.weights) for r in reference if r.weights is not None]
     partial = [
-        combine_weights_reference(of_node(nodes, weight_rows, node), reference, counts)[rank]
+        combine_weights_reference(of_node(weight_rows, node, nodes.grid.num_nodes), reference, counts)[rank]
         for node in range(nodes.grid.num_nodes)
     ]
     assert sums is not None
     same_sums(sums[: counts[rank]], sum(partial[1:], partial[0]), "combined weights")
-
-
-def of_node(nodes: Nodes, rows: Sequence[torch.Tensor], node: int) -> list[torch.Tensor]:
-    """The rows of a node's ranks, and zeros in place of those of others."""
-    per_node = nodes.grid.gpus_per_node
-    return [each if rank // per_node == node else torch.zeros_like(each) for rank, each in enumerate(rows)]
-
-
-def by_nodes(
-    nodes: Nodes, rows: Sequence[torch.Tensor], reference: list[DispatchReference], counts: list[int],
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Each rank's results: the sums of each node are rounded to dtype, and added in ascending order in float32."""
-    totals = [torch.zeros(count, rows[0].shape[1]) for count in counts]
-    for node in range(nodes.grid.num_nodes):
-        for total, partial in zip(totals, combine_reference(of_node(nodes, rows, node), reference, counts, dtype)):
-            total += partial.to(torch.float32)
-    return [total.to(dtype) for total in totals]
 
 
 def check_rows(

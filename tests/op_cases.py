@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.config import DISPATCH_QUANT_TYPES, FP8_DTYPE, EpDispatchCombineConfig, num_owned_experts
+from ep_a2a.config import (
+    DISPATCH_QUANT_TYPES,
+    FP8_DTYPE,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    num_owned_experts,
+)
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.quantization import dequantize, fp32_to_e4m3_bits, quantize
@@ -38,6 +44,7 @@ class Case:
 
     unusual: rows, weights, scales and results hold what the kernels use as marks: words with all bits set or that equal
         an epoch, NaN, infinities.
+    num_nodes, kernel: virtual nodes that the ranks make up, and the name of the kernel type when there are several.
     split: which calls are made in halves: "" none, "all", or "mixed", which differs between ranks and steps.
     """
 
@@ -64,6 +71,8 @@ class Case:
     seed: int = 0
     unusual: bool = False
     split: str = ""
+    num_nodes: int = 1
+    kernel: str = "InterNodeV1"
     options: dict[str, Any] = field(default_factory=dict)
 
     def config(self, rank: int, /, **changes: Any) -> EpDispatchCombineConfig:
@@ -84,6 +93,9 @@ class Case:
             "scale_format": self.scale_format,
             "timeout_secs": 60.0,
         }
+        if self.num_nodes > 1:
+            values["kernel_type"] = EpDispatchCombineKernelType[self.kernel]
+            values["gpu_per_node"] = self.world_size // self.num_nodes
         return EpDispatchCombineConfig(**{**values, **self.options, **changes})
 
     @property
@@ -310,6 +322,26 @@ def place_expert_rows(reference: DispatchReference, results: torch.Tensor, targe
         block[:count] = rows[:count]
 
 
+def of_node(rows: Sequence[torch.Tensor], node: int, num_nodes: int) -> list[torch.Tensor]:
+    """The rows of a node's ranks, and zeros in place of those of others."""
+    per_node = len(rows) // num_nodes
+    return [each if rank // per_node == node else torch.zeros_like(each) for rank, each in enumerate(rows)]
+
+
+def combine_by_nodes(
+    rows: Sequence[torch.Tensor], reference: list[DispatchReference], counts: list[int], dtype: torch.dtype,
+    num_nodes: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Each rank's results: the sums of each node are rounded to dtype, and added in ascending order in float32."""
+    if num_nodes == 1:
+        return combine_reference(rows, reference, counts, dtype)
+    totals = [torch.zeros(count, rows[0].shape[1]) for count in counts]
+    for node in range(num_nodes):
+        for total, partial in zip(totals, combine_reference(of_node(rows, node, num_nodes), reference, counts, dtype)):
+            total += partial.to(torch.float32)
+    return [total.to(dtype) for total in totals]
+
+
 @dataclass
 class Step:
     """One step of a case on this rank, between its dispatch and its combine."""
@@ -378,7 +410,8 @@ class Step:
             place_rows(self.reference[rank], all_rows[rank].to(self.device), rows)
         weights = got[1] if case.combine_weights and case.layout != "expert_major" else None
         sent = [wire_rows(each, case.quant_type) for each in all_rows]
-        expected = combine_reference(sent, self.reference, self.counts, dtype)[rank]
+        num_nodes = case.num_nodes if op.config.uses_rings else 1
+        expected = combine_by_nodes(sent, self.reference, self.counts, dtype, num_nodes)[rank]
         if weights is None:
             return rows, None, expected, None
         weight_rows = [r.valid_rows(r.weights) for r in self.reference if r.weights is not None]

@@ -24,6 +24,7 @@ from tests.op_cases import (
     Case,
     Step,
     check_dispatched,
+    combine_by_nodes,
     make_inputs,
     make_op,
     reference_of,
@@ -113,7 +114,7 @@ def graph(context: RankContext, case: Case) -> None:
 
         captured = CapturedStep(op, body)
         number = 1
-        for num_replays in (1, 2, 3, 100 if context.device.type == "cuda" else 10):
+        for num_replays in (1, 2, 3, 100 if context.device.type == "cuda" else 4):
             for _ in range(num_replays):
                 # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
                 fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
@@ -125,7 +126,7 @@ def graph(context: RankContext, case: Case) -> None:
                 reference = reference_of(fresh, 0, everyone)
                 rows = [_results(r, 0.5 + i, dtype) for i, r in enumerate(reference)]
                 counts = [inputs.tokens.shape[0] for inputs in everyone]
-                expected = combine_reference(rows, reference, counts, dtype)[rank]
+                expected = combine_by_nodes(rows, reference, counts, dtype, case.num_nodes)[rank]
                 same_bits(held[1][0][: counts[rank]], expected, f"replay {number}")
                 check_dispatched(fresh, op, held[0], reference[rank])
                 # past its combine a rank's rows belong to the next step of whichever peer is fastest
@@ -450,15 +451,24 @@ def fixed_addresses(context: RankContext, case: Case) -> None:
 DIRECT = {"flagged_max_tokens": 0}
 BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
-    "two-interleaved-ops": (two_interleaved_ops, Case()),
-    "sequential-ops-share-memory": (sequential_ops_share_memory, Case(layout="rank_major")),
-    "graph-compact": (graph, Case(tokens=((16, 9, 0, 5),))),
-    "graph-rank-major": (graph, Case(tokens=((16, 9, 0, 5),), layout="rank_major", max_num_tokens=(16,))),
-    "graph-cast": (graph, Case(tokens=((7, 16),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256)),
-    "graph-expert-major": (graph, Case(tokens=((16, 9, 0, 5),), layout="expert_major", topk=3)),
+    "two-interleaved-ops": (two_interleaved_ops, Case(tokens=((8, 5, 0, 3),))),
+    "sequential-ops-share-memory": (
+        sequential_ops_share_memory,
+        Case(layout="rank_major", tokens=((8, 5, 0, 3),)),
+    ),
+    "graph-compact": (graph, Case(tokens=((8, 5, 0, 3),))),
+    "graph-rank-major": (
+        graph,
+        Case(world_size=3, num_experts=7, tokens=((8, 5, 0),), layout="rank_major", max_num_tokens=(16,)),
+    ),
+    "graph-cast": (
+        graph,
+        Case(world_size=2, tokens=((4, 9),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256),
+    ),
+    "graph-expert-major": (graph, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
     "expert-major-calls": (
         expert_major_calls,
-        Case(tokens=((16, 9, 0, 5), (3, 3, 7, 16)), layout="expert_major", topk=3, options={"expert_alignment": 4}),
+        Case(tokens=((8, 5, 0, 3), (3, 3, 4, 9)), layout="expert_major", topk=3, options={"expert_alignment": 4}),
     ),
     "device-failures": (device_failures, Case(tokens=((9,),))),
     "cap-overflow": (cap_overflow, Case()),
@@ -475,7 +485,7 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),
     "fixed-addresses": (fixed_addresses, Case(tokens=((16,), (3,)))),
     "late-rank-direct": (late_rank, Case(world_size=3, num_experts=6, options=DIRECT)),
-    "graph-compact-direct": (graph, Case(world_size=2, tokens=((16, 9),), options=DIRECT)),
+    "graph-compact-direct": (graph, Case(world_size=2, tokens=((9, 5),), options=DIRECT)),
     "graph-both": (
         graph,
         Case(world_size=2, tokens=((4, 3), (9, 16)), max_num_tokens=(4, 16), options={"flagged_max_tokens": 4}),

@@ -10,6 +10,7 @@ import torch
 
 from ep_a2a.bench.contender import BenchContext, Contender, Session, check_round_trip
 from ep_a2a.config import QuantType
+from ep_a2a.managers.deepep_buffers import elastic_buffer, low_latency_buffer, topk_dtype
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class _DeepEPSession(Session):
         self._workload, self._context = workload, context
         inputs = workload.inputs(context.rank, context.device)
         self._x = inputs.x
-        self._ids = inputs.ids.to(getattr(self._deep_ep, "topk_idx_t", torch.int64))
+        self._ids = inputs.ids.to(topk_dtype(self._deep_ep))
         self._rows = torch.empty(0)
 
     def _dequantized(self, received: Any) -> torch.Tensor:
@@ -90,12 +91,11 @@ class _LowLatencySession(_DeepEPSession):
 
     def __init__(self, workload: Workload, context: BenchContext) -> None:
         super().__init__(workload, context)
-        buffer, experts = self._deep_ep.Buffer, workload.num_experts
+        experts = workload.num_experts
         self._tokens = max(1, workload.num_tokens)
-        size = buffer.get_low_latency_rdma_size_hint(self._tokens, workload.hidden_dim, context.world_size, experts)
-        self._buffer = buffer(
-            context.group, 0, size, low_latency_mode=True, num_qps_per_rank=experts // context.world_size,
-            allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True,
+        self._buffer = low_latency_buffer(
+            self._deep_ep, context.group, max_num_tokens=self._tokens, hidden_dim=workload.hidden_dim,
+            world_size=context.world_size, num_experts=experts,
         )  # fmt: skip
         self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=self._ids.device)
         local_experts = experts // context.world_size
@@ -133,9 +133,9 @@ class _ElasticSession(_DeepEPSession):
         if workload.quant_type != QuantType.NONE:
             self._sent = quantize(self._x, workload.quant_type)
         self._weights = workload.inputs(context.rank, context.device).weights
-        self._buffer = self._deep_ep.ElasticBuffer(
-            context.group, num_max_tokens_per_rank=max(1, workload.num_tokens), hidden=workload.hidden_dim,
-            num_topk=workload.topk, use_fp8_dispatch=workload.quant_type != QuantType.NONE, explicitly_destroy=True,
+        self._buffer = elastic_buffer(
+            self._deep_ep, context.group, max_num_tokens=max(1, workload.num_tokens), hidden_dim=workload.hidden_dim,
+            topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
         )  # fmt: skip
         dispatched = self.dispatch()
         received = dispatched[0]

@@ -10,20 +10,14 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ep_a2a.bench.contender import BenchContext, Contender, Session, check_round_trip
 from ep_a2a.config import FP8_DTYPE, QuantType
+from ep_a2a.managers.flashinfer_exchange import MAX_RANKS, TOPKS, NVLinkOneSided
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
     from ep_a2a.bench.workload import Workload
-
-SUPPORTED_TOPK = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
-"""Values of K that its kernels are instantiated for."""
-MAX_RANKS = 64
-WORD_BYTES = 16
-"""Widest store of its dispatch."""
 
 
 class FlashInferContender(Contender):
@@ -51,8 +45,8 @@ class FlashInferContender(Contender):
 
 def _unsupported(workload: Workload) -> str | None:
     """What about the workload the library cannot do, or None."""
-    if workload.topk not in SUPPORTED_TOPK:
-        return f"supports top-k {SUPPORTED_TOPK}, not {workload.topk}"
+    if workload.topk not in TOPKS:
+        return f"supports top-k {TOPKS}, not {workload.topk}"
     if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:
         return f"needs at most {MAX_RANKS} ranks and an expert on each"
     if workload.combine_quant == QuantType.FP8_BLOCKWISE:
@@ -66,7 +60,7 @@ def _unsupported(workload: Workload) -> str | None:
 
 
 class OneSidedExchange:
-    """MoeAlltoAll for one set of payloads, with fixed views of what it receives and of the combine rows.
+    """NVLinkOneSided for payloads at fixed addresses, with fixed views of what it receives and of the combine rows.
 
     dispatch and combine alternate and never wait on the host. All payloads and results keep their addresses, so both
     can be captured in a CUDA graph.
@@ -96,91 +90,46 @@ class OneSidedExchange:
         context: BenchContext,
         fp8_combine: bool = False,
     ) -> None:
-        from flashinfer.comm.mapping import Mapping
-        from flashinfer.comm.mnnvl import MnnvlConfig
-        from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
-
-        self._group, self._max_num_tokens, self._ids = context.group, max_num_tokens, ids
-        # Payloads are packed without gaps; by falling alignment each of them starts where its stores may be wide.
-        self._dtypes = {name: each.dtype for name, each in sorted(payloads.items(), key=lambda item: -_align(item[1]))}
-        self._payloads = [payloads[name].view(torch.uint8) for name in self._dtypes]
         hidden_dim, dtype = combine_row
-        world_size, topk = context.world_size, ids.shape[1]
-        workspace_bytes = moe_a2a_get_workspace_size_per_rank(
-            world_size, max_num_tokens, sum(each.shape[1] for each in self._payloads), hidden_dim * dtype.itemsize
-        )
-        mapping = Mapping(
-            world_size=world_size, rank=context.rank, gpus_per_node=world_size,
-            tp_size=world_size, moe_tp_size=1, moe_ep_size=world_size,
+        self._max_num_tokens, self._ids, self._fp8_combine = max_num_tokens, ids, fp8_combine
+        self._native = NVLinkOneSided(
+            {name: (each.shape[1], each.dtype) for name, each in payloads.items()},
+            num_experts=num_experts, topk=ids.shape[1], max_num_tokens=max_num_tokens,
+            combine_row_bytes=hidden_dim * dtype.itemsize, group=context.group, rank=context.rank,
+            world_size=context.world_size,
         )  # fmt: skip
-        self._op: Any = MoeAlltoAll(
-            mapping, max_num_tokens, topk, num_experts, workspace_size_per_rank=workspace_bytes,
-            mnnvl_config=MnnvlConfig(comm_backend=_comm_backend(context)),
-        )  # fmt: skip
-        # Its counters were zeroed on each rank alone; nobody may write there before all have done it.
-        dist.barrier(self._group)
-        self._fp8_combine = fp8_combine
+        self._payloads = self._native.packed(payloads)
         self._out = torch.empty(ids.shape[0], hidden_dim, dtype=dtype, device=ids.device)
         self.received = self.dispatch()
-        lead = (world_size, max_num_tokens, hidden_dim)
         if fp8_combine:
+            lead = (context.world_size, max_num_tokens, hidden_dim)
             self.combine_rows = torch.zeros(lead, dtype=dtype, device=ids.device)
         else:
-            rows = self._op.get_combine_payload_tensor_in_workspace(max_num_tokens, hidden_dim, dtype)
-            self.combine_rows = rows.view(lead).zero_()
+            self.combine_rows = self._native.combine_rows(max_num_tokens, hidden_dim, dtype).zero_()
         self.combine()
 
     def dispatch(self) -> dict[str, torch.Tensor]:
         """Sends the payloads; returns them as received, at the same addresses every time."""
-        received = self._op.dispatch(self._ids, self._payloads, self._max_num_tokens)
-        return {name: each.view(dtype) for (name, dtype), each in zip(self._dtypes.items(), received)}
+        return self._native.dispatch(self._ids, self._payloads, self._max_num_tokens)
 
     def mark_padding(self, name: str, pad_id: int) -> None:
         """Overwrites the int32 payload `name` with pad_id past the received rows; between dispatch and combine.
 
         Launches one small kernel on the current stream.
         """
-        from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_sanitize_expert_ids
-
-        op = self._op
-        moe_a2a_sanitize_expert_ids(self.received[name], op.workspace, op.metainfo, op.ep_rank, pad_id)
+        self._native.mark_padding(self.received[name], pad_id)
 
     def combine(self) -> torch.Tensor:
         """Sums `combine_rows` of the ranks that each token went to: `[T, H]`, at the same address every time."""
-        result: torch.Tensor = self._op.combine(
-            self.combine_rows,
-            self._max_num_tokens,
-            payload_in_workspace=not self._fp8_combine,
-            output=self._out,
-            use_low_precision=self._fp8_combine,
-        )
-        return result
+        return self._native.combine(
+            self.combine_rows, self._max_num_tokens, self._out, in_workspace=not self._fp8_combine,
+            fp8=self._fp8_combine,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Unmaps the workspace once no rank uses it. Collective."""
-        torch.cuda.synchronize()
-        dist.barrier(self._group)
         self.received, self.combine_rows = {}, self._out
-        # The class caches workspaces for the life of the process; a sweep would collect them.
-        self._op._reset_workspace()
-        self._op = None
-
-
-def _align(payload: torch.Tensor) -> int:
-    """Largest power of two, at most a wide store's, that divides a row's bytes."""
-    row_bytes = payload.shape[1] * payload.dtype.itemsize
-    return min(row_bytes & -row_bytes, WORD_BYTES)
-
-
-def _comm_backend(context: BenchContext) -> Any:
-    """How MoeAlltoAll exchanges file descriptors: over the process group at hand, which is never split."""
-    from flashinfer.comm.mnnvl import TorchDistBackend
-
-    class WholeGroup(TorchDistBackend):  # type: ignore[misc]
-        def Split(self, color: int, key: int) -> Any:
-            return self
-
-    return WholeGroup(context.group)
+        self._native.close()
 
 
 class _FlashInferSession(Session):

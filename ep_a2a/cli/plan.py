@@ -111,8 +111,7 @@ def _plan_op(
 ) -> "tuple[Plan, list[str]]":  # fmt: skip
     import torch
 
-    from ep_a2a.cli.plan_sizes import plan_of
-    from ep_a2a.cli.plan_vllm import one_node
+    from ep_a2a.cli.plan_sizes import RINGS_ASSUMED, plan_of
     from ep_a2a.config import FP8_DTYPE, num_owned_experts
     from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 
@@ -122,14 +121,16 @@ def _plan_op(
         "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
         "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
     }  # fmt: skip
+    if across := ranks > (gpus_per_node or ranks):
+        kwargs["gpu_per_node"] = gpus_per_node
     configs = [
         config_from_handle_kwargs(
             {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
-            topology_internode=False,
+            topology_internode=across,
         )
         for rank in range(ranks)
     ]
-    return plan_of(configs), [] if ranks <= (gpus_per_node or ranks) else [one_node(ranks)]
+    return plan_of(configs), [RINGS_ASSUMED] if across else []
 
 
 def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":

@@ -9,6 +9,7 @@ from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints
 from ep_a2a.config import Layout
 from ep_a2a.kernels.layout import OpLayout, Region
 from ep_a2a.kernels.op_memory import block_sizes
+from ep_a2a.kernels.rings import Rings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,8 @@ PART_OF_REGION = {
     Region.EXPERT_WEIGHTS: "expert_rows",
     Region.EXPERT_SLOTS: "reduced_rows",
     Region.REDUCED_ROWS: "reduced_rows",
+    Region.CHUNKS: "rings",
+    Region.CHUNKS_BACK: "rings",
 }
 """Regions of the control and the local block that are not named here are parts of their own."""
 
@@ -56,6 +59,11 @@ class Part:
     holds: str
     is_shared: bool
     fields: tuple[Field, ...] = ()
+
+
+RINGS_ASSUMED = (
+    "nodes that reach each other's memory: over torch.distributed ops have lines for all nodes' tokens, no rings"
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,7 @@ def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]
         "result": (_rows(layout.result[Region.RESULT]) + ", with weights", True),
         "expert_rows": (_rows(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
         "reduced_rows": (_rows(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
+        "rings": (_rings(Rings.of(config)), True),
         "local": ("counters and the routing record", False),
     }
 
@@ -171,6 +180,11 @@ def _later(config: EpDispatchCombineConfig) -> tuple[Part, ...]:
     copied = f"{rows} x {topk}, when combine gets dispatch's weights"
     parts.append(Part("combine_weights_copy", rows * topk * WEIGHT_BYTES, copied, True))
     return tuple(parts)
+
+
+def _rings(rings: Rings) -> str:
+    count = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
+    return f"{count} of {rings.chunk_tokens} tokens, to experts and back"
 
 
 def _rows(field: Field) -> str:

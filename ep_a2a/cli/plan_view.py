@@ -29,6 +29,7 @@ TITLES = {
     "result": "result",
     "expert_rows": "rows by expert",
     "reduced_rows": "reduced rows",
+    "rings": "rings",
     "local": "local",
     "combine_input": "combine input buffer",
     "combine_rows_copy": "copy of the rows",

@@ -1,1 +1,1 @@
-"""What other libraries would ask for, computed without them."""
+"""Other libraries' interfaces on our ops, and what they would ask for, without them."""

@@ -39,20 +39,29 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 
 @portable
-def tell_peers(table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
-    """Tells every peer that this rank has begun this combine, and whether it brings weights."""
+def tell_peers(
+    table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    ORDERS: tl.constexpr,
+):  # fmt: skip
+    """Tells every peer that this rank has begun this combine, and whether it brings weights.
+
+    ORDERS: as in post_all; weights must be ordered.
+    """
     if HAS_WEIGHTS:
         lanes = tl.arange(0, WORLD_LANES)
         present = lanes < WORLD_SIZE
         told = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
         tl.store(told, lanes * 0 + epoch, mask=present)
-    post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS)
+    post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
 
 
 @portable
-def hear_peers(table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def hear_peers(
+    table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    ORDERS: tl.constexpr,
+):  # fmt: skip
     """Waits until every peer has begun this combine; the poison word, also when a peer brings no weights."""
-    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS)
+    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, WORLD_LANES)
@@ -124,7 +133,7 @@ def combine_kernel(
     poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if SEND:
         if is_keeper & (poison == 0):
-            tell_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS)
+            tell_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
         if is_sender & (poison == 0):
             push_results(
                 first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders,
@@ -136,7 +145,7 @@ def combine_kernel(
         if is_keeper:
             if poison == 0:
                 # also tells that every peer's experts have read what this rank will write next
-                poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS)
+                poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
         elif (receiver >= 0) & (poison == 0):
             first_own_row = rank * stride
             if COMPACT:

@@ -172,7 +172,7 @@ def dispatch_kernel(
                 post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
             if COMPACT:
                 _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-                bases = rows_before(table, rank, WORLD_SIZE, WORLD_LANES)
+                bases = rows_before(table, rank, rank, WORLD_SIZE, WORLD_LANES)
         if poison == 0:
             first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
             for token in range(first, last):

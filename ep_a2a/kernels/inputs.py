@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout
+from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout, QuantType
 from ep_a2a.errors import (
     ClosedError,
     ContiguityError,
@@ -38,10 +38,15 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
     """Why this rank cannot build the op, or None."""
     if arena.closed:
         return ClosedError("an open arena", "a closed one")
-    if config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+    if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
         return UnsupportedError(
-            "kernel_type IntraNode", f"{config.kernel_type.name}, which this version does not have",
-            "Use kernel_type=IntraNode on one node, or the allgather_reducescatter backend across nodes.",
+            "another kernel_type", "IntraNodeLL",
+            "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
+        )  # fmt: skip
+    if config.uses_rings and config.combine_quant is not QuantType.NONE:
+        return UnsupportedError(
+            f"no cast on the wire of combine with {config.kernel_type.name}", config.combine_quant.value,
+            "Use another quant_type, or kernel_type InterNode.",
         )  # fmt: skip
     if arena.in_use(config.digest(), index):
         return StateError(

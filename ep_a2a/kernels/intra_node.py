@@ -188,39 +188,54 @@ class IntraNodeKernels:
         return list({id(variant): (variant, values) for variant, values in self._reachable(stages)}.values())
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
+        dispatches, combines = list(self._stand_in_dispatches()), list(self._stand_in_combines())
+        for phase, tokens, launch in shapes:
+            for args in dispatches if phase is not Phase.COMBINE else ():
+                sized = args._replace(max_num_tokens=tokens)
+                yield (
+                    self._dispatch_variant(sized, phase, launch, stages), self._dispatch_values(sized, phase, launch)
+                )  # fmt: skip
+        for phase, tokens, launch in shapes:
+            for combine in combines if phase is Phase.COMBINE else ():
+                back = combine._replace(max_num_tokens=tokens)
+                variant = self._combine_variant(back, launch, stages, in_place=stages == WHOLE)
+                yield variant, self._combine_values(back, launch)
+        yield from self._other_variants()
+
+    def _stand_in_dispatches(self) -> Iterator[DispatchArguments]:
+        """A dispatch of each form that is to be compiled, of one token at most."""
         config = self.config
         word = torch.empty(16, dtype=torch.int32, device=self.device)
         floats = torch.empty(16, dtype=torch.float32, device=self.device)
         only_serving = config.compiled_calls == CompiledCalls.SERVING
-        # in layout expert_major weights always travel, and never come back
-        always_weighted = only_serving or self._by_expert is not None
-        sent_weights = (floats,) if always_weighted else (None, floats)
-        summed_weights = (None,) if always_weighted else (None, floats)
-        compared_ids = (None,) if only_serving else (None, word)
+        # in layout expert_major weights always travel
+        sent_weights = (floats,) if only_serving or self._by_expert is not None else (None, floats)
         inputs = [torch.empty(16, dtype=config.data_type, device=self.device)]
         if config.casts_in_dispatch and not only_serving:
             inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
         scale_options: list[torch.Tensor | None] = [None, word] if config.num_scales else [None]
         if only_serving:
             scale_options = scale_options[-1:]
-        shapes = launch_shapes(config, self.num_sms, self._tables, self.max_sms)
-        for phase, tokens, launch in shapes:
-            for x in inputs if phase is not Phase.COMBINE else ():
-                cast = config.casts_in_dispatch and x.dtype != FP8_DTYPE
-                for scales in [None] if cast else scale_options:
-                    for weights in sent_weights:
-                        args = DispatchArguments(x, scales, weights, word, 0, tokens, 1, -1, 1)
-                        variant = self._dispatch_variant(args, phase, launch, stages)
-                        yield variant, self._dispatch_values(args, phase, launch)
-        if not only_serving:
-            yield self._count_variant(), (self.table, 0, 1, 0, word)
-        rows = torch.empty(16, dtype=config.combined_dtype, device=self.device)
-        for phase, tokens, launch in shapes:
-            for weights in summed_weights if phase is Phase.COMBINE else ():
-                for ids in compared_ids:
-                    combine = CombineArguments(rows, weights, ids, rows, 0, tokens)
-                    variant = self._combine_variant(combine, launch, stages, in_place=stages == WHOLE)
-                    yield variant, self._combine_values(combine, launch)
+        for x in inputs:
+            for scales in [None] if self._casts(x) else scale_options:
+                for weights in sent_weights:
+                    yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
+
+    def _stand_in_combines(self) -> Iterator[CombineArguments]:
+        """A combine of each form that is to be compiled."""
+        only_serving = self.config.compiled_calls == CompiledCalls.SERVING
+        rows = torch.empty(16, dtype=self.config.combined_dtype, device=self.device)
+        word = torch.empty(16, dtype=torch.int32, device=self.device)
+        floats = torch.empty(16, dtype=torch.float32, device=self.device)
+        # in layout expert_major weights never come back
+        for weights in (None,) if only_serving or self._by_expert is not None else (None, floats):
+            for ids in (None,) if only_serving else (None, word):
+                yield CombineArguments(rows, weights, ids, rows, 0, 1)
+
+    def _other_variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        if self.config.compiled_calls != CompiledCalls.SERVING:
+            yield self._count_variant(), (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
         if self._by_expert is not None:
             yield from self._by_expert.variants()
 
@@ -287,17 +302,21 @@ class IntraNodeKernels:
             "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
         }  # fmt: skip
 
-    def _dispatch_values(self, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
-        config = self.config
+    def _dispatch_tensors(self, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
+        """(x, scales, weights, ids, table) as kernels take them."""
         x = args.x if self._casts(args.x) else args.x.view(torch.int32)
         scales, weights = args.ids, args.ids
         if args.scales is not None:
-            width = config.scale_bytes if phase is Phase.FLAGGED_DISPATCH else self._scale_bytes(args.scales)
-            scales = args.scales.view(torch.int32 if width % WORD_BYTES == 0 else torch.uint8)
+            scales = args.scales.view(torch.int32 if scale_width_bytes % WORD_BYTES == 0 else torch.uint8)
         if args.weights is not None:
             weights = args.weights.view(torch.int32)
+        return x, scales, weights, args.ids, self.table
+
+    def _dispatch_values(self, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
+        config = self.config
+        width = config.scale_bytes if phase is Phase.FLAGGED_DISPATCH else self._scale_bytes(args.scales)
         values = (
-            x, scales, weights, args.ids, self.table,
+            *self._dispatch_tensors(args, width),
             args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
             config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
             config.rank,

@@ -5,7 +5,8 @@ An op uses six blocks of memory:
 control  symmetric, the op's own: flags, counts, expert ids and flagged rows that other ranks write.
 dispatch symmetric, shared by sequential ops: the rows that other ranks write.
 combine  symmetric, shared by sequential ops: the result rows that other ranks write. Between steps every bit in it is
-         set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY).
+         set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY). Of an op with rings
+         (kernels/rings.py): the result rows that other ranks of the node read, and rings; they hold anything.
 local    this rank's only: step counters and the routing record.
 result   this rank's only, shared by sequential ops: what combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, Layout
+from ep_a2a.kernels.rings import Rings
 
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 4
@@ -61,6 +63,16 @@ class Region(enum.IntEnum):
     EXPERT_WEIGHTS = 29
     EXPERT_SLOTS = 30
     REDUCED_ROWS = 31
+    CHUNKS_ARRIVED = 32
+    CHUNKS_TAKEN = 33
+    CHUNKS = 34
+    CHUNKS_BACK = 35
+    CHANNEL_STATE = 36
+    OWN_LINES = 37
+    FORWARDED_CHANNELS = 38
+    FORWARDED_CHUNKS = 39
+    FORWARDED_LINES = 40
+    FORWARDED_ROWS = 41
 
 
 class State(enum.IntEnum):
@@ -154,6 +166,10 @@ class OpLayout:
         sent_rows = world_size * max_tokens
         reduced_rows = sent_rows if config.layout == Layout.EXPERT_MAJOR else 0
         expert_rows = config.num_local_experts * reduced_rows
+        rings = Rings.of(config)
+        num_nodes, channels, slots = rings.num_nodes, rings.num_channels, rings.num_slots
+        # with rings the ranks of a token's node take results from where its experts' ranks keep them
+        result_rows = rows if config.uses_rings else sent_rows
         i32, i64, f32, u8 = torch.int32, torch.int64, torch.float32, torch.uint8
         return cls(
             control=_block(
@@ -166,16 +182,20 @@ class OpLayout:
                 (Region.SOURCE_POSITIONS, i32, (rows,)),
                 (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, hidden_dim)),
                 (Region.FLAGGED_SIDES, i64, (world_size * config.flagged_tokens, side_words(config))),
+                (Region.CHUNKS_ARRIVED, i32, (2, num_nodes, channels)),
+                (Region.CHUNKS_TAKEN, i32, (2, num_nodes, channels)),
             ),
             dispatch=_block(
                 (Region.TOKENS, config.wire_dtype, (rows, hidden_dim)),
                 (Region.SCALES, u8, (rows, config.num_scales * config.scale_bytes)),
                 (Region.WEIGHTS, f32, (rows, topk)),
+                (Region.CHUNKS, i32, (num_nodes, channels, slots, rings.slot_words)),
             ),
             combine=_block(
-                (Region.COMBINE_ROWS, config.combine_wire_dtype, (sent_rows, hidden_dim)),
-                (Region.COMBINE_SCALES, f32, (sent_rows, config.num_combine_scales)),
-                (Region.COMBINE_WEIGHTS, f32, (sent_rows, topk)),
+                (Region.COMBINE_ROWS, config.combine_wire_dtype, (result_rows, hidden_dim)),
+                (Region.COMBINE_SCALES, f32, (result_rows, config.num_combine_scales)),
+                (Region.COMBINE_WEIGHTS, f32, (result_rows, topk)),
+                (Region.CHUNKS_BACK, i32, (num_nodes, channels, slots, rings.back_slot_words)),
             ),
             local=_block(
                 (Region.STATE, i32, (STATE_WORDS,)),
@@ -187,6 +207,12 @@ class OpLayout:
                 (Region.TOTAL_RECV, i32, (1,)),
                 (Region.EXPERT_COUNTS, i32, (max(1, config.num_local_experts),)),
                 (Region.EXPERT_RECV_COUNT, i32, (max(1, config.num_local_experts),)),
+                (Region.CHANNEL_STATE, i32, (2, channels, 2, num_nodes)),
+                (Region.OWN_LINES, i32, (max_tokens if num_nodes else 0, num_nodes)),
+                (Region.FORWARDED_CHANNELS, i32, (num_nodes,)),
+                (Region.FORWARDED_CHUNKS, i32, (channels, num_nodes)),
+                (Region.FORWARDED_LINES, i32, (num_nodes, rings.num_chunks)),
+                (Region.FORWARDED_ROWS, i32, (num_nodes, rings.num_chunks * rings.chunk_tokens, rings.gpus_per_node)),
             ),
             result=_block(
                 (Region.RESULT, config.combined_dtype, (max_tokens, hidden_dim)),

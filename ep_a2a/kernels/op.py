@@ -16,7 +16,7 @@ from ep_a2a.kernels import inputs
 from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure, wire_word
-from ep_a2a.kernels.intra_node import IntraNodeKernels
+from ep_a2a.kernels.inter_node import kernels_of
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
 from ep_a2a.kernels.op_views import DispatchViews
@@ -67,7 +67,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
         self._streams = self._memory.memory.slot.streams
-        self._kernels = IntraNodeKernels(config, self._memory.table, arena.device)
+        self._kernels = kernels_of(config, self._memory.table, arena.device)
         self._accepted = inputs.Accepted()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None

@@ -33,12 +33,17 @@ def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
     layout = OpLayout.of(config)
     return BlockSizes(
         own=layout.control.num_bytes,
-        shared={"dispatch": layout.dispatch.num_bytes, "combine": layout.combine.num_bytes},
+        shared={"dispatch": layout.dispatch.num_bytes, combine_role(config): layout.combine.num_bytes},
         local_own=layout.local.num_bytes,
         local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
         record_words=RECORD_HEADER_WORDS + config.world_size,
-        fill_bytes={"combine": EMPTY_BYTE},
+        fill_bytes={} if config.uses_rings else {"combine": EMPTY_BYTE},
     )
+
+
+def combine_role(config: EpDispatchCombineConfig) -> str:
+    """The role of an op's combine block, which only ops that keep to the same fill byte may share."""
+    return "combine_rings" if config.uses_rings else "combine"
 
 
 class BoundMemory:
@@ -60,10 +65,11 @@ class BoundMemory:
             )  # fmt: skip
         self.memory: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
         symmetric, layout = self.memory.symmetric, self.layout
+        combine = symmetric[combine_role(config)]
         self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
             (layout.control, symmetric["own"].local, symmetric["own"].peer_addresses),
             (layout.dispatch, symmetric["dispatch"].local, symmetric["dispatch"].peer_addresses),
-            (layout.combine, symmetric["combine"].local, symmetric["combine"].peer_addresses),
+            (layout.combine, combine.local, combine.peer_addresses),
             (layout.local, self.memory.local_own, self._own_address(self.memory.local_own)),
             (layout.result, self.memory.local_shared["result"], self._own_address(self.memory.local_shared["result"])),
             (layout.expert, self.memory.local_shared["expert"], self._own_address(self.memory.local_shared["expert"])),

@@ -97,11 +97,11 @@ def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
 
 
 @portable
-def rows_before(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """[WORLD_LANES]: at each destination, the rows of all sources below this rank (layout compact)."""
+def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """[WORLD_LANES]: at each destination, the rows of all sources below `source` (layout compact)."""
     lanes = tl.arange(0, WORLD_LANES)
     lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
-    mask = (lanes < rank)[:, None] & (lanes < WORLD_SIZE)[None, :]
+    mask = (lanes < source)[:, None] & (lanes < WORLD_SIZE)[None, :]
     return reduce_sum(payload_of(tl.load(lines, mask=mask, other=0, volatile=True)), 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -11,11 +10,14 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ClosedError, StateError, UnsupportedError
 from ep_a2a.managers.cache import Cache
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
+
+    from ep_a2a.managers.libraries import Library
 
 DispatchedTokens = (
     tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,26 +32,7 @@ OFFERED_BY = {
     "combine": ("naive", "allgather_reducescatter"),
     "set_num_sms": ("ep_a2a",),
 }
-"""Backends of this package that offer what not all offer, for error messages; a test compares it with the classes."""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do.
-
-    Attributes:
-        has_handles: `get_handle` returns ops with dispatch and combine.
-        dispatches_tokens: the manager itself has dispatch, dispatch_router_logits and combine on hidden states.
-        output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
-        graph_safe: dispatch and combine can be captured in a CUDA graph.
-        runs_on_cpu: it works on CPU tensors.
-    """
-
-    has_handles: bool
-    dispatches_tokens: bool
-    output_is_reduced: bool
-    graph_safe: bool
-    runs_on_cpu: bool
+"""Backends that need no other library and offer what not all offer, for errors; a test compares it with the classes."""
 
 
 class All2AllManagerBase:
@@ -63,6 +46,9 @@ class All2AllManagerBase:
         tcp_store_group: kept for vLLM, whose elastic groups pass one.
 
     Attributes:
+        backend: its name.
+        capabilities: what it can do.
+        library: another project's package that it needs, or None.
         rank, world_size: this process in the group, and the group's size.
         device_group: None, or a process group of the same ranks that moves CUDA tensors (NCCL), to be set by its
             owner before first use; managers that need one make their own otherwise.
@@ -72,7 +58,8 @@ class All2AllManagerBase:
     """
 
     backend: ClassVar[str] = ""
-    capabilities: ClassVar[Capabilities] = Capabilities(False, False, False, False, False)
+    capabilities: ClassVar[Capabilities] = Capabilities(has_handles=False)
+    library: ClassVar[Library | None] = None
     support_fault_tolerance: bool = False
 
     def __init__(self, cpu_group: dist.ProcessGroup, tcp_store_group: Any = None) -> None:

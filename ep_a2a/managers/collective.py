@@ -10,7 +10,8 @@ import torch
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
-from ep_a2a.managers.base import All2AllManagerBase, Capabilities
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.device_groups import DeviceGroups
@@ -33,8 +34,10 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     """
 
     capabilities = Capabilities(
-        has_handles=True, dispatches_tokens=True, output_is_reduced=True, graph_safe=False, runs_on_cpu=True
-    )
+        dispatches_tokens=True, graph_safe=False, host_sync=True, receive_cap=True, gpus=("NVIDIA", "AMD"),
+        runs_on_cpu=True, was_run="CPU; H200s (NCCL)",
+        notes=("AMD GPUs: not run",),
+    )  # fmt: skip
     exchange_type: ClassVar[type[RowExchange]]
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:

@@ -17,6 +17,7 @@ from ep_a2a.config import (
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.managers.names import did_you_mean
+from ep_a2a.policy import inter_node_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,9 @@ EXTRA_KWARGS = (
     "expert_alignment",
     "flagged_max_tokens",
     "compiled_calls",
+    "chunk_tokens",
+    "ring_chunks",
+    "rail",
 )
 """Ours: passed through to the config field of the same name."""
 
@@ -55,7 +59,7 @@ INTRA_NODE_LAUNCH: dict[str, Any] = {
     "kernel_type": EpDispatchCombineKernelType.IntraNode, "block_num": 80, "rdma_block_num": 0,
 }  # fmt: skip
 INTER_NODE_LAUNCH: dict[str, Any] = {
-    "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "block_num": 32, "rdma_block_num": 16,
+    "block_num": 32, "rdma_block_num": 16,
 }  # fmt: skip
 MORI_GPUS_PER_NODE = 8
 
@@ -80,6 +84,8 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
     world_size = kwargs["num_ep_ranks"]
     values: dict[str, Any] = {field: kwargs[name] for name, field in CONFIG_FIELD_OF_KWARG.items()}
     values |= INTER_NODE_LAUNCH if topology_internode else INTRA_NODE_LAUNCH
+    if topology_internode:
+        values["kernel_type"] = inter_node_kernel(kwargs["max_num_tokens_per_dp_rank"])
     values |= {
         "data_type": data_type,
         "combine_dtype": combine_dtype,

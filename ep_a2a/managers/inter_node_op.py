@@ -41,7 +41,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     rail is broken, which `reset` does not mend: destroy the manager and make a new one.
 
     Args:
-        config: of the whole group; kernel_type InterNodeV1.
+        config: of the whole group; kernel_type InterNodeV1, InterNodeV1LL or AsyncLL, which are one here: each sends a
+            whole step at once.
         grid: the nodes, and where this rank is.
         rail: moves lines between the ranks of one local number.
         arena: of the ranks of this node.
@@ -59,10 +60,11 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     ) -> None:  # fmt: skip
         super().__init__(config, arena.device)
         error = None
-        if config.kernel_type is not EpDispatchCombineKernelType.InterNodeV1:
+        if not config.uses_rings:
             error = UnsupportedError(
-                "kernel_type InterNodeV1 on several nodes", config.kernel_type.name, "Leave it to the manager."
-            )
+                "kernel_type InterNodeV1, InterNodeV1LL or AsyncLL on several nodes", config.kernel_type.name,
+                "Leave it to the manager.",
+            )  # fmt: skip
         agree_on_config(config, rendezvous, index, error)
         self._grid, self._rail = grid, rail
         self._in_node = EpDispatchCombineOp(in_node_config(config, grid), arena=arena, index=index)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from ep_a2a.config import MAX_TOPK, QuantType
 from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
 from ep_a2a.kernels.base_op import agree_on_config
-from ep_a2a.managers.base import All2AllManagerBase, Capabilities
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.rail_choice import choose_transport, make_rail
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
@@ -28,6 +31,18 @@ if TYPE_CHECKING:
     NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
 
 
+logger = logging.getLogger(__name__)
+
+
+def _why_not_rings(topology: Topology, config: EpDispatchCombineConfig) -> str | None:
+    """Why the kernels of rings cannot serve nodes, None if they can."""
+    if not topology.on_one_host:
+        return "nodes of several hosts"
+    if config.combine_quant is not QuantType.NONE:
+        return f"quant_type {config.quant_type} casts on the wire of combine, which rings do not"
+    return None
+
+
 class Nodes:
     """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
 
@@ -36,11 +51,14 @@ class Nodes:
         grid: the nodes, and where this rank is.
         device: where tensors lie.
         timeout_secs: bound of a hop between nodes on CPU.
+        reason: why the rail's transport was chosen.
     """
 
-    def __init__(self, group: ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float, reason: str
+    ) -> None:
         self._group = make_subgroup(group, grid.node_ranks)
-        self.rail = choose_rail("", group, grid, device, timeout_secs)
+        self.rail = make_rail(reason, group, grid, device, timeout_secs)
         self.arena = Arena(self._group, device)
 
     def close(self) -> None:
@@ -53,14 +71,21 @@ class Nodes:
 class NativeAll2AllManager(All2AllManagerBase):
     """Ops on Triton kernels that write into peers' memory: over NVLink on GPUs, over shared memory on CPU.
 
-    One node is served by IntraNode, several by InterNodeV1. The manager owns the memory: ops of the same handle kwargs
-    get the same addresses again, and `destroy` gives it back. Tokens are exchanged through ops only.
+    One node is served by IntraNode, several by InterNodeV1, or InterNodeV1LL where no rank ever has many tokens. The
+    manager owns the memory: ops of the same handle kwargs get the same addresses again, and `destroy` gives it back.
+    Tokens are exchanged through ops only.
     """
 
     backend = "ep_a2a"
     capabilities = Capabilities(
-        has_handles=True, dispatches_tokens=False, output_is_reduced=True, graph_safe=True, runs_on_cpu=True
-    )
+        layouts=("compact", "rank_major", "expert_major"), cast="inside",
+        combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"), max_topk=MAX_TOPK, receive_cap=True,
+        runs_on_cpu=True, was_run="CPU; H200s, one node",
+        notes=(
+            "expert_major: combine applies the weights",
+            "several nodes: over torch.distributed, on CPU so far, without source positions",
+        ),
+    )  # fmt: skip
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
@@ -106,7 +131,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             # kwargs that say the same in other words mean the same op, not a second one on its memory
             op = self._ops.get((config, index))
             if op is None:
-                op = self._ops[config, index] = self._make_op(config, grid, index)
+                op = self._ops[config, index] = self._make_op(config, topology, grid, index)
             return op
 
         op: NativeOp = self.handle_cache.get_or_create(kwargs, make, index)
@@ -119,17 +144,23 @@ class NativeAll2AllManager(All2AllManagerBase):
         num_own_bytes: int = sum(op.num_own_bytes for op in self.handle_cache.handles())
         return num_own_bytes + sum(arena.num_bytes for arena in arenas)
 
-    def _make_op(self, config: EpDispatchCombineConfig, grid: NodeGrid | None, index: int) -> NativeOp:
+    def _make_op(
+        self, config: EpDispatchCombineConfig, topology: Topology, grid: NodeGrid | None, index: int
+    ) -> NativeOp:
         # Triton is loaded when the first op is made, not when the manager is.
-        if grid is None:
+        transport, reason = "peer_memory", "one node"
+        if grid is not None:
+            transport, reason = choose_transport(config.rail, why_not_peer_memory=_why_not_rings(topology, config))
+        if grid is None or transport == "peer_memory":
             from ep_a2a.kernels.op import EpDispatchCombineOp
 
+            logger.info("%s through %s: %s", config.kernel_type.name, transport, reason)
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 
         nodes = self._nodes.get(grid.num_nodes)
         if nodes is None:
-            nodes = self._nodes[grid.num_nodes] = Nodes(self.cpu_group, grid, self.device, config.timeout)
+            nodes = self._nodes[grid.num_nodes] = Nodes(self.cpu_group, grid, self.device, config.timeout, reason)
         return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
 
     def _require_shared_memory(self, topology: Topology) -> None:
@@ -141,7 +172,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
         if topology.internode:
-            return "InterNodeV1", f"{topology.num_nodes} nodes: one hop between them, one inside"
+            return "InterNodeV1", f"{topology.num_nodes} nodes: one hop between them, one inside (V1LL for few tokens)"
         return "IntraNode", "all ranks on one node"
 
     def set_num_sms(self, num_sms: int) -> None:

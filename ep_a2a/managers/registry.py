@@ -82,6 +82,26 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
     return creator(cpu_group, tcp_store_group=tcp_store_group)
 
 
+def manager_type(name: str) -> type[All2AllManagerBase] | None:
+    """The class of backend `name`, whose capabilities and library can be read without making one; None where the
+    target is no class.
+
+    Raises:
+        UnknownNameError: no such backend.
+    """
+    with _lock:
+        check_backend_name(name)
+        target = _targets[_names[name]]
+    creator = _load(target) if isinstance(target, str) else target
+    return creator if isinstance(creator, type) else None
+
+
+def aliases_of(name: str) -> tuple[str, ...]:
+    """Other names of a backend."""
+    with _lock:
+        return tuple(alias for alias, target in _names.items() if target == name and alias != name)
+
+
 def _is_import_path(target: object) -> bool:
     return isinstance(target, str) and all(part.strip() for part in target.partition(":"))
 
@@ -92,8 +112,20 @@ def _load(path: str) -> Creator:
     return creator
 
 
+_MANAGERS = "ep_a2a.managers"
 register_manager("ep_a2a", "ep_a2a.managers.native:NativeAll2AllManager")
 register_manager("naive", "ep_a2a.managers.naive:NaiveAll2AllManager")
 register_manager(
     "allgather_reducescatter", "ep_a2a.managers.allgather_reducescatter:AllGatherReduceScatterAll2AllManager"
 )
+register_manager("mori", f"{_MANAGERS}.mori:MoriAll2AllManager", aliases=("mori_high_throughput",))
+register_manager("mori_low_latency", f"{_MANAGERS}.mori:MoriLowLatencyAll2AllManager")
+register_manager("deepep_high_throughput", f"{_MANAGERS}.deepep_high_throughput:DeepEPHighThroughputAll2AllManager")
+register_manager("deepep_low_latency", f"{_MANAGERS}.deepep_low_latency:DeepEPLowLatencyAll2AllManager")
+register_manager("deepep_v2", f"{_MANAGERS}.deepep_v2:DeepEPV2All2AllManager")
+register_manager("pplx", f"{_MANAGERS}.pplx:PplxAll2AllManager")
+register_manager("flashinfer_nvlink_one_sided", f"{_MANAGERS}.flashinfer_one_sided:FlashInferOneSidedAll2AllManager")
+register_manager(
+    "flashinfer_nvlink_two_sided", f"{_MANAGERS}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
+    aliases=("flashinfer_all2allv",),
+)  # fmt: skip

@@ -18,26 +18,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RAIL_TRANSPORTS = ("torch.distributed", "nvshmem")
+RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
 NCCL_DEVICES = "NCCL_IB_HCA"
 
 
-def choose_rail(
-    name: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
-) -> RailTransport:
-    """The transport of this name, made together with the other ranks of the rail.
+def choose_transport(name: str, *, why_not_peer_memory: str | None) -> tuple[str, str]:
+    """Which transport carries tokens between nodes.
 
     Args:
-        name: one of RAIL_TRANSPORTS, "auto", or "" for what EP_A2A_RAIL says; equal on all ranks.
-        group, grid, timeout_secs: as in TorchDistributedRail; timeout_secs may differ between ranks.
-        device: where the blocks will lie.
+        name: one of RAIL_TRANSPORTS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
+        why_not_peer_memory: why ranks of different nodes cannot write into each other's memory; None if they can.
+
+    Returns:
+        (name, reason): "torch.distributed", or "peer_memory", with which kernels do all and there is no rail to make.
 
     Raises:
         UnknownNameError: there is no transport of this name; the error lists those there are.
-        UnsupportedError: the transport is not in this version.
-        RankTimeoutError: a rank of the rail did not come.
+        UnsupportedError: the transport is not in this version, or cannot be used here.
     """
-    asked = name or env.RAIL.get()
+    asked = name if name != "auto" else env.RAIL.get()
     if asked not in ("auto", *RAIL_TRANSPORTS):
         known = ", ".join(map(repr, ("auto", *RAIL_TRANSPORTS)))
         raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
@@ -45,11 +44,35 @@ def choose_rail(
         raise UnsupportedError(
             "a transport that this version has", "'nvshmem', which it has not", "Use 'torch.distributed' or 'auto'."
         )
+    if asked == "peer_memory" and why_not_peer_memory is not None:
+        raise UnsupportedError(
+            "nodes that reach each other's memory, with transport 'peer_memory'", why_not_peer_memory,
+            "Use 'torch.distributed' or 'auto'.",
+        )  # fmt: skip
+    if asked != "auto":
+        return asked, "asked for by name"
+    if why_not_peer_memory is None:
+        return "peer_memory", "virtual nodes of one host"
+    return "torch.distributed", why_not_peer_memory
+
+
+def make_rail(
+    reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
+) -> RailTransport:
+    """The rail on torch.distributed, made together with its other ranks.
+
+    Args:
+        reason: why it was chosen, for the log.
+        group, grid, timeout_secs: as in TorchDistributedRail; timeout_secs may differ between ranks.
+        device: where the blocks will lie.
+
+    Raises:
+        RankTimeoutError: a rank of the rail did not come.
+    """
     if device.type == "cuda":
         name_network_devices()
     library = "NCCL" if device.type == "cuda" else "gloo"
-    why = "asked for by name" if asked != "auto" else "the only one of this version"
-    rail = TorchDistributedRail(group, grid, timeout_secs, f"torch.distributed on {library}: {why}")
+    rail = TorchDistributedRail(group, grid, timeout_secs, f"torch.distributed on {library}: {reason}")
     logger.info("rail of ranks %s: %s", ", ".join(map(str, grid.rail_ranks)), rail.reason)
     return rail
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM_TIMEOUT_SECS = 240
-EXAMPLES = ("mori_complete_example", "ep_group_example", "direct_api_example")
+EXAMPLES = ("mori_complete_example", "ep_group_example", "direct_api_example", "deep_ep_example")
 
 
 def environment() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.rail_choice import make_rail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from tests.markers import needs_gpus
@@ -24,7 +24,7 @@ ONLY = "the only one of this version"
 def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int) -> tuple[str, int]:
     """Exchanges of several sizes, then one that a graph replays with new data each time."""
     grid, device = grid_of(num_nodes, gpus_per_node, context.rank), context.device
-    rail = choose_rail("auto", context.group, grid, device, 30.0)
+    rail = make_rail("a test", context.group, grid, device, 30.0)
     for step, num_bytes in enumerate((1, 4096, NUM_BYTES, 16)):
         exchange_and_check(rail, context.rank, step, num_bytes, device)
     sent = torch.zeros(num_nodes, NUM_BYTES, dtype=torch.uint8, device=device)

@@ -12,7 +12,7 @@ import torch
 
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.memory import rail_choice
-from ep_a2a.memory.rail_choice import choose_rail
+from ep_a2a.memory.rail_choice import choose_transport, make_rail
 from ep_a2a.memory.rails import GLOO_PATIENCE_SECS, TorchDistributedRail
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
@@ -203,25 +203,36 @@ def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
 
 def choose(context: RankContext) -> list[tuple[str, str]]:
     chosen = []
-    for name in ("auto", "torch.distributed", ""):
-        rail = choose_rail(name, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+    for name in ("auto", "torch.distributed"):
+        chosen_name, reason = choose_transport(name, why_not_peer_memory="nodes of several hosts")
+        assert chosen_name == "torch.distributed"
+        rail = make_rail(reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
         exchange_and_check(rail, context.rank, 0, 64, CPU)
         chosen.append((rail.name, rail.reason))
         rail.close()
-    with pytest.raises(UnknownNameError, match=r"'auto', 'torch\.distributed', 'nvshmem'; got 'rdma'"):
-        choose_rail("rdma", context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
-    with pytest.raises(UnsupportedError, match="nvshmem") as caught:
-        choose_rail("nvshmem", context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
-    assert "torch.distributed" in caught.value.remedy
     return chosen
 
 
 def test_transports_by_name(ranks):
     for chosen in ranks(choose, 2):
         assert {name for name, _ in chosen} == {"torch.distributed"}
-        assert "the only one" in chosen[0][1]
+        assert "nodes of several hosts" in chosen[0][1]
         assert "asked for by name" in chosen[1][1]
-        assert chosen[2] == chosen[0]
+
+
+def test_choice_of_a_transport(monkeypatch):
+    assert choose_transport("auto", why_not_peer_memory=None) == ("peer_memory", "virtual nodes of one host")
+    assert choose_transport("torch.distributed", why_not_peer_memory=None)[0] == "torch.distributed"
+    known = r"'auto', 'torch\.distributed', 'peer_memory', 'nvshmem'; got 'rdma'"
+    with pytest.raises(UnknownNameError, match=known):
+        choose_transport("rdma", why_not_peer_memory=None)
+    with pytest.raises(UnsupportedError, match="nvshmem") as caught:
+        choose_transport("nvshmem", why_not_peer_memory=None)
+    assert "torch.distributed" in caught.value.remedy
+    with pytest.raises(UnsupportedError, match="nodes of several hosts"):
+        choose_transport("peer_memory", why_not_peer_memory="nodes of several hosts")
+    monkeypatch.setenv("EP_A2A_RAIL", "torch.distributed")
+    assert choose_transport("auto", why_not_peer_memory=None) == ("torch.distributed", "asked for by name")
 
 
 @pytest.mark.parametrize(

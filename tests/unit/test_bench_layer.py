@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.bench.flashinfer import FlashInferContender, _align, _unsupported
+from ep_a2a.bench.flashinfer import FlashInferContender, _unsupported
 from ep_a2a.bench.layer_experts import Received, grouped_matmul, quantize_rows, run_experts, sort_pairs
 from ep_a2a.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
 from ep_a2a.bench.layer_model import Gate, MoEWeights
@@ -15,6 +15,7 @@ from ep_a2a.bench.layer_report import format_table
 from ep_a2a.bench.layer_transports import check_transports
 from ep_a2a.bench.workload import Workload
 from ep_a2a.errors import UnknownNameError, UnsupportedError
+from ep_a2a.managers.flashinfer_exchange import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
 from ep_a2a.testing.offline_compile import compile_offline
@@ -164,7 +165,7 @@ def test_flashinfer_needs_gpus() -> None:
 
 @pytest.mark.parametrize(("width", "expected"), [(1, 4), (6, 8), (56, 16), (7168, 16)])
 def test_alignment_of_payload_rows(width: int, expected: int) -> None:
-    assert _align(torch.empty(2, width)) == expected
+    assert row_alignment(width, torch.float32) == expected
 
 
 def test_what_the_layer_refuses() -> None:

@@ -61,6 +61,9 @@ OWN_FIELDS = [
     ("flagged_max_tokens", 128),
     ("expert_alignment", 1),
     ("compiled_calls", "all"),
+    ("chunk_tokens", 64),
+    ("ring_chunks", 4),
+    ("rail", "auto"),
     ("num_owner_ranks", 0),
     ("first_rank", 0),
 ]
@@ -83,6 +86,8 @@ INTEGER_MINIMUM = {
     "num_experts": 0,
     "flagged_max_tokens": 0,
     "expert_alignment": 1,
+    "chunk_tokens": 1,
+    "ring_chunks": 1,
     "num_owner_ranks": 0,
     "first_rank": 0,
     "max_sms": 0,
@@ -208,6 +213,14 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "positions beyond int32": (
         {"world_size": 72, "max_num_inp_token_per_rank": 500_000},
         r"source positions below 2\*\*31 = W \* W \* M; got 2592000000",
+    ),
+    "nodes of unlike sizes": (
+        {"kernel_type": KERNEL_TYPE.InterNodeV1, "gpu_per_node": 3},
+        "gpu_per_node to divide world_size 8; got 3",
+    ),
+    "a ring that counters cannot wrap in": (
+        {"kernel_type": KERNEL_TYPE.InterNodeV1, "ring_chunks": 3},
+        "ring_chunks to be a power of two; got 3",
     ),
     "no expert at all": ({"num_experts_per_rank": 0}, "at least one expert in all; got none"),
     "more flagged tokens than kernels can number": (
@@ -364,6 +377,9 @@ SHARED_CHANGES: dict[str, Any] = {
     "flagged_max_tokens": 64,
     "expert_alignment": 16,
     "compiled_calls": "serving",
+    "chunk_tokens": 32,
+    "ring_chunks": 8,
+    "rail": "torch.distributed",
     "num_owner_ranks": 16,
 }
 OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts", "first_rank"}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
+from tests.wheels import DOWNLOAD_TIMEOUT_SECS as DOWNLOAD_TIMEOUT_SECS
+from tests.wheels import Release
+from tests.wheels import Unavailable as Unavailable
+
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = Path.home() / ".cache" / "ep_a2a" / "vllm"
 VERSIONS = ("0.24.0", "0.28.0", "0.33.0")
 """Lowest, middle and newest of those that are supported."""
 NEWEST = VERSIONS[-1]
@@ -22,58 +22,16 @@ NEWEST = VERSIONS[-1]
 PYTHON_WITH_DEPENDENCIES = ROOT / ".venv-vllm" / "bin" / "python"
 """Made by `make test-vllm`."""
 DEPENDENCIES = ("transformers", "pydantic", "cbor2", "msgspec", "zmq", "openai", "xgrammar", "fastapi", "psutil")
-PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux_2_24", "manylinux2014", "manylinux1")
-DOWNLOAD_TIMEOUT_SECS = 900
 PROGRAM_TIMEOUT_SECS = 900
 
 
-class Unavailable(Exception):
-    """What a test needs cannot be had here; the text says why."""
-
-
 def wheel_folder(version: str) -> Path:
-    """The folder with `vllm` and its METADATA of a release; downloaded once, Python files only.
-
-    Raises:
-        Unavailable: pip cannot download it.
-    """
-    folder = CACHE / version
-    if not metadata_path(folder, version).exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
-            unpacked = Path(temporary) / "unpacked"
-            _unpack(_download(version, Path(temporary)), unpacked)
-            shutil.rmtree(folder, ignore_errors=True)
-            unpacked.rename(folder)
-    return folder
+    """The folder with `vllm` and its METADATA of a release; see tests.wheels."""
+    return Release("vllm", version, abis=("abi3", "cp38")).folder()
 
 
 def metadata_path(folder: Path, version: str) -> Path:
     return folder / f"vllm-{version}.dist-info" / "METADATA"
-
-
-def _download(version: str, folder: Path) -> Path:
-    """The wheel, some 330 MB, whatever machine this is: nothing compiled in it is used."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--python-version", "3.12", "--implementation", "cp", "--abi", "abi3", "--abi", "cp38"]
-    command += [part for name in PLATFORMS for part in ("--platform", f"{name}_x86_64")]
-    try:
-        done = subprocess.run(
-            [*command, "--dest", str(folder), f"vllm=={version}"], capture_output=True, text=True,
-            timeout=DOWNLOAD_TIMEOUT_SECS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"the download of vLLM {version} took more than {DOWNLOAD_TIMEOUT_SECS} s") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Unavailable(f"pip cannot download vLLM {version}: {said[-1]}")
-    return next(folder.glob("vllm-*.whl"))
-
-
-def _unpack(wheel: Path, folder: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name.endswith((".py", ".dist-info/METADATA"))]
-        archive.extractall(folder, wanted)
 
 
 def python_with_dependencies() -> Path:

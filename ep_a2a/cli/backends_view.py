@@ -1,0 +1,121 @@
+"""Backends and their capabilities: as tables of a terminal, as markdown, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from ep_a2a.managers.availability import problems
+from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
+from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the tables.
+
+    Attributes:
+        name, aliases: as `create_manager` takes them.
+        capabilities: what it can do.
+        package, version: of the library that it needs, "" without one; the version that is installed, if any.
+        install: how to get the library.
+        problems: what keeps it from being used here; () where it can be, or where nobody has looked.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    capabilities: Capabilities
+    package: str
+    version: str
+    install: str
+    problems: tuple[str, ...]
+
+    def as_json_object(self) -> dict[str, Any]:
+        """For --json."""
+        return {**dataclasses.asdict(self), "available": not self.problems}
+
+    def cells(self, table: str) -> dict[str, str]:
+        """Text by column of one of TABLES."""
+        texts = {title: _text(value) for title, value in self.capabilities.by_table(table).items()}
+        return {"library": self.package or "none", **texts} if table == NEEDS else texts
+
+
+def registered_backends(*, looks_here: bool) -> list[Backend]:
+    """All registered backends that are manager classes.
+
+    Args:
+        looks_here: import their libraries and look for GPUs.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for name in available_backends():
+        manager = manager_type(name)
+        if manager is None:
+            continue
+        library = manager.library
+        package, install, version = "", "", None
+        if library is not None:
+            package, install = library.distribution, library.install
+            version = library.version if looks_here else None
+        here = problems(manager, device_type) if looks_here else ()
+        found.append(Backend(name, aliases_of(name), manager.capabilities, package, version or "", install, here))
+    return found
+
+
+def available_view(backends: Iterable[Backend]) -> Table:
+    """Which backends can be used here, and why the others cannot."""
+    table = Table(title="Backends on this machine", title_justify="left")
+    for column in ("backend", "also called", "here", "why not"):
+        table.add_column(column)
+    for each in backends:
+        here = "yes" if not each.problems else "no"
+        table.add_row(*(Text(text) for text in (each.name, ", ".join(each.aliases), here, "; ".join(each.problems))))
+    return table
+
+
+def capability_views(backends: Sequence[Backend]) -> list[Table]:
+    """One table for each of TABLES."""
+    views = []
+    for name, title in TABLES.items():
+        table = Table(title=title, title_justify="left")
+        for column in ("backend", *backends[0].cells(name)):
+            table.add_column(column)
+        for each in backends:
+            table.add_row(*(Text(text) for text in (each.name, *each.cells(name).values())))
+        views.append(table)
+    return views
+
+
+def markdown_of(backends: Sequence[Backend]) -> str:
+    """The tables of capabilities, the same on every machine."""
+    parts = []
+    for name, title in TABLES.items():
+        columns = ("backend", *backends[0].cells(name))
+        lines = [f"## {title}", "", _line(columns), _line("---" for _ in columns)]
+        lines += [_line((f"`{each.name}`", *each.cells(name).values())) for each in backends]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        separator = "; " if any(" " in str(each) for each in value) else ", "
+        names = SHORT if all(each in SHORT for each in value) else {}
+        return separator.join(str(names.get(each, each)) for each in value) or "any"
+    return str(value) if value else "any"

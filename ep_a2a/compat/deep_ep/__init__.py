@@ -1,0 +1,12 @@
+"""DeepEP's interface (`deep_ep`, V1) on this package's kernels: change the import, keep the calls (docs/deepep.md)."""
+
+import torch
+
+from ep_a2a.compat.deep_ep.buffer import Buffer
+from ep_a2a.compat.deep_ep.config import Config
+from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
+
+topk_idx_t = torch.int64
+"""Dtype of expert ids in DeepEP; int32 is taken as well."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

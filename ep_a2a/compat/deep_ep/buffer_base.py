@@ -1,0 +1,160 @@
+"""What DeepEP's `Buffer` has beside its calls: construction, streams and events, configs and size hints, refusals."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ep_a2a.compat.deep_ep.config import Config, recommended_configs
+from ep_a2a.compat.deep_ep.low_latency import LowLatencyMode
+from ep_a2a.compat.deep_ep.normal import NormalMode
+from ep_a2a.compat.deep_ep.ops import Ops
+from ep_a2a.compat.deep_ep.steps import Steps
+from ep_a2a.compat.deep_ep.streams import CommStream
+from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
+from ep_a2a.compat.deep_ep_sizes import low_latency_bytes
+from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+SM90 = (9, 0)
+
+
+class BufferBase:
+    """Base of `Buffer`, which says what the arguments are."""
+
+    num_sms: int = 20
+    _max_sms: int = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        max_num_tokens_per_rank: int = 0,
+        max_open_steps: int = 2,
+    ) -> None:
+        if enable_shrink:
+            _refuse_masks()
+        if group is None:
+            raise UnsupportedError("a torch process group", f"group None, comm {comm!r}", "Pass group.")
+        self._steps = Steps(max_open_steps)
+        self._ops = Ops(group, device, max_num_tokens_per_rank)
+        self.group, self.rank, self.group_size = group, self._ops.rank, self._ops.num_ranks
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        self._stream = CommStream(self._ops.device)
+        self._normal = NormalMode(self._ops, self._steps)
+        self._low_latency = LowLatencyMode(self._ops, self._steps)
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _nothing if explicitly_destroy else self._ops.close)
+        self._finalizer.atexit = False  # the process gives everything back
+
+    def destroy(self) -> None:
+        """Gives all memory back; local, to be called on every rank. A second call does nothing."""
+        self._closed = True
+        self._finalizer.detach()
+        self._steps.clear()
+        self._ops.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether the current GPU is a Hopper or later; True without a GPU, where casts to fp8 work as well."""
+        return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SM90
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Bounds the multiprocessors of normal calls that are given no config, in all buffers of the process.
+
+        Before the first call of this there is no bound.
+
+        Raises:
+            ConfigError: an odd or a negative number.
+        """
+        if new_num_sms % 2 or new_num_sms < 0:
+            raise ConfigError("an even number of multiprocessors", str(new_num_sms))
+        BufferBase.num_sms = BufferBase._max_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event behind the work that has been launched on the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP's config of dispatch for this number of ranks, with `num_sms`; UnsupportedError where it has none."""
+        return recommended_configs(num_ranks, BufferBase.num_sms)[0]
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """DeepEP's config of combine for this number of ranks, with `num_sms`; UnsupportedError where it has none."""
+        return recommended_configs(num_ranks, BufferBase.num_sms)[1]
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that DeepEP's low-latency buffers take, by its formula; `ep-a2a plan` says what ours take."""
+        return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts)
+
+    def get_comm_stream(self) -> Any:
+        """The CUDA stream of calls with async_finish; torch's stand-in for a stream on CPU."""
+        return self._stream.stream
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> NoReturn:
+        """Not supported: there is no raw buffer."""
+        raise UnsupportedError(
+            "a raw buffer", "none: each op lays out memory of its own",
+            "Use the tensors that dispatch returns, or get_next_low_latency_combine_buffer.",
+        )  # fmt: skip
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: no call leaves anything behind that the next one, of either mode, would have to clean."""
+        self._require_open()
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
+        """Not supported: ranks cannot be masked."""
+        _refuse_masks()
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
+        """Not supported: ranks cannot be masked."""
+        _refuse_masks()
+
+    def low_latency_clean_mask_buffer(self) -> NoReturn:
+        """Not supported: ranks cannot be masked."""
+        _refuse_masks()
+
+    def _num_sms(self, config: Config | None) -> int:
+        """Most multiprocessors of a normal call; 0 = all."""
+        return BufferBase._max_sms if config is None else config.num_sms
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("a buffer in use", "one that was destroyed", "Create a new Buffer.")
+
+
+def _nothing() -> None:
+    """What the finaliser of a buffer does that is destroyed explicitly."""
+
+
+def _refuse_masks() -> NoReturn:
+    raise UnsupportedError(
+        "all ranks to take part", "masks of ranks (enable_shrink)",
+        "A rank that does not come is a RankTimeoutError on the others; make a new group and buffer without it.",
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""What dispatch hands to combine, and to a later dispatch of the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from ep_a2a.errors import StateError
+
+if TYPE_CHECKING:
+    from ep_a2a.compat.deep_ep.ops import OpShape
+    from ep_a2a.compat.deep_ep.steps import Step
+
+COUNT_BITS = 32
+"""In DeepEP's layout ranges the place of the first row stands above this many bits of the number of rows."""
+
+
+@dataclass
+class Routing:
+    """A normal dispatch, so that it can be repeated.
+
+    Attributes:
+        ids: int32 [T, K], what the op routes by.
+        num_experts: that the ids are of. max_num_tokens: of any rank, equal on all.
+        num_recv_tokens: rows that the caller sees.
+        shape: of the op that holds, or last held, the dispatch. step: that dispatch.
+    """
+
+    ids: torch.Tensor
+    num_experts: int
+    max_num_tokens: int
+    num_recv_tokens: int
+    shape: OpShape
+    step: Step
+
+    @property
+    def num_tokens(self) -> int:
+        """This rank's."""
+        return self.ids.shape[0]
+
+
+class NormalHandle(tuple[Any, ...]):
+    """Handle of `dispatch`, with DeepEP's six places: rank_prefix_matrix (None with num_worst_tokens) and
+    is_token_in_rank, and None where DeepEP keeps what only its kernels need.
+
+    Attributes:
+        routing: what our ops need.
+    """
+
+    routing: Routing
+
+    @classmethod
+    def of(
+        cls, routing: Routing, rank_prefix_matrix: torch.Tensor | None, is_token_in_rank: torch.Tensor
+    ) -> NormalHandle:
+        """A handle of this routing."""
+        handle = cls((rank_prefix_matrix, None, None, None, is_token_in_rank, None))
+        handle.routing = routing
+        return handle
+
+
+class LowLatencyHandle(Sequence[Any]):
+    """Handle of `low_latency_dispatch`, with DeepEP's five places: src_info, layout_range,
+    num_max_dispatch_tokens_per_rank, hidden, num_experts.
+
+    src_info is int32 [E, W * M]: for each row of a local expert its token at the source rank. layout_range is int64
+    [E, W]: for each source rank the place of its first row, shifted by 32 bits, plus their number. Both are worked out
+    when first asked for, which waits for the device and must happen between the dispatch and its combine.
+
+    Args:
+        shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given. has_weights: whether router
+            weights have travelled with the tokens.
+    """
+
+    def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor, has_weights: bool) -> None:
+        self.shape, self.ids, self.topk_idx, self.has_weights = shape, ids, topk_idx, has_weights
+        self.step: Step
+        self.received_ids: torch.Tensor
+        self._sources: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @overload
+    def __getitem__(self, place: int) -> Any: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Any]: ...
+    def __getitem__(self, place: int | slice) -> Any:
+        places = range(len(self))[place]
+        return tuple(map(self._at, places)) if isinstance(places, range) else self._at(places)
+
+    def _at(self, place: int) -> Any:
+        if place < 2:
+            return self._source_tensors()[place]
+        return (self.shape.max_num_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
+
+    def __len__(self) -> int:
+        return 5
+
+    def _source_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._sources is None:
+            if not self.step.is_open:
+                raise StateError(
+                    "src_info and layout_range to be read before combine", "a dispatch that is over",
+                    "Read handle[0] and handle[1] once between low_latency_dispatch and low_latency_combine.",
+                )  # fmt: skip
+            self._sources = _sources(self.step, self.received_ids)
+        return self._sources
+
+
+def _sources(step: Step, received_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(src_info, layout_range) of an open step of layout expert_major."""
+    op, config = step.op, step.op.config
+    positions = op.get_dispatch_src_token_pos()
+    ids = torch.cat([block[:count] for block, count in zip(received_ids, op.recv_counts.tolist())])
+    num_rows = config.world_size * config.max_num_inp_token_per_rank
+    src_info = torch.full((config.num_local_experts, num_rows), -1, dtype=torch.int32, device=op.device)
+    layout_range = torch.zeros(config.num_local_experts, config.world_size, dtype=torch.int64, device=op.device)
+    for expert in range(config.num_local_experts):
+        # rows of an expert are ascending by source rank and token, as all rows are
+        flat = positions[(ids == config.first_expert + expert).any(1)].to(torch.int64)
+        src_info[expert, : flat.numel()] = flat % num_rows
+        counts = torch.bincount(flat // num_rows, minlength=config.world_size)
+        layout_range[expert] = ((counts.cumsum(0) - counts) << COUNT_BITS) | counts
+    return src_info, layout_range

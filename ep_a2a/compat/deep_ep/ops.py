@@ -1,0 +1,145 @@
+"""The ops behind a buffer: made when a call first needs one of its shape, and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
+from ep_a2a.errors import TooManyTokensError, UnsupportedError
+from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+
+if TYPE_CHECKING:
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+
+@dataclass(frozen=True)
+class OpShape:
+    """What tells a buffer's ops apart.
+
+    Attributes:
+        dtype: of the tokens that are given to dispatch.
+        hidden_dim, topk, num_experts, max_num_tokens: sizes; max_num_tokens of any rank.
+        layout: of the received rows.
+        num_scales, scale_bytes: of tokens that are quantised already; 0 = none.
+        scale_format: of the scales that a cast inside dispatch writes, one per 128 elements; None = no cast.
+    """
+
+    dtype: torch.dtype
+    hidden_dim: int
+    topk: int
+    num_experts: int
+    max_num_tokens: int
+    layout: Layout
+    num_scales: int = 0
+    scale_bytes: int = 0
+    scale_format: ScaleFormat | None = None
+
+    def handle_kwargs(self, rank: int, num_ranks: int) -> dict[str, Any]:
+        """The manager's handle kwargs."""
+        quantised = self.dtype == FP8_DTYPE
+        casts = self.scale_format is not None
+        kwargs: dict[str, Any] = {
+            "rank": rank,
+            "num_ep_ranks": num_ranks,
+            # combine takes rows of this dtype; DeepEP's are bf16 where tokens travel as fp8
+            "input_dtype": torch.bfloat16 if quantised else self.dtype,
+            "quant_dtype": FP8_DTYPE if quantised or casts else self.dtype,
+            "token_hidden_size": self.hidden_dim,
+            "scale_dim": self.num_scales,
+            "scale_type_size": self.scale_bytes,
+            "max_num_tokens_per_dp_rank": self.max_num_tokens,
+            "num_local_experts": self.num_experts // num_ranks,
+            "num_experts_per_token": self.topk,
+            "layout": self.layout.value,
+            "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
+            # low-latency calls have few forms
+            "compiled_calls": (CompiledCalls.ALL if self.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
+        }
+        if self.scale_format is not None:
+            kwargs["scale_format"] = self.scale_format.value
+        return kwargs
+
+
+class Ops:
+    """A manager and its ops by shape and memory index. Construction is collective.
+
+    Args:
+        group: the ranks; any backend.
+        device: where tokens are; None = the current CUDA device, or CPU without one.
+        max_num_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
+
+    Raises:
+        UnsupportedError: the ranks are on several nodes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str | None, max_num_tokens: int) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.max_num_tokens = max_num_tokens
+        backends = dist.get_backend_config(group)
+        self._own_group: dist.ProcessGroup | None = None
+        if "cpu:gloo" not in backends:
+            self._own_group = make_subgroup(group, range(self.num_ranks))
+        cpu_group = self._own_group or group
+        self.manager = NativeAll2AllManager(cpu_group)
+        if device is not None:
+            self.manager.device = torch.device(device)
+        self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
+        self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
+        self._num_sms: dict[EpDispatchCombineOp, int] = {}
+        topology = self.manager.topology()
+        if topology.internode:
+            self.close()
+            raise UnsupportedError(
+                "all ranks of the buffer on one node", topology.reason,
+                "Across nodes use ops of ep_a2a's own manager (docs/architecture.md).",
+            )  # fmt: skip
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are."""
+        return self.manager.device
+
+    def max_tokens_for(self, num_tokens: int) -> int:
+        """The size to make an op of, for steps of up to num_tokens per rank, which is equal on all ranks.
+
+        Raises:
+            TooManyTokensError: it is beyond the bound that the buffer was given.
+        """
+        if not self.max_num_tokens:
+            return 1 << (num_tokens - 1).bit_length()  # few sizes, so that few ops are made while batches grow
+        if num_tokens > self.max_num_tokens:
+            raise TooManyTokensError(
+                f"at most {self.max_num_tokens} tokens on any rank (max_num_tokens_per_rank)", str(num_tokens),
+                "Raise max_num_tokens_per_rank of the buffer on every rank, or leave it out.",
+            )  # fmt: skip
+        return self.max_num_tokens
+
+    def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
+        """The op of this shape on the memory of this index; collective where it does not exist yet."""
+        op = self._ops.get((shape, index))
+        if op is None:
+            made = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+            op = self._ops[shape, index] = cast("EpDispatchCombineOp", made)
+        return op
+
+    def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:
+        """Bounds the multiprocessors of an op's launches from now on; 0 = all."""
+        if self._num_sms.get(op, 0) != num_sms:
+            op.set_max_sms(num_sms)
+            self._num_sms[op] = num_sms
+
+    def close(self) -> None:
+        """Gives all memory back; local, to be called on every rank; a second call does nothing."""
+        self._ops.clear()
+        self._num_sms.clear()
+        self.manager.destroy()
+        self.groups.close()
+        if self._own_group is not None:
+            destroy_subgroup(self._own_group)
+            self._own_group = None

@@ -1,0 +1,205 @@
+"""InterNodeV1, InterNodeV1LL and AsyncLL: the launches of one op whose tokens cross nodes in rings of chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import WHOLE_RING_KERNEL_TYPES
+from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.kernels.intra_node import IntraNodeKernels
+from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
+from ep_a2a.kernels.ring_combine_kernels import offer_results_kernel, return_kernel
+from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
+from ep_a2a.kernels.rings import Rings
+from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
+from ep_a2a.policy import INTERPRETED_PROGRAMS, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+RING_WARPS = 8
+ADD_ELEMENTS = 2048
+"""Elements of a row that a program adds at once."""
+
+
+def kernels_of(config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> IntraNodeKernels:
+    """The kernels of an op. InterNode, the flat form, takes those of IntraNode: every rank writes to every other."""
+    return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, table, device)
+
+
+class InterNodeKernels(IntraNodeKernels):
+    """Compiles and launches the kernels of rings for one config; every rank's memory must be addressable by all.
+
+    A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
+    is two: results are offered to the node, and the exchange of sums. In halves, an op whose rings hold a whole step
+    sends its chunks in the first; else only row numbers and results are told in the first.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
+        super().__init__(config, table, device)
+        self._rings = Rings.of(config)
+        self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
+
+    def dispatch(
+        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one dispatch, or one of its halves. block_num bounds the programs that exchange chunks."""
+        for variant, values, most in self._dispatch_launches(args, stages):
+            self._run(variant, self._num_programs(most, block_num), values)
+        if self._by_expert is not None and stages.receive:
+            has_scales = args.scales is not None or self.config.casts_in_dispatch
+            self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
+
+    def combine(
+        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one combine, or one of its halves."""
+        for target, source in args.copies if stages.send else ():
+            target.copy_(source)
+        if self._by_expert is not None and args.expert_rows is not None and stages.send:
+            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
+        for variant, values, most in self._combine_launches(args, stages):
+            self._run(variant, self._num_programs(most, block_num), values)
+
+    def _num_programs(self, most: int, block_num: int) -> int:
+        """At most `most` programs; 0 stands for as many as the device likes."""
+        limits = (most, block_num if block_num > 0 else 0, self._usable_sms or INTERPRETED_PROGRAMS)
+        return max(1, min(filter(None, limits)))
+
+    def _dispatch_launches(
+        self, args: DispatchArguments, stages: Stages
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        """(kernel, run-time arguments, most programs) of a dispatch."""
+        if stages.send:
+            finishes = stages == SEND and not self._holds_a_step
+            values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
+            yield self._number_variant(finishes), values, max(1, args.num_tokens)
+        sends, forwards = stages.send, stages.receive
+        if not self._holds_a_step:
+            sends = forwards = stages.receive
+        if sends or forwards:
+            variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
+            yield variant, self._exchange_values(args), self._rings.num_channels
+        if stages.receive:
+            launch = self.launch_of(Phase.DISPATCH, args.num_tokens, args.max_num_tokens)
+            receiving = self._dispatch_variant(args, Phase.DISPATCH, launch, RECEIVE)
+            yield receiving, self._dispatch_values(args, Phase.DISPATCH, launch), 1
+
+    def _combine_launches(
+        self, args: CombineArguments, stages: Stages
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        config = self.config
+        words = self.table if args.weights is None else args.weights.view(torch.int32)
+        if stages.send:
+            rows = args.rows.view(torch.int32)
+            offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
+            yield self._offer_variant(args), offered, 0
+        if stages.receive:
+            ids = self.table if args.ids is None else args.ids
+            values = (args.result, ids, self.table, args.num_tokens, config.rank)
+            yield self._return_variant(args), values, self._rings.num_channels
+
+    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        for dispatch in self._stand_in_dispatches():
+            for variant, values, _ in self._dispatch_launches(dispatch, stages):
+                yield variant, values
+        for combine in self._stand_in_combines():
+            for variant, values, _ in self._combine_launches(combine, stages):
+                yield variant, values
+        yield from self._other_variants()
+
+    def _number_variant(self, finishes: bool) -> Variant:
+        key = "number", finishes
+        if key not in self._variants:
+            constants = {
+                **self._topk, "OWNERS": self.config.owners, **self._world,
+                "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
+                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
+                "FINISHES": finishes,
+            }  # fmt: skip
+            self._variants[key] = Variant(number_rows_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _exchange_variant(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Variant:
+        key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
+        if key not in self._variants:
+            row, scale_dtype = self._row(args)
+            threads, count_words = 32 * RING_WARPS, self.config.world_size * (self.config.world_size + 1)
+            constants = {
+                **self._topk, **self._world, **self._ring_constants(back=False),
+                "GPU_LANES": padded(self._rings.gpus_per_node), "OWN_LINE_EACH": self._holds_a_step,
+                "ROW": row, "SCALE_DTYPE": scale_dtype, "HAS_WEIGHTS": args.weights is not None, **self._compact,
+                "COUNT_LANES": max(padded(count_words), threads), "POISON_LANES": threads,
+                "SENDS": sends, "FORWARDS": forwards,
+                "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
+                "FINISHES": stages.send,
+            }  # fmt: skip
+            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
+        config = self.config
+        x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
+        return (
+            x, scales, weights, ids, table, args.num_tokens, args.max_num_tokens, args.row_limit,
+            config.world_size * config.max_num_inp_token_per_rank, config.rank,
+        )  # fmt: skip
+
+    def _row(self, args: DispatchArguments) -> tuple[tuple[int, ...], Any]:
+        """ROW and SCALE_DTYPE of exchange_kernel."""
+        config, casts = self.config, self._casts(args.x)
+        row = row_constants(config, casts=casts)
+        scale_bytes = config.num_scales * config.scale_bytes if casts else self._scale_bytes(args.scales)
+        in_words = config.scale_bytes == WORD_BYTES if casts else scale_bytes % WORD_BYTES == 0
+        width = scale_bytes // WORD_BYTES if in_words else scale_bytes
+        return (
+            row["ROW_WORDS"], min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS), self._rings.scale_words,
+            width, padded(max(1, width)), row["GROUP"], row["GROUP_LANES"], row["GROUPS_LANES"],
+            int(row["POWERS_OF_TWO"]),
+        ), tl.int32 if in_words else tl.uint8  # fmt: skip
+
+    def _offer_variant(self, args: CombineArguments) -> Variant:
+        key = "offer", args.weights is None
+        if key not in self._variants:
+            words = self.config.hidden_dim * self.config.combined_dtype.itemsize // WORD_BYTES
+            constants = {
+                **self._topk, **self._world, "HIDDEN_WORDS": words,
+                "BLOCK_WORDS": min(padded(words), MAX_BLOCK_WORDS), "HAS_WEIGHTS": args.weights is not None,
+                **self._compact, "POISON_LANES": 32 * RING_WARPS,
+            }  # fmt: skip
+            self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _return_variant(self, args: CombineArguments) -> Variant:
+        key = "return", args.weights is None, args.ids is None
+        if key not in self._variants:
+            config = self.config
+            itemsize = config.combined_dtype.itemsize
+            constants = {
+                **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
+                "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+                "BACK_WORDS": config.hidden_dim * itemsize // WORD_BYTES,
+                "DTYPE": TRITON_DTYPES[config.combined_dtype], "ELEMENT": tl.int16 if itemsize == 2 else tl.int32,
+                "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
+                "POISON_LANES": 32 * RING_WARPS,
+            }  # fmt: skip
+            self._variants[key] = Variant(return_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _ring_constants(self, *, back: bool) -> dict[str, Any]:
+        rings = self._rings
+        line_words = rings.back_line_words if back else rings.line_words
+        slot_words = rings.back_slot_words if back else rings.slot_words
+        return {
+            "NODE_LANES": padded(rings.num_nodes),
+            "RINGS": (
+                rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots, rings.chunk_tokens,
+                rings.num_chunks, line_words, slot_words,
+            ),
+        }  # fmt: skip

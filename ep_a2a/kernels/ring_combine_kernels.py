@@ -1,0 +1,337 @@
+"""InterNodeV1 combine: each node adds its ranks' rows first, one row per token crosses back, and the source adds nodes.
+
+Ranks offer their results where the others of their node can read them. The rank through which a token came adds its
+rows, in float32 and in ascending order of ranks, rounds the sum to the dtype of the results and sends it back in a
+chunk; the token's own rank adds the nodes' sums likewise. As in dispatch, a channel does its roles in turn and waits in
+none.
+"""
+
+import triton.language as tl
+
+from ep_a2a.kernels.cast_kernels import round_to, widened
+from ep_a2a.kernels.combine_kernels import hear_peers, tell_peers
+from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
+from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import (
+    NUM_TOKENS,
+    POISON,
+    STATE,
+    address,
+    arrive_last,
+    ask_poison,
+    begin_stage,
+    fail,
+    finish_stage,
+    lanes_behind,
+    may_go_on,
+    reduce_sum,
+)
+from ep_a2a.kernels.ring_kernels import (
+    BACK,
+    CHUNKS_ARRIVED,
+    CHUNKS_BACK,
+    CHUNKS_TAKEN,
+    counter_of,
+    has_reached,
+    idle,
+    load_channel,
+    num_own_chunks,
+    pick,
+    raise_counter,
+    row_at,
+    slot_of,
+    store_channel,
+    tokens_of_chunk,
+    words_at,
+)
+
+COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
+COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
+COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
+RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
+RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
+OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
+FORWARDED_CHUNKS = tl.constexpr(Region.FORWARDED_CHUNKS.value)
+FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
+FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
+COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
+COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
+
+
+@portable
+def copy_words(source, target, row, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Copies row `row` of WIDTH words."""
+    for first in tl.static_range(0, WIDTH, LANES):
+        at = first + tl.arange(0, LANES)
+        words = tl.load(row_at(source, row, WIDTH, tl.int32) + at, mask=at < WIDTH)
+        tl.store(row_at(target, row, WIDTH, tl.int32) + at, words, mask=at < WIDTH)
+
+
+@portable(do_not_specialize=["num_tokens", "stride", "rank"], do_not_specialize_on_alignment=["weights_in"])
+def offer_results_kernel(
+    rows_in, weights_in, table, num_tokens, stride, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    HIDDEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
+    POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Puts the received rows' results where the ranks of this node can read them, and tells that they are there.
+
+    Args:
+        rows_in: as of combine_kernel, in 4-byte words; weights_in: [rows, TOPK] as int32 when HAS_WEIGHTS.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
+    # a graph of another number of tokens would leave rows behind that nobody takes
+    sent_tokens = tl.load(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS)
+    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
+    offered_rows = address(table, COMBINE_ROWS, rank, WORLD_SIZE, tl.int32)
+    offered_weights = address(table, COMBINE_WEIGHTS, rank, WORLD_SIZE, tl.int32)
+    if poison == 0:
+        first = tl.full((), 0, tl.int32)
+        for source in range(WORLD_SIZE):
+            count = tl.load(counts + source)
+            if not COMPACT:
+                first = source * stride
+            for index in range(program, count, num_programs):
+                copy_words(rows_in, offered_rows, first + index, HIDDEN_WORDS, BLOCK_WORDS)
+                if HAS_WEIGHTS:
+                    copy_words(weights_in, offered_weights, first + index, TOPK, TOPK_LANES)
+            first += count
+    is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
+    if is_last:
+        if not any_poisoned:
+            tell_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, True)
+    finish_stage(table, COMBINE_SEND, program, num_programs, WORLD_SIZE)
+
+
+@portable
+def sum_of_ranks(
+    table, region: tl.constexpr, recorded, first_rank, first, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    GPUS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """float32 [LANES]: elements first, first + 1, ... of the rows that the node's ranks have for a line."""
+    at = first + tl.arange(0, LANES)
+    total = tl.full((LANES,), 0, tl.float32)
+    for local in tl.static_range(GPUS):
+        row = tl.load(recorded + local)
+        base = address(table, region, first_rank + local, WORLD_SIZE, ELEMENT)
+        elements = row_at(base, tl.maximum(row, 0), WIDTH, ELEMENT) + at
+        total += widened(tl.load(elements, mask=(at < WIDTH) & (at * 0 + row >= 0), other=0), DTYPE)
+    return total
+
+
+@portable
+def add_ranks(
+    table, slot, source_node, chunk, rank, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes the node's sums for the lines of a chunk that was forwarded, at an address."""
+    GPUS: tl.constexpr = RINGS[1]
+    CHUNK_TOKENS: tl.constexpr = RINGS[4]
+    NUM_CHUNKS: tl.constexpr = RINGS[5]
+    LINE_WORDS: tl.constexpr = RINGS[6]
+    first_rank = (rank // GPUS) * GPUS
+    lines = address(table, FORWARDED_LINES, rank, WORLD_SIZE, tl.int32)
+    record = address(table, FORWARDED_ROWS, rank, WORLD_SIZE, tl.int32)
+    for number in range(tl.load(lines + source_node * NUM_CHUNKS + chunk)):
+        line = slot + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
+        recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
+        for first in tl.static_range(0, HIDDEN, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            total = sum_of_ranks(
+                table, COMBINE_ROWS, recorded, first_rank, first, HIDDEN, BLOCK, GPUS, DTYPE, ELEMENT, WORLD_SIZE
+            )
+            tl.store(words_at(line, 0, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
+        if HAS_WEIGHTS:
+            choices = tl.arange(0, TOPK_LANES)
+            sums = sum_of_ranks(
+                table, COMBINE_WEIGHTS, recorded, first_rank, 0, TOPK, TOPK_LANES, GPUS, tl.float32, tl.int32,
+                WORLD_SIZE,
+            )  # fmt: skip
+            tl.store(words_at(line, BACK_WORDS, tl.float32) + choices, sums, mask=choices < TOPK)
+
+
+@portable
+def return_chunk(
+    table, channel, peer, count, before, rank, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Sends the sums for a channel's next chunk back to node `peer` if the ring has room; returns whether it had."""
+    GPUS: tl.constexpr = RINGS[1]
+    CHANNELS: tl.constexpr = RINGS[2]
+    SLOTS: tl.constexpr = RINGS[3]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    room = counter_of(table, CHUNKS_TAKEN, rank, BACK, peer, channel, RINGS, WORLD_SIZE)
+    has_room = has_reached(room, before + count + 1 - SLOTS)
+    if has_room:
+        slot = slot_of(table, CHUNKS_BACK, partner, node, channel, before + count, RINGS, WORLD_SIZE)
+        add_ranks(
+            table, slot, peer, channel + count * CHANNELS, rank, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS,
+            DTYPE, ELEMENT, HAS_WEIGHTS, WORLD_SIZE,
+        )  # fmt: skip
+        arrived = counter_of(table, CHUNKS_ARRIVED, partner, BACK, node, channel, RINGS, WORLD_SIZE)
+        raise_counter(arrived, before + count + 1)
+    return has_room
+
+
+@portable
+def sum_of_nodes(
+    table, own_lines, channel, chunk, first, rank, OFFSET_WORDS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, RINGS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """float32 [LANES]: elements first, first + 1, ... of the nodes' sums for a token, in ascending order of nodes.
+
+    Args:
+        own_lines: [NODES], the token's line in each node's chunk, or -1.
+        OFFSET_WORDS: where in a line the WIDTH elements begin.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    LINE_WORDS: tl.constexpr = RINGS[6]
+    at = first + tl.arange(0, LANES)
+    total = tl.full((LANES,), 0, tl.float32)
+    for node in tl.static_range(NODES):
+        number = tl.load(own_lines + node)
+        slot = slot_of(table, CHUNKS_BACK, rank, node, channel, chunk, RINGS, WORLD_SIZE)
+        line = slot + tl.cast(tl.maximum(number, 0), tl.int64) * (LINE_WORDS * 4)
+        elements = words_at(line, OFFSET_WORDS, ELEMENT) + at
+        total += widened(tl.load(elements, mask=(at < WIDTH) & (at * 0 + number >= 0), other=0), DTYPE)
+    return total
+
+
+@portable
+def add_nodes(
+    table, result, ids, num_tokens, channel, count, before, epoch, rank,
+    RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes."""
+    NODES: tl.constexpr = RINGS[0]
+    lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32)
+    sums_out = address(table, RESULT_WEIGHTS, rank, WORLD_SIZE, tl.float32)
+    first_token, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
+    for token in range(first_token, end):
+        own_lines = lines + tl.cast(token, tl.int64) * NODES
+        for first in tl.static_range(0, HIDDEN, BLOCK):
+            total = sum_of_nodes(
+                table, own_lines, channel, before + count, first, rank, 0, HIDDEN, BLOCK, RINGS, DTYPE, ELEMENT,
+                WORLD_SIZE,
+            )  # fmt: skip
+            at = first + tl.arange(0, BLOCK)
+            tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
+        if HAS_WEIGHTS:
+            choices = tl.arange(0, TOPK_LANES)
+            sums = sum_of_nodes(
+                table, own_lines, channel, before + count, 0, rank, BACK_WORDS, TOPK, TOPK_LANES, RINGS, tl.float32,
+                tl.int32, WORLD_SIZE,
+            )  # fmt: skip
+            tl.store(sums_out + tl.cast(token, tl.int64) * TOPK + choices, sums, mask=choices < TOPK)
+        if CHECK_INDICES:
+            note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE, TOPK, TOPK_LANES)
+
+
+@portable
+def take_chunk(
+    table, result, ids, num_tokens, channel, count, before, epoch, rank, NODE_LANES: tl.constexpr,
+    RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds up a channel's next chunk if it has come back from all nodes.
+
+    Returns:
+        ([NODE_LANES] 1 for the nodes from which it had not come, whether it was there).
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    nodes = tl.arange(0, NODE_LANES)
+    present = nodes < NODES
+    safe = tl.where(present, nodes, 0)
+    arrived = counter_of(table, CHUNKS_ARRIVED, rank, BACK, safe, channel, RINGS, WORLD_SIZE)
+    seen = tl.atomic_add(arrived, 0, mask=present, sem="acquire", scope="sys")
+    behind = tl.sub(tl.where(present, seen, before + count + 1), before + count + 1, sanitize_overflow=False) < 0
+    missing = behind.to(tl.int32)
+    is_there = reduce_sum(missing, 0) == 0
+    if is_there:
+        add_nodes(
+            table, result, ids, num_tokens, channel, count, before, epoch, rank, RINGS, TOPK, TOPK_LANES, HIDDEN,
+            BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
+        )  # fmt: skip
+        partners = safe * GPUS + rank % GPUS
+        room = counter_of(table, CHUNKS_TAKEN, partners, BACK, rank // GPUS, channel, RINGS, WORLD_SIZE)
+        tl.debug_barrier()
+        tl.atomic_xchg(room, nodes * 0 + before + count + 1, mask=present, sem="release", scope="sys")
+    return missing, is_there
+
+
+@portable(do_not_specialize=["num_tokens", "rank"], do_not_specialize_on_alignment=["ids"])
+def return_kernel(
+    result, ids, table, num_tokens, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    NODE_LANES: tl.constexpr, RINGS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    CHECK_INDICES: tl.constexpr, POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Sends back the sums of this node for what it has forwarded, and adds those that come for this rank's tokens.
+
+    Args:
+        result: [num_tokens, HIDDEN] of DTYPE; ids: as of combine_kernel.
+        RINGS: of the way back. BACK_WORDS: words of a row in its lines.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    CHANNELS: tl.constexpr = RINGS[2]
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    nodes = tl.arange(0, NODE_LANES)
+    forwarded = address(table, FORWARDED_CHUNKS, rank, WORLD_SIZE, tl.int32)
+    if poison == 0:
+        poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, True)
+    for channel in range(program, CHANNELS, num_programs):
+        sent_before, taken_before = load_channel(table, BACK, channel, rank, NODE_LANES, RINGS, WORLD_SIZE)
+        before_all = pick(taken_before, 0, NODE_LANES)
+        num_own = num_own_chunks(num_tokens, channel, RINGS)
+        to_send = tl.load(forwarded + channel * NODES + nodes, mask=nodes < NODES, other=0)
+        sent = nodes * 0
+        missing = (nodes < NODES).to(tl.int32)
+        num_taken = tl.full((), 0, tl.int32)
+        polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
+        while ((reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
+            moved = tl.full((), 0, tl.int32)
+            for step in range(NODES):
+                peer = (rank // GPUS + step) % NODES
+                here = nodes == peer
+                count = pick(sent, peer, NODE_LANES)
+                if count < pick(to_send, peer, NODE_LANES):
+                    gone = return_chunk(
+                        table, channel, peer, count, pick(sent_before, peer, NODE_LANES), rank, RINGS, TOPK,
+                        TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, WORLD_SIZE,
+                    )  # fmt: skip
+                    sent += (here & gone).to(tl.int32)
+                    moved += gone.to(tl.int32)
+            if num_taken < num_own:
+                missing, is_there = take_chunk(
+                    table, result, ids, num_tokens, channel, num_taken, before_all, epoch, rank, NODE_LANES, RINGS,
+                    TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES,
+                    WORLD_SIZE,
+                )  # fmt: skip
+                num_taken += is_there.to(tl.int32)
+                moved += is_there.to(tl.int32)
+            poison, polls, deadline = idle(
+                table, moved, polls, deadline, missing + (to_send - sent), rank, NODE_LANES, RINGS, WORLD_SIZE
+            )
+        store_channel(
+            table, BACK, channel, sent_before + sent, taken_before + num_taken, rank, NODE_LANES, RINGS, WORLD_SIZE
+        )
+    if poison != 0:
+        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+        fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    finish_stage(table, COMBINE_RECEIVE, program, num_programs, WORLD_SIZE)

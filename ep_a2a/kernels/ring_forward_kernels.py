@@ -1,0 +1,153 @@
+"""Device helpers that forward a chunk of tokens to the ranks of this node."""
+
+import triton.language as tl
+
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address
+from ep_a2a.kernels.receive_kernels import rows_before
+from ep_a2a.kernels.ring_kernels import (
+    CHUNKS,
+    CHUNKS_ARRIVED,
+    CHUNKS_TAKEN,
+    HEADER,
+    TO_EXPERTS,
+    counter_of,
+    has_reached,
+    pick,
+    raise_counter,
+    row_at,
+    slot_of,
+    words_at,
+)
+
+DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
+INDICES = tl.constexpr(Region.INDICES.value)
+SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
+TOKENS = tl.constexpr(Region.TOKENS.value)
+SCALES = tl.constexpr(Region.SCALES.value)
+WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
+FORWARDED_CHANNELS = tl.constexpr(Region.FORWARDED_CHANNELS.value)
+FORWARDED_CHUNKS = tl.constexpr(Region.FORWARDED_CHUNKS.value)
+FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
+FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
+
+
+@portable
+def copy_to_rows(
+    table, region: tl.constexpr, source, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    GPUS: tl.constexpr, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copies WIDTH elements to the row that each rank of the node has for them; -1 for none. Each is read once."""
+    for first in tl.static_range(0, WIDTH, LANES):
+        at = first + tl.arange(0, LANES)
+        data = tl.load(source + at, mask=at < WIDTH)
+        for local in tl.static_range(GPUS):
+            if rows[local] >= 0:
+                base = address(table, region, first_rank + local, WORLD_SIZE, DTYPE)
+                tl.store(row_at(base, rows[local], WIDTH, DTYPE) + at, data, mask=at < WIDTH)
+
+
+@portable
+def copy_lines(
+    table, slot, source_node, chunk, stride, row_limit, positions_per_rank, rank,
+    RINGS: tl.constexpr, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
+    GPUS: tl.constexpr = RINGS[1]
+    CHUNK_TOKENS: tl.constexpr = RINGS[4]
+    NUM_CHUNKS: tl.constexpr = RINGS[5]
+    LINE_WORDS: tl.constexpr = RINGS[6]
+    behind: tl.constexpr = ROW[0] + ROW[2]
+    first_rank = (rank // GPUS) * GPUS
+    source = source_node * GPUS + rank % GPUS
+    bases = tl.arange(0, WORLD_LANES) * 0 + source * stride
+    if COMPACT:
+        bases = rows_before(table, rank, source, WORLD_SIZE, WORLD_LANES)
+    record = address(table, FORWARDED_ROWS, rank, WORLD_SIZE, tl.int32)
+    num_lines = tl.load(words_at(slot, 0, tl.int32))
+    for number in range(num_lines):
+        line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
+        recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
+        rows = ()
+        for local in tl.static_range(GPUS):
+            index = tl.load(words_at(line, behind + 2 * TOPK + local, tl.int32))
+            row = pick(bases, first_rank + local, WORLD_LANES) + index
+            row = tl.where((index >= 0) & (row < row_limit), row, -1)
+            tl.store(recorded + local, row)
+            rows = rows + (row,)
+        copy_to_rows(
+            table, TOKENS, words_at(line, 0, tl.int32), rows, first_rank, ROW[0], ROW[1], GPUS, tl.int32, WORLD_SIZE
+        )
+        if ROW[3] > 0:
+            line_scales = words_at(line, ROW[0], SCALE_DTYPE)
+            copy_to_rows(table, SCALES, line_scales, rows, first_rank, ROW[3], ROW[4], GPUS, SCALE_DTYPE, WORLD_SIZE)
+        line_ids = words_at(line, behind, tl.int32)
+        copy_to_rows(table, INDICES, line_ids, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
+        if HAS_WEIGHTS:
+            copy_to_rows(
+                table, WEIGHTS, line_ids + TOPK, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE
+            )
+        position = source * positions_per_rank + tl.load(words_at(line, behind + 2 * TOPK + GPUS, tl.int32))
+        for local in tl.static_range(GPUS):
+            if rows[local] >= 0:
+                positions = address(table, SOURCE_POSITIONS, first_rank + local, WORLD_SIZE, tl.int32)
+                tl.store(positions + rows[local], position)
+    lines = address(table, FORWARDED_LINES, rank, WORLD_SIZE, tl.int32)
+    tl.store(lines + source_node * NUM_CHUNKS + chunk, num_lines)
+
+
+@portable
+def end_stream(
+    table, source_node, channel, num_chunks, epoch, rank, GPU_LANES: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Notes that a channel has forwarded all of a source; the last channel to do so tells the ranks of this node."""
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    CHANNELS: tl.constexpr = RINGS[2]
+    chunks = address(table, FORWARDED_CHUNKS, rank, WORLD_SIZE, tl.int32) + channel * NODES
+    tl.store(chunks + source_node, num_chunks)
+    counter = address(table, FORWARDED_CHANNELS, rank, WORLD_SIZE, tl.int32) + source_node
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == CHANNELS - 1:
+        tl.store(counter, 0)
+        local_ranks = tl.arange(0, GPU_LANES)
+        present = local_ranks < GPUS
+        members = (rank // GPUS) * GPUS + tl.where(present, local_ranks, 0)
+        flags = address(table, DISPATCH_FLAGS, members, WORLD_SIZE, tl.int32) + source_node * GPUS + rank % GPUS
+        tl.debug_barrier()
+        tl.atomic_xchg(flags, local_ranks * 0 + epoch, mask=present, sem="release", scope="sys")
+
+
+@portable
+def forward_chunk(
+    table, channel, peer, count, before, stride, row_limit, positions_per_rank, epoch, rank,
+    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Forwards a channel's next chunk from node `peer` if it has come.
+
+    Returns:
+        (whether it had, whether it was the last one of the step).
+    """
+    GPUS: tl.constexpr = RINGS[1]
+    CHANNELS: tl.constexpr = RINGS[2]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    arrived = counter_of(table, CHUNKS_ARRIVED, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
+    has_come = has_reached(arrived, before + count + 1)
+    is_last = tl.full((), 0, tl.int32)
+    if has_come:
+        slot = slot_of(table, CHUNKS, rank, peer, channel, before + count, RINGS, WORLD_SIZE)
+        is_last += tl.load(words_at(slot, 1, tl.int32))
+        copy_lines(
+            table, slot, peer, channel + count * CHANNELS, stride, row_limit, positions_per_rank, rank, RINGS, ROW,
+            SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, COMPACT, WORLD_SIZE, WORLD_LANES,
+        )  # fmt: skip
+        room = counter_of(table, CHUNKS_TAKEN, partner, TO_EXPERTS, node, channel, RINGS, WORLD_SIZE)
+        raise_counter(room, before + count + 1)
+        if is_last > 0:
+            end_stream(table, peer, channel, count + 1, epoch, rank, GPU_LANES, RINGS, WORLD_SIZE)
+    return has_come, is_last > 0

@@ -1,0 +1,140 @@
+"""Device helpers that write a chunk of tokens into the ring of a rank on another node."""
+
+import triton.language as tl
+
+from ep_a2a.kernels.cast_kernels import quantize_tile
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address, reduce_max
+from ep_a2a.kernels.ring_kernels import (
+    CHUNKS,
+    CHUNKS_ARRIVED,
+    CHUNKS_TAKEN,
+    HEADER,
+    TO_EXPERTS,
+    counter_of,
+    has_reached,
+    raise_counter,
+    slot_of,
+    tokens_of_chunk,
+    words_at,
+)
+from ep_a2a.kernels.send_kernels import load_choices, load_for_cast, load_line
+
+ROUTES = tl.constexpr(Region.ROUTES.value)
+OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
+
+
+@portable
+def write_row(x, scales, line, token, end, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+    """Writes a token's row and scales at an address, cast to fp8 if asked."""
+    ROW_WORDS: tl.constexpr = ROW[0]
+    BLOCK_WORDS: tl.constexpr = ROW[1]
+    SCALE_WIDTH: tl.constexpr = ROW[3]
+    SCALE_LANES: tl.constexpr = ROW[4]
+    GROUP: tl.constexpr = ROW[5]
+    GROUP_LANES: tl.constexpr = ROW[6]
+    GROUPS_LANES: tl.constexpr = ROW[7]
+    if GROUP > 0:
+        groups, elements = tl.arange(0, GROUPS_LANES), tl.arange(0, GROUP_LANES)
+        num_groups: tl.constexpr = ROW_WORDS * 4 // GROUP
+        tile = load_for_cast(x, token, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
+        bits, scale_bits = quantize_tile(tile.to(tl.float32), ROW[8])
+        inside = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
+        tl.store(words_at(line, 0, tl.uint8) + groups[:, None] * GROUP + elements[None, :], bits, mask=inside)
+        made = scale_bits if SCALE_DTYPE == tl.int32 else (scale_bits >> 23).to(tl.uint8)
+        tl.store(words_at(line, ROW_WORDS, SCALE_DTYPE) + groups, made, mask=groups < num_groups)
+    else:
+        source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
+        for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
+            words = first_word + tl.arange(0, BLOCK_WORDS)
+            data = tl.load(source + words, mask=words < ROW_WORDS)
+            tl.store(words_at(line, 0, tl.int32) + words, data, mask=words < ROW_WORDS)
+        if SCALE_WIDTH > 0:
+            at = tl.arange(0, SCALE_LANES)
+            token_scales = load_line(scales, token, end, SCALE_WIDTH, SCALE_LANES)
+            tl.store(words_at(line, ROW_WORDS, SCALE_DTYPE) + at, token_scales, mask=at < SCALE_WIDTH)
+
+
+@portable
+def write_line(
+    x, scales, weights, ids, line, token, end, rows, goes, GPU_LANES: tl.constexpr, RINGS: tl.constexpr,
+    ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Writes one token's line (kernels/rings.py) at an address; of a token that does not go there, only its rows."""
+    GPUS: tl.constexpr = RINGS[1]
+    behind: tl.constexpr = ROW[0] + ROW[2]
+    choices, local_ranks = tl.arange(0, TOPK_LANES), tl.arange(0, GPU_LANES)
+    if goes:
+        write_row(x, scales, line, token, end, ROW, SCALE_DTYPE)
+        token_ids, token_weights = load_choices(ids, weights, token, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
+        tl.store(words_at(line, behind, tl.int32) + choices, token_ids, mask=choices < TOPK)
+        if HAS_WEIGHTS:
+            tl.store(words_at(line, behind + TOPK, tl.int32) + choices, token_weights, mask=choices < TOPK)
+        tl.store(words_at(line, behind + 2 * TOPK + GPUS, tl.int32), token)
+    tl.store(words_at(line, behind + 2 * TOPK, tl.int32) + local_ranks, rows, mask=local_ranks < GPUS)
+
+
+@portable
+def write_chunk(
+    x, scales, weights, ids, table, slot, first, end, peer, is_last, rank,
+    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, OWN_LINE_EACH: tl.constexpr, ROW: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes tokens first ... end - 1 that go to node `peer` into a slot there, and which line each has taken.
+
+    OWN_LINE_EACH: every token has the line of its place in the chunk; else lines are dense.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    LINE_WORDS: tl.constexpr = RINGS[6]
+    local_ranks = tl.arange(0, GPU_LANES)
+    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32) + peer * GPUS
+    own_lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32) + peer
+    num_lines = tl.full((), 0, tl.int32)
+    for token in range(first, end):
+        route = routes + tl.cast(token, tl.int64) * WORLD_SIZE + local_ranks
+        rows = tl.load(route, mask=local_ranks < GPUS, other=-1)
+        goes = reduce_max(rows, 0) >= 0
+        if goes | OWN_LINE_EACH:
+            line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (LINE_WORDS * 4)
+            write_line(
+                x, scales, weights, ids, line, token, end, rows, goes, GPU_LANES, RINGS, ROW, SCALE_DTYPE, TOPK,
+                TOPK_LANES, HAS_WEIGHTS,
+            )  # fmt: skip
+        tl.store(own_lines + tl.cast(token, tl.int64) * NODES, tl.where(goes, num_lines, -1))
+        num_lines += tl.where(goes | OWN_LINE_EACH, 1, 0)
+    header = words_at(slot, 0, tl.int32)
+    tl.store(header, num_lines)
+    tl.store(header + 1, is_last.to(tl.int32))
+
+
+@portable
+def send_chunk(
+    x, scales, weights, ids, table, num_tokens, channel, peer, count, before, num_own, rank,
+    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, OWN_LINE_EACH: tl.constexpr, ROW: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Sends a channel's next chunk to node `peer` if the ring has room; returns whether it had.
+
+    Args:
+        count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
+    """
+    GPUS: tl.constexpr = RINGS[1]
+    SLOTS: tl.constexpr = RINGS[3]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    room = counter_of(table, CHUNKS_TAKEN, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
+    has_room = has_reached(room, before + count + 1 - SLOTS)
+    if has_room:
+        first, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
+        slot = slot_of(table, CHUNKS, partner, node, channel, before + count, RINGS, WORLD_SIZE)
+        write_chunk(
+            x, scales, weights, ids, table, slot, first, end, peer, count + 1 == num_own, rank, GPU_LANES, RINGS,
+            OWN_LINE_EACH, ROW, SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, WORLD_SIZE,
+        )  # fmt: skip
+        arrived = counter_of(table, CHUNKS_ARRIVED, partner, TO_EXPERTS, node, channel, RINGS, WORLD_SIZE)
+        raise_counter(arrived, before + count + 1)
+    return has_room

@@ -1,0 +1,81 @@
+"""Shape of the rings through which chunks of tokens travel between nodes: pure arithmetic.
+
+A rank exchanges chunks with the ranks of its local number on all nodes, its own included, in two directions: tokens on
+their way to experts, and results on their way back. The tokens of a rank are cut into chunks, which the channels share
+in turn: channel c has chunks c, c + num_channels, ... Each channel has a ring of `num_slots` chunks per peer and
+direction, at the receiving end.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ep_a2a.config import WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
+
+DEFAULT_CHANNELS = 16
+HEADER_WORDS = 4
+"""Words before the lines of a chunk: how many lines follow, and whether it is the channel's last of the step."""
+WORD_BYTES = 4
+ALIGNED_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Shape of an op's rings; equal on all ranks that agree on the config. Without rings everything is 0.
+
+    Attributes:
+        num_nodes, gpus_per_node: N and G.
+        num_channels: channels, each with a ring per node and direction.
+        chunk_tokens: tokens of a chunk. num_chunks: chunks of M tokens.
+        num_slots: chunks that a ring holds, a power of two.
+        row_words, scale_words: words of a row and of its scales.
+        line_words: words of a line on the way to experts: row, scales, K ids, K weights, the row's number at each of
+            the node's G ranks or -1, and the token's number at its source.
+        back_line_words: words of a line on the way back: a row of results and K weights.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+    num_channels: int
+    chunk_tokens: int
+    num_chunks: int
+    num_slots: int
+    row_words: int
+    scale_words: int
+    line_words: int
+    back_line_words: int
+
+    @classmethod
+    def of(cls, config: EpDispatchCombineConfig) -> "Rings":
+        """The rings of a config."""
+        if not config.uses_rings:
+            return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        most, per_node, topk = config.max_num_inp_token_per_rank, config.gpu_per_node, config.topk
+        channels = config.rdma_block_num or DEFAULT_CHANNELS
+        if config.kernel_type in WHOLE_RING_KERNEL_TYPES:
+            chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
+        else:
+            chunk_tokens, num_slots = min(config.chunk_tokens, most), config.ring_chunks
+        # a channel without a chunk of its own would have no place in the record of what was forwarded
+        num_channels = min(channels, math.ceil(most / chunk_tokens))
+        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        scale_words = math.ceil(config.num_scales * config.scale_bytes / WORD_BYTES)
+        back_words = config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES
+        return cls(
+            config.world_size // per_node, per_node, num_channels, chunk_tokens, math.ceil(most / chunk_tokens),
+            num_slots, row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
+            _aligned(back_words + topk),
+        )  # fmt: skip
+
+    @property
+    def slot_words(self) -> int:
+        """Words of a chunk on the way to experts."""
+        return HEADER_WORDS + self.chunk_tokens * self.line_words if self.num_nodes else 0
+
+    @property
+    def back_slot_words(self) -> int:
+        """Words of a chunk on the way back."""
+        return self.chunk_tokens * self.back_line_words
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGNED_WORDS) * ALIGNED_WORDS

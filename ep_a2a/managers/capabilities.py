@@ -1,0 +1,189 @@
+"""What a backend can do, declared on its manager: printed by `ep-a2a backends`, and checked before an op is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+TOKEN_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
+DISPATCH_CASTS = ("none", "fp8_per_token", "fp8_per_1x128")
+SCALE_FORMATS = ("float32", "ue8m0", "float32_power_of_two")
+
+USE, ROWS, DTYPES, SIZES, NEEDS, RUN = "use", "rows", "dtypes", "sizes", "needs", "run"
+TABLES = {
+    USE: "What it offers",
+    ROWS: "What the experts get and give back",
+    DTYPES: "Dtypes and casts",
+    SIZES: "Sizes",
+    NEEDS: "What it needs",
+    RUN: "What was run",
+}
+"""Tables of `ep-a2a backends`, by their name in a field's metadata."""
+
+
+def _in(table: str, title: str, default: Any) -> Any:
+    return field(default=default, metadata={"table": table, "title": title})
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do. An empty tuple and 0 mean: any.
+
+    Attributes:
+        has_handles: `get_handle` returns ops with dispatch and combine.
+        dispatches_tokens: the manager itself has dispatch, dispatch_router_logits and combine on hidden states.
+        output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
+        graph_safe: dispatch and combine can be captured in a CUDA graph.
+        host_sync: the host waits for the device in a step outside of graphs.
+        micro_batches: steps of ops with different indices may overlap.
+        layouts: layouts of received rows.
+        row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
+        ids: "all": received rows carry all K ids and weights of their token; "local": those of this rank's experts, and
+            pad_id and any weight in place of the others; "none": dispatch returns None for both.
+        weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
+            the rows of each expert as they are.
+        dropped_slots: ids outside [0, num_experts) are taken and not sent.
+        recv_counts: received rows are counted by source.
+        weight_sums: combine takes received weights and returns their sums.
+        source_positions: "yes": get_dispatch_src_token_pos is local; "collective": to be called on all ranks; "no".
+        token_dtypes, combine_dtypes: names of torch dtypes of the rows given to dispatch and to combine.
+        dispatch_casts: dispatch_quant types it takes. cast: "inside" its kernels or "before" them, by torch.
+        scale_formats: formats of the scales that a cast makes.
+        scales_per_128: fp8 rows travel with one float32 scale per 128 elements, and with no others.
+        combine_casts: combine_quant types it takes.
+        hidden_sizes: the only hidden sizes it has kernels for.
+        hidden_multiple: hidden_dim must be a multiple of it.
+        topks: the only numbers of experts per token.
+        max_topk: the most experts per token.
+        experts_multiple: the experts of all ranks must be a multiple of it.
+        even_experts: every rank must own the same number of experts.
+        rank_counts: the only numbers of ranks. max_ranks: the most, min_ranks the fewest.
+        max_tokens: the most tokens of a rank, max_num_inp_token_per_rank.
+        receive_cap: max_total_recv_tokens bounds its memory.
+        gpus: makers of the GPUs it runs on.
+        runs_on_cpu: it works on CPU tensors.
+        single_node: all ranks must be on one node.
+        rdma: "no", or "across nodes" where NICs must reach GPU memory.
+        was_run: where it has run; what was looked at where it has not.
+        notes: what else a user must know.
+    """
+
+    has_handles: bool = _in(USE, "ops", True)
+    dispatches_tokens: bool = _in(USE, "manager moves tokens", False)
+    output_is_reduced: bool = _in(USE, "output is reduced", True)
+    graph_safe: bool = _in(USE, "CUDA graphs", True)
+    host_sync: bool = _in(USE, "host waits", False)
+    micro_batches: bool = _in(USE, "overlapping micro-batches", True)
+    layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
+    row_order: str = _in(ROWS, "order of rows", "source, token")
+    ids: str = _in(ROWS, "ids and weights", "all")
+    weights_applied_by: str = _in(ROWS, "weights applied by", "experts")
+    dropped_slots: bool = _in(ROWS, "dropped slots", True)
+    recv_counts: bool = _in(ROWS, "counts by source", True)
+    weight_sums: bool = _in(ROWS, "sums of weights", True)
+    source_positions: str = _in(ROWS, "source positions", "yes")
+    token_dtypes: tuple[str, ...] = _in(DTYPES, "tokens", TOKEN_DTYPES)
+    dispatch_casts: tuple[str, ...] = _in(DTYPES, "dispatch casts", DISPATCH_CASTS)
+    cast: str = _in(DTYPES, "cast", "before")
+    scale_formats: tuple[str, ...] = _in(DTYPES, "scales of a cast", SCALE_FORMATS)
+    scales_per_128: bool = _in(DTYPES, "scales per 128 only", False)
+    combine_dtypes: tuple[str, ...] = _in(DTYPES, "combine", FLOAT_DTYPES)
+    combine_casts: tuple[str, ...] = _in(DTYPES, "combine casts", ("none",))
+    hidden_sizes: tuple[int, ...] = _in(SIZES, "hidden sizes", ())
+    hidden_multiple: int = _in(SIZES, "hidden multiple of", 0)
+    topks: tuple[int, ...] = _in(SIZES, "experts per token", ())
+    max_topk: int = _in(SIZES, "experts per token at most", 0)
+    experts_multiple: int = _in(SIZES, "experts multiple of", 0)
+    even_experts: bool = _in(SIZES, "experts same on all ranks", False)
+    max_tokens: int = _in(SIZES, "tokens per rank", 0)
+    receive_cap: bool = _in(SIZES, "cap on received rows", False)
+    gpus: tuple[str, ...] = _in(NEEDS, "GPUs", ("NVIDIA",))
+    runs_on_cpu: bool = _in(NEEDS, "CPU", False)
+    single_node: bool = _in(NEEDS, "one node only", False)
+    rdma: str = _in(NEEDS, "RDMA", "no")
+    rank_counts: tuple[int, ...] = _in(NEEDS, "numbers of ranks", ())
+    min_ranks: int = _in(NEEDS, "ranks at least", 0)
+    max_ranks: int = _in(NEEDS, "ranks at most", 0)
+    was_run: str = _in(RUN, "was run", "")
+    notes: tuple[str, ...] = _in(RUN, "notes", ())
+
+    def refusal(self, backend: str, config: EpDispatchCombineConfig, num_nodes: int) -> UnsupportedError | None:
+        """Why an op of this config cannot be had from the backend, or None. The same on all ranks.
+
+        Args:
+            backend: its name, for the error.
+            config: what is asked for.
+            num_nodes: nodes of the group.
+        """
+        for expected, got, remedy in self._differences(config, num_nodes):
+            return UnsupportedError(f"{expected}, which is what backend {backend!r} can do", got, remedy)
+        return None
+
+    def _differences(self, config: EpDispatchCombineConfig, num_nodes: int) -> Iterator[tuple[str, str, str]]:
+        """(what it can, what was asked for, what to do) of everything it cannot do."""
+        choices: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
+            ("layout", self.layouts, str(config.layout)),
+            ("tokens", self.token_dtypes, _name(config.data_type)),
+            ("combine_dtype", self.combine_dtypes, _name(config.combined_dtype)),
+            ("a cast of dispatch", self.dispatch_casts, config.dispatch_quant.value),
+            ("a cast of combine", self.combine_casts, config.combine_quant.value),
+            ("hidden_dim", self.hidden_sizes, config.hidden_dim),
+            ("num_experts_per_token", self.topks, config.topk),
+            ("world_size", self.rank_counts, config.world_size),
+        )
+        for what, possible, asked in choices:
+            if possible and asked not in possible:
+                yield f"{what} out of {', '.join(map(str, possible))}", f"{what} {asked}", _use_another(what, possible)
+        if config.casts_in_dispatch and config.scale_format not in self.scale_formats:
+            names = ", ".join(self.scale_formats)
+            yield f"scale_format out of {names}", str(config.scale_format), "Pass one of these, or use 'ep_a2a'."
+        if self.scales_per_128 and config.wire_dtype.itemsize == 1:
+            want, have = (config.hidden_dim // 128, 4), (config.num_scales, config.scale_bytes)
+            if want != have:
+                yield f"fp8 rows with (scale_dim, scale_type_size) = {want}", str(have), "Quantise per 1x128."
+        bounds = (
+            ("num_experts_per_token", self.max_topk, config.topk),
+            ("world_size", self.max_ranks, config.world_size),
+            ("max_num_inp_token_per_rank", self.max_tokens, config.max_num_inp_token_per_rank),
+        )
+        for what, most, asked in bounds:
+            if most and asked > most:
+                yield f"{what} of at most {most}", str(asked), f"Lower {what}, or use the backend 'ep_a2a'."
+        if config.world_size < self.min_ranks:
+            yield f"at least {self.min_ranks} ranks", str(config.world_size), "Use the backend 'ep_a2a'."
+        multiples = (
+            ("hidden_dim", self.hidden_multiple, config.hidden_dim),
+            ("num_experts", self.experts_multiple, config.total_experts),
+            ("num_experts", config.world_size if self.even_experts else 0, config.total_experts),
+        )
+        for what, divisor, asked in multiples:
+            if divisor and asked % divisor:
+                yield f"{what} that is a multiple of {divisor}", str(asked), "Pad it, or use the backend 'ep_a2a'."
+        if config.max_total_recv_tokens and not self.receive_cap:
+            yield "no cap on received rows", f"max_total_recv_tokens {config.max_total_recv_tokens}", "Pass 0."
+        if self.single_node and num_nodes > 1:
+            yield "ranks of one node", f"{num_nodes} nodes", "Use allgather_reducescatter across nodes, or 'ep_a2a'."
+
+    def by_table(self, table: str) -> dict[str, Any]:
+        """Values by title, of one of TABLES."""
+        return {
+            each.metadata["title"]: getattr(self, each.name) for each in fields(self) if each.metadata["table"] == table
+        }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _use_another(what: str, possible: tuple[Any, ...]) -> str:
+    if what == "layout":
+        return f"Pass the handle kwarg layout={possible[0]!r}, or use the backend 'ep_a2a', which has all layouts."
+    return "Change it, or use the backend 'ep_a2a'."

@@ -1,0 +1,92 @@
+"""Other projects' libraries: imported when they are needed, and what is wrong where they cannot be."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from ep_a2a.errors import MissingPackageError
+
+
+@dataclass(frozen=True)
+class Library:
+    """A Python package that a backend stands on.
+
+    Attributes:
+        module: what is imported.
+        distribution: its name where packages are installed from; its metadata has the version.
+        install: how to get it, for errors.
+        least_version: the lowest version that has what is called, "" where any will do.
+        needs: attributes, "module:name" or "module" below `module`, that must be there.
+    """
+
+    module: str
+    distribution: str
+    install: str
+    least_version: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str | None:
+        """The installed version; None where no package metadata says it."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def problem(self) -> str | None:
+        """What is wrong with it on this machine, None if nothing. Imports it; found out once per process."""
+        return _problem(self)
+
+    def load(self, name: str = "") -> Any:
+        """The module `module[.name]`.
+
+        Raises:
+            MissingPackageError: it is not installed, too old, or cannot be imported; the error says which.
+        """
+        self.require()
+        return importlib.import_module(f"{self.module}.{name}" if name else self.module)
+
+    def require(self) -> None:
+        """Returns if the library can be used; MissingPackageError, as of `load`, otherwise."""
+        problem = self.problem()
+        if problem is not None:
+            raise MissingPackageError(
+                f"the package {self.distribution} (import {self.module})", problem, f"To install it: {self.install}."
+            )
+
+
+@functools.cache
+def _problem(library: Library) -> str | None:
+    if importlib.util.find_spec(library.module) is None:
+        return f"{library.distribution} is not installed"
+    version = library.version
+    found = f"{library.distribution} {version or 'of unknown version'}"
+    if version and library.least_version and _numbers(version) < _numbers(library.least_version):
+        return f"{found} is installed, and {library.least_version} or later is needed"
+    for need in ("", *library.needs):
+        submodule, _, name = need.partition(":")
+        full = f"{library.module}.{submodule}" if submodule else library.module
+        try:
+            module = importlib.import_module(full)
+            missing = bool(name) and not hasattr(module, name)
+        except Exception as error:  # noqa: BLE001  a broken library may raise anything, and it is reported
+            return f"{found} is installed, but import {full} raised {type(error).__name__}: {error}"
+        if missing:
+            return f"{found} is installed, and has no {full}.{name}"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparing."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

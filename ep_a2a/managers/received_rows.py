@@ -1,0 +1,65 @@
+"""Arithmetic on what libraries return, towards the op contract: ids, counts and positions. Nothing waits for the host
+unless it says so."""
+
+from __future__ import annotations
+
+import torch
+
+
+def valid_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Which slots name an expert: bool of the shape of ids."""
+    return (ids >= 0) & (ids < num_experts)
+
+
+def padded_ids(ids: torch.Tensor, total_recv: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """`ids` [R, K] with pad_id in all rows from total_recv [1] on."""
+    row = torch.arange(ids.shape[0], device=ids.device)
+    return torch.where((row < total_recv)[:, None], ids, pad_id)
+
+
+def global_ids(local_ids: torch.Tensor, first_expert: int, pad_id: int) -> torch.Tensor:
+    """Global int32 ids of local ones, of which -1 stands for no expert of this rank."""
+    ids = local_ids.to(torch.int32)
+    return torch.where(ids >= 0, ids + first_expert, pad_id)
+
+
+def counts_from_prefix(prefix: torch.Tensor) -> torch.Tensor:
+    """Counts [W] of an inclusive prefix sum [W]."""
+    return torch.diff(prefix, prepend=prefix.new_zeros(1))
+
+
+def count_experts(ids: torch.Tensor, first_expert: int, num_local: int) -> torch.Tensor:
+    """Slots that name each local expert, int32 [num_local]; ids are global, of any shape."""
+    local = (ids - first_expert).flatten().to(torch.int64)
+    # what belongs to no local expert is counted in one more place, which is cut off
+    place = torch.where((local >= 0) & (local < num_local), local, num_local)
+    counts = torch.zeros(num_local + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))[:num_local]
+
+
+def sources_of_rows(counts_per_source: torch.Tensor) -> torch.Tensor:
+    """Source rank of each row where rows are ordered by source: int64 [sum of counts]. Synchronises."""
+    ranks = torch.arange(counts_per_source.numel(), device=counts_per_source.device)
+    return ranks.repeat_interleave(counts_per_source.to(torch.int64))
+
+
+def positions(sources: torch.Tensor, tokens: torch.Tensor, tokens_per_source: int) -> torch.Tensor:
+    """Positions int32 [N] of rows from `sources` [N] that were the `tokens`-th [N] there; stride W * M."""
+    return (sources * tokens_per_source + tokens).to(torch.int32)
+
+
+def expert_sources(layout_range: torch.Tensor) -> torch.Tensor:
+    """Rows per source [W] over all local experts, of DeepEP's ranges int64 [E, W]: first row << 32 | rows."""
+    return (layout_range & ((1 << 32) - 1)).sum(0).to(torch.int32)
+
+
+def routed_ids(ids: torch.Tensor, num_experts: int, own_expert: int) -> torch.Tensor:
+    """Ids int32 [T, K] that go to the same ranks as `ids` and name an expert in every slot.
+
+    For libraries that cannot drop a slot and send a token once per rank: a slot without an expert repeats the token's
+    first valid one. A token without any goes to `own_expert`.
+    """
+    valid = valid_ids(ids, num_experts)
+    first = torch.where(valid, 1, 0).argmax(1, keepdim=True)
+    fallback = torch.where(valid.any(1, keepdim=True), ids.gather(1, first), own_expert)
+    return torch.where(valid, ids, fallback)

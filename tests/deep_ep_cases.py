@@ -1,0 +1,506 @@
+"""Bodies of the tests of DeepEP's interface: on CPU processes (tests/multiprocess) and on GPUs (tests/multigpu) alike.
+
+What DeepEP's own tests of its intranode and low-latency kernels look at, against this project's oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.compat.deep_ep import Buffer, Config
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    StateError,
+    TooManyTokensError,
+    UnsupportedError,
+)
+from ep_a2a.quantization import dequantize, quantize_per_1x128
+from ep_a2a.reference import combine_reference, reduce_experts_reference
+from tests.op_cases import Case, Inputs, expert_results, make_inputs, reference_of, same_bits, same_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.reference import DispatchReference
+    from ep_a2a.testing import RankContext
+
+NORMAL = Case(world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7)))
+LOW_LATENCY = Case(
+    world_size=2, hidden_dim=512, topk=2, num_experts=4, max_tokens=4, routing="some_dropped", tokens=((4, 3), (0, 2)),
+    layout="expert_major", quant_type="fp8_per_1x128",
+)  # fmt: skip
+
+
+def make_buffer(context: RankContext, **options: Any) -> Buffer:
+    return Buffer(context.group, 0, 0, device=context.device, explicitly_destroy=True, **options)
+
+
+@dataclass
+class Step:
+    """One rank's inputs of a step as DeepEP takes them, and what the oracle says that all ranks receive."""
+
+    case: Case
+    number: int
+    context: RankContext
+    everyone: list[Inputs]
+    expected: list[DispatchReference]
+
+    @classmethod
+    def of(cls, case: Case, number: int, context: RankContext) -> Step:
+        everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
+        return cls(case, number, context, everyone, reference_of(case, number, everyone))
+
+    def _own(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None
+        return tensor.to(self.context.device)
+
+    @property
+    def x(self) -> Any:
+        inputs = self.everyone[self.context.rank]
+        x = self._own(inputs.tokens)
+        # scales with their strides exchanged, as DeepEP's test passes them
+        return x if inputs.scales is None else (x, self._own(inputs.scales).T.contiguous().T)
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        return self._own(self.everyone[self.context.rank].ids).to(torch.int64)
+
+    @property
+    def topk_weights(self) -> torch.Tensor:
+        return self._own(self.everyone[self.context.rank].weights)
+
+    @property
+    def received(self) -> DispatchReference:
+        return self.expected[self.context.rank]
+
+    @property
+    def num_tokens(self) -> list[int]:
+        return [inputs.tokens.shape[0] for inputs in self.everyone]
+
+    @property
+    def first_expert(self) -> int:
+        return self.context.rank * self.num_local_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.case.num_experts // self.case.world_size
+
+    def expert_counts(self, rank: int) -> list[int]:
+        """Tokens of all ranks that name each expert of a rank."""
+        ids = torch.cat([inputs.ids.flatten() for inputs in self.everyone])
+        first = rank * self.num_local_experts
+        return [int((ids == expert).sum()) for expert in range(first, first + self.num_local_experts)]
+
+    def layout(self, buffer: Buffer) -> dict[str, Any]:
+        """The arguments of dispatch that get_dispatch_layout makes, after a check of each."""
+        num_ranks, num_experts = self.case.world_size, self.case.num_experts
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(self.topk_idx, num_experts)
+        ids, owned = self.topk_idx.cpu(), self.num_local_experts
+        goes = [[any(rank * owned <= e < (rank + 1) * owned for e in token) for rank in range(num_ranks)]
+                for token in ids.tolist()]  # fmt: skip
+        same_bits(is_in_rank, torch.tensor(goes, dtype=torch.bool).view(-1, num_ranks), "is_token_in_rank")
+        same_bits(per_rank, is_in_rank.cpu().sum(0).to(torch.int32), "num_tokens_per_rank")
+        expected = torch.tensor([(ids == expert).sum() for expert in range(num_experts)], dtype=torch.int32)
+        same_bits(per_expert, expected, "num_tokens_per_expert")
+        assert per_rdma_rank is None
+        return {
+            "num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert,
+        }  # fmt: skip
+
+    def local_ids(self) -> torch.Tensor:
+        """The received ids as DeepEP returns them: of this rank's experts from 0, -1 for others."""
+        ids = self.received.ids.to(torch.int64) - self.first_expert
+        return torch.where((ids >= 0) & (ids < self.num_local_experts), ids, -1)
+
+    def check_received(self, got: Any) -> None:
+        x, scales = got if isinstance(got, tuple) else (got, None)
+        same_bits(x, self.received.tokens, "recv_x")
+        if self.received.scales is not None:
+            assert scales is not None
+            same_bits(scales, self.received.scales, "scales")
+
+    def combined(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """What combine gives this rank for the rows that all ranks' experts return."""
+        return combine_reference(rows, self.expected, self.num_tokens, dtype)[self.context.rank]
+
+
+def fp8(case: Case) -> Case:
+    return replace(case, dtype=FP8_DTYPE, scale_dim=case.hidden_dim // 128)
+
+
+def returned_rows(step: Step) -> list[torch.Tensor]:
+    """What all ranks' experts return in normal mode."""
+    rows = []
+    for rank, each in enumerate(step.expected):
+        generator = torch.Generator().manual_seed(91 + 7 * step.number + rank)
+        rows.append(torch.randn(each.total_recv, step.case.hidden_dim, generator=generator).bfloat16())
+    return rows
+
+
+def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous: bool) -> None:
+    """DeepEP's intranode test: layout, dispatch, cached dispatch, combine with weights and bias."""
+    buffer = make_buffer(context)
+    launch: dict[str, Any] = {"config": Config(24, 8, 256), "async_finish": asynchronous}
+    for number in range(len(case.tokens)):
+        step = Step.of(case, number, context)
+        if asynchronous:
+            launch["previous_event"] = buffer.capture()
+        topk = {"topk_idx": step.topk_idx, "topk_weights": step.topk_weights} if with_topk else {}
+        got, ids, weights, per_expert, handle, event = buffer.dispatch(step.x, **step.layout(buffer), **topk, **launch)
+        event.current_stream_wait()
+        step.check_received(got)
+        assert per_expert == step.expert_counts(context.rank)
+        sent = torch.stack([each.counts_per_source for each in step.expected], 1)
+        same_bits(handle[0], sent.cumsum(0).to(torch.int32), "rank_prefix_matrix")
+        if with_topk:
+            check_topk(step, ids, weights)
+        else:
+            assert ids is None
+            assert weights is None
+            again, *nothing, event = buffer.dispatch(step.x, handle=handle, **launch)
+            assert nothing == [None] * 4
+            event.current_stream_wait()
+            step.check_received(again)
+        check_combine(buffer, step, handle, weights, launch)
+    buffer.destroy()
+
+
+def worst_case(context: RankContext, case: Case) -> None:
+    """num_worst_tokens: no counts on the host, as many rows as could come, and one that no rank can fill."""
+    buffer = make_buffer(context)
+    num_worst_tokens = case.world_size * case.max_tokens + 1
+    for number in range(len(case.tokens)):
+        step = Step.of(case, number, context)
+        got, ids, weights, per_expert, handle, _ = buffer.dispatch(
+            step.x, **step.layout(buffer), topk_idx=step.topk_idx, topk_weights=step.topk_weights,
+            num_worst_tokens=num_worst_tokens,
+        )  # fmt: skip
+        count = step.received.total_recv
+        x, scales = got if isinstance(got, tuple) else (got, None)
+        assert per_expert == []
+        assert handle[0] is None
+        assert x.shape[0] == ids.shape[0] == weights.shape[0] == num_worst_tokens
+        step.check_received(x[:count] if scales is None else (x[:count], scales[:count]))
+        check_topk(step, ids[:count], weights[:count])
+        assert bool((ids[count:] == -1).all())
+        rows = returned_rows(step)
+        mine = torch.full((num_worst_tokens, case.hidden_dim), torch.nan, dtype=torch.bfloat16)
+        mine[:count] = rows[context.rank]
+        combined, _, _ = buffer.combine(mine.to(context.device), handle)
+        same_sums(combined, step.combined(rows, torch.bfloat16), "combine")
+    buffer.destroy()
+
+
+def check_topk(step: Step, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    local = step.local_ids()
+    same_bits(ids, local, "recv_topk_idx")
+    assert step.received.weights is not None
+    same_bits(weights, step.received.weights.masked_fill(local < 0, 0.0), "recv_topk_weights")
+
+
+def check_combine(
+    buffer: Buffer, step: Step, handle: Any, weights: torch.Tensor | None, launch: dict[str, Any]
+) -> None:
+    """With one bias in the first step and with two in the others."""
+    device = step.context.device
+    rows = returned_rows(step)
+    expected = step.combined(rows, torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+    biases = [torch.randn(expected.shape, generator=generator).bfloat16() for _ in range(1 + (step.number > 0))]
+    total = expected.float()
+    for bias in biases:
+        total += bias.float()
+    given = tuple(bias.to(device) for bias in biases)
+    combined, sums, event = buffer.combine(
+        rows[step.context.rank].to(device), handle, topk_weights=weights, bias=given if len(given) > 1 else given[0],
+        **launch,
+    )  # fmt: skip
+    event.current_stream_wait()
+    same_sums(combined, total.bfloat16(), "combine")
+    if weights is None:
+        assert sums is None
+    else:
+        # each slot's weight comes back from the one rank that owns its expert
+        kept = step.topk_weights.cpu().masked_fill(step.topk_idx.cpu() < 0, 0.0)
+        same_bits(sums, kept, "combined_topk_weights")
+
+
+# --- low latency ---
+
+
+def experts_results(step: Step) -> list[torch.Tensor]:
+    return [expert_results(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)]
+
+
+def weighed_sum(step: Step, results: list[torch.Tensor]) -> torch.Tensor:
+    rows = [reduce_experts_reference(each, r, torch.bfloat16) for each, r in zip(results, step.expected)]
+    return step.combined(rows, torch.bfloat16)
+
+
+def check_low_latency(step: Step, got: Any, counts: torch.Tensor) -> None:
+    """Every expert's rows, and their scales in DeepEP's order of memory."""
+    expected = step.received
+    assert expected.expert_counts is not None
+    same_bits(counts, expected.expert_counts, "recv_count")
+    x, scales = got if isinstance(got, tuple) else (got, None)
+    assert x.shape == expected.tokens.shape
+    if scales is not None:
+        assert scales.stride(1) == 1
+        assert scales.stride(2) == x.shape[1]
+    for expert, count in enumerate(counts.tolist()):
+        same_bits(x[expert, :count], expected.tokens[expert, :count], f"rows of local expert {expert}")
+        if scales is not None:
+            assert expected.scales is not None
+            # contiguous() leaves the strides of a single scale per row as they are
+            mine = torch.empty(scales[expert, :count].shape, dtype=scales.dtype).copy_(scales[expert, :count])
+            if mine.dtype == torch.int32:
+                mine = mine.view(torch.uint8)
+            same_bits(mine, expected.scales[expert, :count], f"scales of local expert {expert}")
+
+
+def check_sources(step: Step, handle: Any, counts: torch.Tensor) -> None:
+    """DeepEP's src_info and layout_range: where each row comes from."""
+    src_info, layout_range = handle[0].cpu(), handle[1].cpu()
+    for expert, count in enumerate(counts.tolist()):
+        places = []
+        for source, inputs in enumerate(step.everyone):
+            tokens = (inputs.ids == step.first_expert + expert).any(1).nonzero().flatten().tolist()
+            begin, number = divmod(int(layout_range[expert, source]), 1 << 32)
+            assert (begin, number) == (len(places), len(tokens))
+            places += tokens
+        assert src_info[expert, :count].tolist() == places
+
+
+def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: bool) -> None:
+    """DeepEP's low-latency test: statistics, sources, combine from x or from the buffer; both calls may be repeated."""
+    buffer = make_buffer(context, low_latency_mode=True)
+    use_fp8 = case.quant_type != "none"
+    casts = {
+        "use_fp8": use_fp8,
+        "round_scale": case.scale_format != "float32",
+        "use_ue8m0": case.scale_format == "ue8m0",
+    }
+    launch = {"return_recv_hook": True} if with_hook else {"async_finish": True}
+    for number in range(case.num_steps):
+        step = Step.of(case, number, context)
+        stats = torch.zeros(step.num_local_experts, dtype=torch.int32, device=context.device)
+        topk_idx, topk_weights, x = step.topk_idx, step.topk_weights, step.x
+        for repetition in range(1, 2 + repeated):
+            got, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, topk_idx, case.max_tokens, case.num_experts, stats, **casts, **launch
+            )
+            finish(hook, event)
+            check_low_latency(step, got, counts)
+            assert stats.tolist() == [repetition * count for count in counts.tolist()]
+        check_sources(step, handle, counts)
+        assert tuple(handle[2:]) == (case.max_tokens, case.hidden_dim, case.num_experts)
+        results = experts_results(step)
+        mine = results[context.rank].to(context.device)
+        for zero_copy in (False, True) if repeated else (number > 0,):
+            rows = mine
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle)[:] = mine
+                rows = torch.full_like(mine, torch.nan)
+            out = torch.empty(x.shape, dtype=torch.bfloat16, device=context.device) if zero_copy else None
+            combined, event, hook = buffer.low_latency_combine(
+                rows, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out, **launch
+            )
+            finish(hook, event)
+            same_sums(combined, weighed_sum(step, results), "low_latency_combine")
+            assert out is None or combined is out
+    buffer.destroy()
+
+
+def finish(hook: Callable[[], None] | None, event: Any) -> None:
+    if hook is None:
+        event.current_stream_wait()
+    else:
+        hook()
+
+
+def low_latency_identity(context: RankContext, case: Case) -> None:
+    """Experts that return their input give x times the sum of its weights, up to the cast; a layer of two batches."""
+    buffer = make_buffer(context)
+    steps = [Step.of(case, number, context) for number in range(2)]
+    pending = []
+    for step in steps:
+        got, _, handle, _, hook = buffer.low_latency_dispatch(
+            step.x, step.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=True
+        )
+        pending.append((got, handle, hook))
+    for step, (got, handle, hook) in zip(steps, pending):
+        hook()
+        q, scales = got
+        rows = dequantize(q.flatten(0, 1), scales.contiguous().flatten(0, 1), "fp8_per_1x128").bfloat16()
+        combined, _, hook = buffer.low_latency_combine(
+            rows.view(q.shape), step.topk_idx, step.topk_weights, handle, return_recv_hook=True
+        )
+        hook()
+        weights = step.topk_weights.masked_fill(step.topk_idx < 0, 0.0).sum(1, keepdim=True)
+        kept = dequantize(*quantize_per_1x128(step.x), "fp8_per_1x128")
+        torch.testing.assert_close(combined.float(), kept * weights, rtol=0.02, atol=0.02)
+    buffer.destroy()
+
+
+# --- orders of calls, sizes, refusals ---
+
+
+@dataclass
+class Exchange:
+    """A normal step between its calls."""
+
+    step: Step
+    rows: list[torch.Tensor]
+    handle: Any
+
+    @classmethod
+    def dispatch(cls, buffer: Buffer, step: Step) -> Exchange:
+        got, *_, handle, _ = buffer.dispatch(
+            step.x, **step.layout(buffer), topk_idx=step.topk_idx, topk_weights=step.topk_weights
+        )
+        step.check_received(got)
+        return cls(step, returned_rows(step), handle)
+
+    def dispatch_again(self, buffer: Buffer) -> None:
+        got, *_ = buffer.dispatch(self.step.x, handle=self.handle)
+        self.step.check_received(got)
+
+    def combine(self, buffer: Buffer) -> None:
+        mine = self.rows[self.step.context.rank].to(self.step.context.device)
+        combined, _, _ = buffer.combine(mine, self.handle)
+        same_sums(combined, self.step.combined(self.rows, torch.bfloat16), "combine")
+
+
+def any_order(context: RankContext, case: Case) -> None:
+    """More open dispatches than the buffer keeps, combined in another order; then as two layers' backward does."""
+    buffer = make_buffer(context)
+    steps = [Step.of(case, number, context) for number in range(2)]
+    opened = [Exchange.dispatch(buffer, steps[number % 2]) for number in range(3)]
+    for exchange in reversed(opened):
+        exchange.combine(buffer)
+    layers = opened[:2]
+    for exchange in reversed(layers):
+        exchange.dispatch_again(buffer)
+        exchange.combine(buffer)
+    buffer.destroy()
+
+
+def growing_batches(context: RankContext, case: Case) -> None:
+    """Batches beyond what ops have been made for; and a buffer that has been told the most."""
+    counts = ((2, 1), (9, 3))
+    for most in (0, 4):
+        buffer = make_buffer(context, max_num_tokens_per_rank=most)
+        for number in range(2):
+            step = Step.of(replace(case, tokens=counts), number, context)
+            if most and number:
+                with pytest.raises(TooManyTokensError, match="max_num_tokens_per_rank"):
+                    Exchange.dispatch(buffer, step)
+            else:
+                Exchange.dispatch(buffer, step).combine(buffer)
+        buffer.destroy()
+
+
+def hooks(context: RankContext, case: Case) -> None:
+    """Hooks that are called late, too late, or not at all, and weights that travel with the tokens."""
+    buffer = make_buffer(context)
+    steps = [Step.of(case, number, context) for number in (0, 1, 0)]
+    sent = []
+    for step in steps:
+        _, _, handle, _, hook = buffer.low_latency_dispatch(
+            step.x, step.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=True,
+            topk_weights=step.topk_weights,
+        )  # fmt: skip
+        sent.append((step, handle, hook))
+    with pytest.raises(StateError, match="before its memory is needed again"):
+        sent[0][2]()
+    step, handle, hook = sent[1]
+    results = experts_results(step)
+    mine = results[context.rank].to(context.device)
+    with pytest.raises(StateError, match="hook of low_latency_dispatch"):
+        buffer.low_latency_combine(mine, step.topk_idx, None, handle)
+    hook()
+    hook()
+    combined, _, late = buffer.low_latency_combine(mine, step.topk_idx, None, handle, return_recv_hook=True)
+    sent[2][2]()
+    # takes the memory of a combine that has not received: that one is ended first
+    Exchange.dispatch(buffer, Step.of(replace(NORMAL, hidden_dim=case.hidden_dim), 0, context))
+    same_sums(combined, weighed_sum(step, results), "combine whose hook has not been called")
+    late()
+    with pytest.raises(InputError, match="topk_weights"):
+        buffer.low_latency_combine(mine, step.topk_idx, None, handle)
+    buffer.destroy()
+
+
+def refusals(context: RankContext, case: Case) -> None:
+    """What is refused on the host, before anything is launched."""
+    buffer = make_buffer(context)
+    step = Step.of(case, 0, context)
+    x, ids, weights, layout = step.x, step.topk_idx, step.topk_weights, step.layout(buffer)
+    fitting = {"topk_idx": ids, "topk_weights": weights}
+
+    def dispatch(**changes: Any) -> None:
+        buffer.dispatch(**{"x": x, **layout, **fitting, **changes})
+
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (InputError, "or neither", lambda: dispatch(topk_weights=None)),
+        (InputError, "or a handle", lambda: dispatch(is_token_in_rank=None)),
+        (DtypeError, "is_token_in_rank", lambda: dispatch(is_token_in_rank=layout["is_token_in_rank"].int())),
+        (ShapeError, "is_token_in_rank", lambda: dispatch(x=x[:1])),
+        (ShapeError, "topk_idx", lambda: dispatch(topk_idx=ids[:1])),
+        (DtypeError, "weights", lambda: dispatch(topk_weights=weights.double())),
+        (InputError, "expert_alignment", lambda: dispatch(expert_alignment=0)),
+        (TooManyTokensError, "num_worst_tokens", lambda: dispatch(num_worst_tokens=case.world_size)),
+        (InputError, "with num_worst_tokens", lambda: dispatch(num_worst_tokens=64, topk_idx=None, topk_weights=None)),
+        (InputError, "multiple of the", lambda: buffer.get_dispatch_layout(ids, 5)),
+        (UnsupportedError, "raw buffer", lambda: buffer.get_local_buffer_tensor(torch.uint8)),
+        (UnsupportedError, "masks of ranks", lambda: buffer.low_latency_update_mask_buffer(0, True)),
+        (UnsupportedError, "masks of ranks", lambda: buffer.low_latency_query_mask_buffer(ids)),
+        (UnsupportedError, "masks of ranks", buffer.low_latency_clean_mask_buffer),
+        (UnsupportedError, "masks of ranks", lambda: Buffer(context.group, enable_shrink=True)),
+        (UnsupportedError, "process group", lambda: Buffer(None, comm="mpi")),
+        (ConfigError, "max_open_steps", lambda: make_buffer(context, max_open_steps=0)),
+        (ConfigError, "even number", lambda: Buffer.set_num_sms(7)),
+    ]
+    send = functools.partial(buffer.low_latency_dispatch, x, ids, 16, case.num_experts)
+    wrong += [
+        (InputError, "both", lambda: send(async_finish=True, return_recv_hook=True)),
+        (InputError, "round_scale with use_ue8m0", lambda: send(use_ue8m0=True)),
+        (ShapeError, "multiple of 512", lambda: send(round_scale=True, use_ue8m0=True)),
+        (UnsupportedError, "statistics of waits", lambda: send(dispatch_wait_recv_cost_stats=ids)),
+        (ShapeError, "recv_stats", lambda: send(ids[0])),
+        (DtypeError, "weights", lambda: send(topk_weights=weights.double())),
+        (UnsupportedError, "use_logfmt", lambda: buffer.low_latency_combine(x, ids, weights, None, use_logfmt=True)),
+    ]
+    for kind, text, call in wrong:
+        with pytest.raises(kind, match=text):
+            call()
+    exchange = Exchange.dispatch(buffer, step)
+    rows = torch.zeros(step.received.total_recv, case.hidden_dim, dtype=torch.bfloat16, device=context.device)
+    handle = exchange.handle
+    for kind, text, call in (
+        (ShapeError, "rows received", lambda: buffer.combine(rows[1:], handle)),
+        (ShapeError, "bias of shape", lambda: buffer.combine(rows, handle, bias=x[1:])),
+        (DtypeError, "bias of dtype", lambda: buffer.combine(rows, handle, bias=x.float())),
+        (InputError, "or a pair", lambda: buffer.combine(rows, handle, bias=(x, x, x))),
+        (UnsupportedError, "columns", lambda: buffer.combine(rows, handle, topk_weights=rows)),
+        (ShapeError, "tokens of the handle", lambda: buffer.dispatch(x[1:], handle)),
+        (InputError, "with a handle", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    exchange.combine(buffer)
+    buffer.clean_low_latency_buffer(16, case.hidden_dim, case.num_experts)
+    buffer.destroy()
+    buffer.destroy()
+    with pytest.raises(ClosedError, match="destroyed"):
+        dispatch()

@@ -1,0 +1,26 @@
+"""All backends on GPUs: the bodies of tests/multiprocess, in sizes that every library has kernels for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity_cases
+from tests.parity_cases import pairs, reason_against
+
+HIDDEN_DIM = 2048
+WORLD_SIZES = (2, 4)
+"""Numbers of ranks that every library takes."""
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("name", "layout"), pairs())
+def test_parity(ranks: Any, name: str, layout: str, world_size: int) -> None:
+    reason = reason_against(name, layout, "cuda")
+    if reason is None and torch.cuda.device_count() < world_size:
+        reason = f"needs {world_size} GPUs, found {torch.cuda.device_count()}"
+    if reason is not None:
+        pytest.skip(reason)
+    ranks(parity_cases.run_backend, world_size, name, layout, HIDDEN_DIM, device="cuda")

@@ -1,0 +1,66 @@
+"""DeepEP's interface on GPUs: the bodies of tests/multiprocess, in all their forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from tests import deep_ep_cases as cases
+from tests.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.markers import needs_gpus
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+    from tests.op_cases import Case
+
+WORLDS = [2, pytest.param(4, marks=needs_gpus(4)), pytest.param(8, marks=needs_gpus(8))]
+
+
+def on(case: Case, world_size: int) -> Case:
+    return replace(case, world_size=world_size, num_experts=3 * world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in-stream", "asynchronous"])
+@pytest.mark.parametrize("with_topk", [False, True], ids=["without-topk", "with-topk"])
+@pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
+def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool, world_size: int) -> None:
+    ranks(cases.normal_mode, world_size, on(case, world_size), with_topk, asynchronous, device="cuda")
+
+
+@pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
+def test_worst_case(ranks: Any, case: Case) -> None:
+    ranks(cases.worst_case, 2, case, device="cuda")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("with_hook", [False, True], ids=["asynchronous", "hook"])
+@pytest.mark.parametrize("changes", [
+    {"quant_type": "none"}, {}, {"scale_format": "float32_power_of_two"}, {"scale_format": "ue8m0"},
+], ids=["bf16", "fp8", "rounded", "ue8m0"])  # fmt: skip
+def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world_size: int) -> None:
+    case = on(replace(LOW_LATENCY, **changes), world_size)
+    ranks(cases.low_latency, world_size, case, with_hook, True, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("body", "case"),
+    [
+        (cases.low_latency_identity, LOW_LATENCY), (cases.any_order, NORMAL), (cases.growing_batches, NORMAL),
+        (cases.hooks, LOW_LATENCY), (cases.refusals, NORMAL),
+    ],
+)  # fmt: skip
+def test_orders(ranks: Any, body: Any, case: Case) -> None:
+    ranks(body, 2, case, device="cuda")
+
+
+def nccl_only(context: RankContext, case: Case) -> None:
+    """A group that cannot move CPU tensors, as engines pass it."""
+    cases.any_order(replace(context, group=dist.new_group(backend="nccl")), case)
+
+
+def test_a_group_without_gloo(ranks: Any) -> None:
+    ranks(nccl_only, 2, NORMAL, device="cuda")

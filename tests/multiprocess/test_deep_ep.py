@@ -1,0 +1,63 @@
+"""DeepEP's interface on CPU processes: the logic of DeepEP's own tests, orders of calls, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests import deep_ep_cases as cases
+from tests.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+
+
+@pytest.mark.parametrize(
+    ("case", "with_topk", "asynchronous"),
+    [(NORMAL, True, True), (fp8(NORMAL), True, False), (NORMAL, False, False)],
+    ids=["bf16", "fp8", "without-topk"],
+)
+def test_normal_mode(ranks: Any, case: Any, with_topk: bool, asynchronous: bool) -> None:
+    ranks(cases.normal_mode, case.world_size, case, with_topk, asynchronous)
+
+
+def test_worst_case(ranks: Any) -> None:
+    ranks(cases.worst_case, 2, replace(fp8(NORMAL), tokens=((0, 7),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "with_hook", "repeated"),
+    [
+        ({"quant_type": "none", "hidden_dim": 64}, True, True), ({}, False, False),
+        ({"scale_format": "float32_power_of_two", "num_steps": 1}, True, False),
+        ({"scale_format": "ue8m0", "num_steps": 1}, False, False),
+    ],
+    ids=["bf16", "fp8", "rounded", "ue8m0"],
+)  # fmt: skip
+def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, repeated: bool) -> None:
+    ranks(cases.low_latency, 2, replace(LOW_LATENCY, **changes), with_hook, repeated)
+
+
+def test_low_latency_identity(ranks: Any) -> None:
+    ranks(cases.low_latency_identity, 2, replace(LOW_LATENCY, hidden_dim=128))
+
+
+def test_four_ranks(ranks: Any) -> None:
+    four = {"world_size": 4, "num_experts": 8, "tokens": ((3, 0, 2, 1),), "num_steps": 1}
+    ranks(cases.normal_mode, 4, replace(NORMAL, **four), True, False)
+    ranks(cases.low_latency, 4, replace(LOW_LATENCY, **four, max_tokens=3, hidden_dim=128), False, False)
+
+
+def test_any_order(ranks: Any) -> None:
+    ranks(cases.any_order, 2, NORMAL)
+
+
+def test_growing_batches(ranks: Any) -> None:
+    ranks(cases.growing_batches, 2, NORMAL)
+
+
+def test_hooks(ranks: Any) -> None:
+    ranks(cases.hooks, 2, replace(LOW_LATENCY, hidden_dim=128))
+
+
+def test_refusals(ranks: Any) -> None:
+    ranks(cases.refusals, 2, NORMAL)

@@ -1,0 +1,55 @@
+"""InterNodeV1 and its kin with all memory addressable, on virtual nodes of CPU processes, against the oracle.
+
+The bodies are those of the op inside a node; only the kernels differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.op_cases import Case, run_case
+from tests.op_matrix import CASES, UNEVEN
+from tests.op_special import BODIES, missing_rank
+from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, SMALL_RINGS, SPECIAL, lines_that_cross, on_two_nodes
+
+
+@pytest.mark.parametrize("name", OF_FOUR_RANKS)
+def test_two_nodes_of_two(ranks: Any, name: str) -> None:
+    ranks(run_case, 4, on_two_nodes(CASES[name]))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES.items()])
+def test_shapes(ranks: Any, case: Case) -> None:
+    ranks(run_case, case.world_size, case)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special(ranks: Any, name: str) -> None:
+    body, case = BODIES[name]
+    few = replace(case, world_size=2, num_nodes=2, tokens=((5, 3), (2, 9)), num_experts=5, options=SMALL_RINGS)
+    ranks(body, few.world_size, few)
+
+
+@pytest.mark.parametrize("kernel", ["InterNodeV1", "AsyncLL"])
+def test_replayed_steps(ranks: Any, kernel: str) -> None:
+    body, _ = BODIES["graph-rank-major"]
+    ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel))
+
+
+def test_a_token_crosses_once_to_each_other_node(ranks: Any) -> None:
+    """Where the flat form sends it to each rank there."""
+    case = Case(num_nodes=2, tokens=UNEVEN, topk=6, num_experts=16, layout="rank_major", options=SMALL_RINGS)
+    crossed, once, flat = map(sum, zip(*ranks(lines_that_cross, 4, case)))
+    assert crossed == once < flat
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_missing_rank(ranks: Any, phase: str) -> None:
+    case = Case(
+        world_size=4, num_nodes=2, num_experts=8, layout="rank_major", with_weights=False, combine_weights=False,
+        options=SMALL_RINGS,
+    )  # fmt: skip
+    ranks(missing_rank, case.world_size, case, phase)

@@ -1,0 +1,113 @@
+"""Calls of other projects' libraries in this package's managers, read from the managers' source.
+
+By convention a library's modules are held in variables of their names, what a manager got from it in `native...` or
+`self._native...`, and single functions are imported where they are used: whatever is called on these is a call of the
+library.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import ep_a2a
+
+MANAGERS = Path(ep_a2a.__file__).parent / "managers"
+MODULES = ("mori", "deep_ep", "nvshmem", "pplx_kernels")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a library.
+
+    Attributes:
+        line: in the manager's file.
+        num_positional, keywords: its arguments; those of a `**dictionary` count as keywords.
+        num_taken: names that its result is unpacked into; None where it is not.
+    """
+
+    line: int
+    num_positional: int
+    keywords: tuple[str, ...]
+    num_taken: int | None
+
+
+def calls_of(module: str) -> dict[str, list[Call]]:
+    """All calls of libraries in `managers/<module>.py`, by what is called, as the source spells it."""
+    tree = ast.parse((MANAGERS / f"{module}.py").read_text(encoding="utf-8"))
+    imported, unpacked = _imported(tree), _unpacked(tree)
+    found: dict[str, list[Call]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _is_native(node.func, imported):
+            keywords = tuple(name for each in node.keywords for name in _names(each, tree))
+            call = Call(node.lineno, len(node.args), keywords, unpacked.get(id(node)))
+            found.setdefault(_spelled(node.func), []).append(call)
+    return found
+
+
+def attributes_of(module: str) -> dict[str, set[str]]:
+    """Attributes that are read, not called, of objects of a library, by the object as the source spells it."""
+    tree = ast.parse((MANAGERS / f"{module}.py").read_text(encoding="utf-8"))
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called and isinstance(node.ctx, ast.Load):
+            root = _spelled(node.value)
+            if root.removeprefix("self._").startswith("native"):
+                found.setdefault(root, set()).add(node.attr)
+    return found
+
+
+def _is_native(function: ast.expr, imported: set[str]) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in imported
+    if not isinstance(function, ast.Attribute):
+        return False
+    spelled = _spelled(function)
+    root = spelled.split(".")[0]
+    if root == "self":
+        return spelled.count(".") > 1 and spelled.split(".")[1].startswith("_native")
+    return root in (*MODULES, *imported) or root.startswith("native")
+
+
+def _spelled(node: ast.expr) -> str:
+    return ast.unparse(node)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flashinfer"
+        for alias in node.names
+    }
+
+
+def _unpacked(tree: ast.Module) -> dict[int, int]:
+    """Number of names by the call whose result they take."""
+    return {
+        id(node.value): len(node.targets[0].elts)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    }
+
+
+def _names(keyword: ast.keyword, tree: ast.Module) -> tuple[str, ...]:
+    """The keyword's name; for `**name` the keys of the dictionary it is, for `**function()` of the one it makes."""
+    if keyword.arg is not None:
+        return (keyword.arg,)
+    where: ast.AST = tree
+    if isinstance(keyword.value, ast.Call):
+        name = _spelled(keyword.value.func)
+        where = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+        wanted = None
+    else:
+        wanted = _spelled(keyword.value)
+    for node in ast.walk(where):
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, ast.Dict):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target  # type: ignore[union-attr]
+            if wanted in (None, _spelled(target)):
+                return tuple(ast.literal_eval(key) for key in value.keys if key is not None)
+    raise AssertionError(f"no dictionary for line {keyword.value.lineno}")

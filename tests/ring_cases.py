@@ -1,0 +1,95 @@
+"""Cases and bodies of the kernels that send chunks between nodes, for virtual nodes on CPU and on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.kernels.layout import Region
+from ep_a2a.memory.arena import Arena
+from tests.op_cases import Case, Step, make_inputs, make_op
+from tests.op_checks import synchronize
+from tests.op_matrix import CASES, UNEVEN
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+SMALL_RINGS = {"chunk_tokens": 3, "ring_chunks": 2, "rdma_block_num": 2}
+OF_FOUR_RANKS = (
+    *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
+    "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
+    "combine-without-weights", "max-num-tokens-compact", "pad-id", "cap", "nobody-has-tokens", "fp32",
+    "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0", "fp8_per_1x128-float32_power_of_two",
+    "cast-fp16-odd-hidden", "unusual-four-ranks", "epoch-2**32",
+)  # fmt: skip
+FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
+SHAPES: dict[str, Case] = {
+    # every role of a channel must go on while another has no room
+    "one-channel-one-chunk": replace(FEW, options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 1}),
+    "one-channel-one-chunk-compact": replace(
+        FEW, layout="compact", options={"chunk_tokens": 2, "ring_chunks": 1, "rdma_block_num": 1}
+    ),
+    "more-channels-than-programs": replace(FEW, options={"chunk_tokens": 2, "ring_chunks": 1, "rdma_block_num": 5}),
+    "one-chunk-holds-all": replace(FEW, options={"chunk_tokens": 64}),
+    "halves": replace(FEW, split="mixed", options=SMALL_RINGS),
+    "halves-whole-steps": replace(FEW, split="mixed", kernel="AsyncLL", num_steps=4),
+    "whole-steps": replace(FEW, kernel="InterNodeV1LL", options={"rdma_block_num": 3}),
+    "whole-steps-cast": replace(
+        FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_per_1x128", hidden_dim=256
+    ),
+    "flat": replace(FEW, kernel="InterNode", split="mixed"),
+    "many-tokens": Case(
+        world_size=2, num_nodes=2, num_experts=5, hidden_dim=8, max_tokens=400, tokens=((390, 257),), num_steps=1,
+        routing="some_dropped", layout="rank_major",
+    ),
+} | {
+    f"{num_nodes}x{per_node}-{layout}": Case(
+        world_size=num_nodes * per_node, num_nodes=num_nodes, num_experts=2 * num_nodes * per_node + 1, topk=3,
+        hidden_dim=40, tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range", options=SMALL_RINGS,
+    )
+    for num_nodes, per_node, layout in (
+        (2, 3, "rank_major"), (3, 2, "compact"), (4, 1, "rank_major"), (2, 4, "compact"), (2, 1, "expert_major"),
+    )
+}  # fmt: skip
+SPECIAL = (
+    "late-rank",
+    "two-interleaved-ops",
+    "sequential-ops-share-memory",
+    "fixed-addresses",
+    "weights-on-some-ranks",
+)
+
+
+def on_two_nodes(case: Case) -> Case:
+    """A case of the op inside a node, on two nodes, with rings that hold little."""
+    return replace(case, num_nodes=2, num_steps=min(case.num_steps, 4), options=case.options | SMALL_RINGS)
+
+
+REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
+
+
+def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:
+    """What crosses between nodes in a step.
+
+    Returns:
+        (rows that other nodes sent to this rank, other nodes that its own tokens go to, other nodes' ranks likewise).
+    """
+    per_node = case.world_size // case.num_nodes
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        step = Step.dispatch(case, op, 0, context.device)
+        synchronize(context)
+        lines = op._memory.view(Region.FORWARDED_LINES).clone()
+        lines[context.rank // per_node] = 0
+        num_chunks = -(-max(step.counts) // op.config.chunk_tokens)
+        crossed = int(lines[:, :num_chunks].sum())
+        step.combine()
+    ids = make_inputs(case, 0, context.rank).ids
+    # as many experts on every rank
+    ranks = torch.where(ids >= 0, ids // (case.num_experts // case.world_size), -1)
+    away = [
+        {int(rank) for rank in token if rank >= 0 and rank // per_node != context.rank // per_node} for token in ranks
+    ]
+    return crossed, sum(len({rank // per_node for rank in each}) for each in away), sum(map(len, away))

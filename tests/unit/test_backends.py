@@ -1,0 +1,260 @@
+"""Capabilities, libraries and what is worked out around libraries' results, and the document that is made of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_a2a.cli.app import make_app
+from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.errors import MissingPackageError, UnsupportedError
+from ep_a2a.managers import received_rows
+from ep_a2a.managers.availability import device_problem, problems
+from ep_a2a.managers.capabilities import TABLES, Capabilities
+from ep_a2a.managers.checked_op import CheckedDispatchCombineOp
+from ep_a2a.managers.deepep_high_throughput import DeepEPHighThroughputOp
+from ep_a2a.managers.deepep_low_latency import DeepEPLowLatencyOp
+from ep_a2a.managers.deepep_v2 import DeepEPV2Op
+from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedOp
+from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.libraries import Library
+from ep_a2a.managers.mori import MoriOp
+from ep_a2a.managers.pplx import PplxOp
+from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
+from ep_a2a.ops import EpDispatchCombineOp
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
+BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
+OPS = (
+    MoriOp, DeepEPHighThroughputOp, DeepEPLowLatencyOp, DeepEPV2Op, FlashInferOneSidedOp, FlashInferTwoSidedOp, PplxOp,
+)  # fmt: skip
+
+
+def config(**changes: Any) -> EpDispatchCombineConfig:
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16, "rank": 0, "world_size": 4, "hidden_dim": 2048, "scale_dim": 0,
+        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 16, "num_experts_per_rank": 8,
+        "num_experts_per_token": 8,
+    }  # fmt: skip
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+# --- names ---
+
+
+def test_vllms_and_moris_names_are_taken():
+    names = set(available_backends()) | {alias for name in available_backends() for alias in aliases_of(name)}
+    assert names >= {
+        "mori", "mori_high_throughput", "mori_low_latency", "deepep_high_throughput", "deepep_low_latency",
+        "deepep_v2", "pplx", "flashinfer_all2allv", "flashinfer_nvlink_one_sided", "flashinfer_nvlink_two_sided",
+        "naive", "allgather_reducescatter", "ep_a2a",
+    }  # fmt: skip
+    assert manager_type("flashinfer_all2allv") is manager_type("flashinfer_nvlink_two_sided")
+    for name in available_backends():
+        manager = manager_type(name)
+        assert manager is not None
+        assert manager.backend == name
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_ops_on_libraries_have_the_interface_of_ours(kind: type) -> None:
+    assert issubclass(kind, CheckedDispatchCombineOp)
+    assert not inspect.isabstract(kind)
+    for name, member in inspect.getmembers(EpDispatchCombineOp):
+        if not name.startswith("_") and name != "get_launch_config" and inspect.isfunction(member):
+            other = inspect.signature(getattr(kind, name))
+            assert list(inspect.signature(member).parameters) == list(other.parameters), name
+
+
+# --- capabilities ---
+
+
+@pytest.mark.parametrize(
+    ("can", "changes", "said"),
+    [
+        ({"layouts": ("rank_major",)}, {}, "layout out of rank_major"),
+        ({"token_dtypes": ("bfloat16",)}, {"data_type": torch.float16}, "tokens out of bfloat16"),
+        ({"combine_dtypes": ("bfloat16",)}, {"data_type": torch.float16}, "combine_dtype out of bfloat16"),
+        ({"dispatch_casts": ("none",)}, {"quant_type": "fp8_per_token"}, "cast of dispatch out of none"),
+        ({}, {"quant_type": "fp8_blockwise"}, "cast of combine out of none"),
+        ({"hidden_sizes": (4096, 7168)}, {}, "hidden_dim out of 4096, 7168"),
+        ({"topks": (1, 2)}, {}, "num_experts_per_token out of 1, 2"),
+        ({"max_topk": 7}, {}, "num_experts_per_token of at most 7"),
+        ({"rank_counts": (2, 8)}, {}, "world_size out of 2, 8"),
+        ({"max_ranks": 2}, {}, "world_size of at most 2"),
+        ({"min_ranks": 5}, {}, "at least 5 ranks"),
+        ({"max_tokens": 8}, {}, "max_num_inp_token_per_rank of at most 8"),
+        ({"hidden_multiple": 512}, {"hidden_dim": 2056}, "hidden_dim that is a multiple of 512"),
+        ({"experts_multiple": 3}, {}, "num_experts that is a multiple of 3"),
+        ({"even_experts": True}, {"num_experts": 31}, "num_experts that is a multiple of 4"),
+        ({}, {"max_total_recv_tokens": 16}, "no cap on received rows"),
+        (
+            {"scale_formats": ("float32",)}, {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
+            "scale_format out of float32",
+        ),
+        ({"scales_per_128": True}, {"data_type": torch.float8_e4m3fn}, r"scale_type_size\) = \(16, 4\)"),
+    ],
+)  # fmt: skip
+def test_what_a_backend_cannot_do_is_said(can: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    refusal = Capabilities(**can).refusal("some", config(**changes), 1)
+    assert isinstance(refusal, UnsupportedError)
+    with pytest.raises(UnsupportedError, match=rf"{said}.*backend 'some' can do.*; got .*\. \w"):
+        raise refusal
+
+
+def test_what_a_backend_can_do_is_not_refused():
+    assert Capabilities().refusal("some", config(), 2) is None
+    only = Capabilities(layouts=("compact",), hidden_sizes=(2048,), topks=(8,), max_topk=8, even_experts=True)
+    assert only.refusal("some", config(), 1) is None
+    assert Capabilities(single_node=True).refusal("some", config(), 1) is None
+    assert "2 nodes" in str(Capabilities(single_node=True).refusal("some", config(), 2))
+    cast = replace(Capabilities(), scales_per_128=True)
+    assert cast.refusal("some", config(quant_type="fp8_per_1x128"), 1) is None
+
+
+def test_every_capability_is_in_a_table():
+    titles = [(each.metadata["table"], each.metadata["title"]) for each in fields(Capabilities)]
+    assert len(set(titles)) == len(titles)
+    assert {table for table, _ in titles} == set(TABLES)
+
+
+def test_every_backend_says_where_it_has_run():
+    for name in available_backends():
+        manager = manager_type(name)
+        assert manager is not None
+        assert manager.capabilities.was_run, name
+        assert (manager.library is None) == manager.capabilities.runs_on_cpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without GPUs")
+def test_what_a_machine_lacks_is_said():
+    assert device_problem(Capabilities(runs_on_cpu=True), "cpu") is None
+    assert device_problem(Capabilities(gpus=("AMD",)), "cpu") == "does not run on CPU: needs AMD GPUs"
+    assert device_problem(Capabilities(), "cuda") == "no GPU found: needs NVIDIA GPUs"
+
+
+# --- libraries ---
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that packages can be imported from."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def package(folder: Path, name: str, source: str, version: str) -> None:
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_a_missing_library_names_what_was_found_and_the_remedy(folder):
+    library = Library("absent_peer", "absent-peer", "pip install absent-peer")
+    assert library.problem() == "absent-peer is not installed"
+    with pytest.raises(MissingPackageError, match=r"import absent_peer.*not installed.*pip install absent-peer"):
+        library.load()
+
+
+def test_a_library_that_cannot_be_imported_names_its_error(folder):
+    package(folder, "broken_peer", "raise OSError('libsome.so: not found')", "1.2")
+    library = Library("broken_peer", "broken_peer", "build it")
+    assert library.problem() == (
+        "broken_peer 1.2 is installed, but import broken_peer raised OSError: libsome.so: not found"
+    )
+
+
+def test_a_library_that_is_too_old_or_lacks_something_is_named(folder):
+    package(folder, "old_peer", "there = 1", "0.9.post1")
+    assert Library("old_peer", "old_peer", "", "0.10").problem() == (
+        "old_peer 0.9.post1 is installed, and 0.10 or later is needed"
+    )
+    assert Library("old_peer", "old_peer", "", "0.9", (":there",)).problem() is None
+    assert Library("old_peer", "old_peer", "", needs=(":gone",)).problem() == (
+        "old_peer 0.9.post1 is installed, and has no old_peer.gone"
+    )
+    assert Library("old_peer", "old_peer", "").load().there == 1
+
+
+@pytest.mark.parametrize("name", available_backends())
+def test_a_manager_whose_library_is_missing_cannot_be_made(name):
+    manager = manager_type(name)
+    assert manager is not None
+    if manager.library is None or manager.library.problem() is None:
+        assert not problems(manager, "cpu") or not manager.capabilities.runs_on_cpu
+        return
+    with pytest.raises(MissingPackageError, match=rf"import {manager.library.module}.*To install it: "):
+        create_manager(name, None)  # type: ignore[arg-type]
+
+
+# --- what libraries return ---
+
+
+def test_padding_and_global_ids():
+    local = torch.tensor([[0, -1], [1, 0], [7, 7]])
+    ids = received_rows.global_ids(local, 4, -9)
+    assert ids.tolist() == [[4, -9], [5, 4], [11, 11]]
+    assert ids.dtype == torch.int32
+    assert received_rows.padded_ids(ids, torch.tensor([2]), -1).tolist() == [[4, -9], [5, 4], [-1, -1]]
+    assert received_rows.valid_ids(torch.tensor([-1, 0, 7, 8]), 8).tolist() == [False, True, True, False]
+
+
+def test_counts_and_positions():
+    counts = received_rows.counts_from_prefix(torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert counts.tolist() == [2, 0, 3]
+    sources = received_rows.sources_of_rows(counts)
+    assert sources.tolist() == [0, 0, 2, 2, 2]
+    tokens = torch.tensor([1, 3, 0, 1, 5], dtype=torch.int32)
+    assert received_rows.positions(sources, tokens, 100).tolist() == [1, 3, 200, 201, 205]
+    ids = torch.tensor([[4, 5], [4, -1], [3, 8]], dtype=torch.int32)
+    assert received_rows.count_experts(ids, 4, 3).tolist() == [2, 1, 0]
+
+
+def test_rows_by_source_of_deepeps_ranges():
+    """First row << 32 | rows, as its tests/legacy/test_low_latency.py reads them."""
+    ranges = torch.tensor([[(0 << 32) | 2, (2 << 32) | 1], [(0 << 32) | 0, (0 << 32) | 4]])
+    assert received_rows.expert_sources(ranges).tolist() == [2, 5]
+
+
+def test_dropped_slots_go_where_the_token_goes_anyway():
+    ids = torch.tensor([[3, -1], [-1, 6], [9, -4], [1, 2]], dtype=torch.int32)
+    assert received_rows.routed_ids(ids, 8, 5).tolist() == [[3, 3], [6, 6], [5, 5], [1, 2]]
+
+
+# --- the command and the document ---
+
+
+def test_the_command_prints_json():
+    done = CliRunner().invoke(make_app(), ["backends", "--json"])
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout)
+    assert list(printed) == list(available_backends())
+    assert printed["naive"]["available"]
+    assert printed["mori"]["aliases"] == ["mori_high_throughput"]
+    for each in printed.values():
+        assert each["available"] == (not each["problems"])
+
+
+def test_the_command_prints_tables():
+    done = CliRunner().invoke(make_app(), ["backends"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    for text in ("Backends on this machine", *TABLES.values(), "pplx", "DeepEP"):
+        assert text in done.stdout
+
+
+def test_the_document_is_up_to_date():
+    made = CliRunner().invoke(make_app(), ["backends", "--markdown"]).stdout.strip()
+    text = DOCUMENT.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0].strip() == made, "put `ep-a2a backends --markdown` there"

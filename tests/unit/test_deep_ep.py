@@ -1,0 +1,196 @@
+"""DeepEP's interface where no other rank is needed: configs, events, layouts, handles, hooks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_a2a.compat import deep_ep
+from ep_a2a.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, utils
+from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
+from ep_a2a.compat.deep_ep.layouts import dispatch_layout, rank_ids, routed_ids
+from ep_a2a.compat.deep_ep.ops import OpShape
+from ep_a2a.compat.deep_ep.steps import Hook, Steps
+from ep_a2a.compat.deep_ep.streams import CommStream, tensors_of
+from ep_a2a.compat.deep_ep_sizes import chunk_configs, deep_ep_hints, hidden_bytes_of, known_ranks
+from ep_a2a.config import Layout
+from ep_a2a.errors import ConfigError, InputError, StateError, UnsupportedError
+
+CPU = torch.device("cpu")
+# DeepEP's names in their order (its deep_ep/buffer.py of V1, commit 567632d): positional calls must land where they do
+ARGUMENTS = {
+    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl use_fabric explicitly_destroy enable_shrink comm",
+    "set_num_sms": "new_num_sms",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "get_local_buffer_tensor": "dtype size offset use_rdma_buffer",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
+    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
+    "topk_weights expert_alignment num_worst_tokens config previous_event async_finish allocate_on_comm_stream",
+    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
+    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
+    "return_recv_hook",
+    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish return_recv_hook out "
+    "combine_wait_recv_cost_stats",
+    "get_next_low_latency_combine_buffer": "handle",
+    "low_latency_update_mask_buffer": "rank_to_mask mask",
+    "low_latency_query_mask_buffer": "mask_status",
+}
+
+
+@pytest.mark.parametrize("method", ARGUMENTS)
+def test_arguments_are_those_of_deep_ep(method):
+    parameters = inspect.signature(getattr(Buffer, method)).parameters.values()
+    ours = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    assert ours == ARGUMENTS[method].split()
+
+
+def test_names_that_callers_import():
+    assert utils.EventHandle is EventHandle is deep_ep.EventHandle
+    assert utils.EventOverlap is EventOverlap
+    assert deep_ep.topk_idx_t is torch.int64
+
+
+# --- configs ---
+
+
+def test_a_config_holds_whole_chunks():
+    assert Config(20, 6, 256, 6, 128).num_max_rdma_chunked_recv_tokens == 132
+    assert Config() == Config(num_sms=20, num_max_nvl_chunked_send_tokens=6)
+
+
+@pytest.mark.parametrize("values", [(-1,), (20, 0), (20, 256, 256), (20, 6, 256, 0), (20, 6, 256, 64, 64)])
+def test_impossible_configs(values):
+    with pytest.raises(ConfigError):
+        Config(*values)
+
+
+@pytest.mark.parametrize("num_ranks", known_ranks())
+def test_hints_are_those_of_the_formulas(num_ranks):
+    hidden_bytes = hidden_bytes_of(7168, 2)
+    hints = deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_num_tokens=128, num_experts=256)
+    configs = (Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
+    assert max(c.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for c in configs) == hints.nvl_bytes
+    chunks = [Config(*map(int, vars(c).values())) for c in chunk_configs(num_ranks)]
+    assert configs == tuple(chunks)
+    if num_ranks <= 8:
+        assert all(c.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) == 0 for c in configs)
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 256) == hints.low_latency_bytes
+
+
+def test_sizes_without_a_config():
+    with pytest.raises(UnsupportedError, match="2, 4, 8"):
+        Buffer.get_dispatch_config(6)
+    with pytest.raises(ConfigError, match="multiple"):
+        Config().get_nvl_buffer_size_hint(14336, 12)
+
+
+def test_num_sms_reach_the_configs(monkeypatch):
+    base = Buffer.__mro__[1]
+    monkeypatch.setattr(base, "num_sms", 20)
+    monkeypatch.setattr(base, "_max_sms", 0)
+    Buffer.set_num_sms(24)
+    assert Buffer.num_sms == Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms == 24
+
+
+# --- events ---
+
+
+def test_events_without_a_gpu_mean_nothing():
+    stream = CommStream(CPU)
+    result, event = stream.run(lambda: torch.ones(1, requires_grad=True) * 2, None, EventOverlap(), True)
+    assert not result.requires_grad
+    assert event.event is not None
+    with event as same:
+        assert same is event
+    assert stream.run(lambda: 3, None, Buffer.capture(), False)[1].event is None
+    EventOverlap().current_stream_wait()
+    assert stream.stream is stream.stream
+
+
+def test_tensors_are_found_where_they_are():
+    one, two = torch.zeros(1), torch.ones(1)
+    assert list(tensors_of((one, None, [3, (two,)]))) == [one, two]
+
+
+# --- layouts ---
+
+
+@st.composite
+def routings(draw: Any) -> tuple[torch.Tensor, int, int]:
+    num_ranks, per_rank = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    num_tokens, topk = draw(st.integers(0, 7)), draw(st.integers(1, 4))
+    ids = draw(st.lists(st.integers(-2, num_ranks * per_rank + 1), min_size=num_tokens * topk,
+                        max_size=num_tokens * topk))  # fmt: skip
+    dtype = draw(st.sampled_from((torch.int64, torch.int32)))
+    return torch.tensor(ids, dtype=dtype).view(num_tokens, topk), num_ranks, per_rank
+
+
+@given(routings())
+def test_layouts(routing):
+    ids, num_ranks, per_rank = routing
+    num_experts = num_ranks * per_rank
+    per_rank_counts, none, per_expert, is_in_rank = dispatch_layout(ids, num_experts, num_ranks)
+    owners = [[e // per_rank for e in token if 0 <= e < num_experts] for token in ids.tolist()]
+    assert none is None
+    assert is_in_rank.tolist() == [[rank in token for rank in range(num_ranks)] for token in owners]
+    assert per_rank_counts.tolist() == [sum(rank in token for token in owners) for rank in range(num_ranks)]
+    assert per_expert.tolist() == [int((ids == expert).sum()) for expert in range(num_experts)]
+    assert {per_rank_counts.dtype, per_expert.dtype} == {torch.int32}
+    valid = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+    assert routed_ids(ids, is_in_rank, num_experts).tolist() == valid.tolist()
+    assert (rank_ids(is_in_rank) >= 0).tolist() == is_in_rank.tolist()
+
+
+def test_a_token_goes_only_where_it_is_marked():
+    ids = torch.tensor([[0, 2], [3, 1]])
+    marked = torch.tensor([[True, False], [True, True]])
+    assert routed_ids(ids, marked, 4).tolist() == [[0, -1], [3, 1]]
+
+
+def test_experts_are_the_same_number_on_each_rank():
+    with pytest.raises(InputError, match="multiple of the 2 ranks"):
+        dispatch_layout(torch.zeros(1, 1, dtype=torch.int64), 3, 2)
+
+
+# --- handles, hooks ---
+
+
+def test_a_low_latency_handle_is_a_sequence():
+    handle = LowLatencyHandle(
+        OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2), torch.zeros(1, 2), False
+    )
+    assert len(handle) == 5
+    assert handle[2:] == (16, 512, 8)
+    assert handle[-1] == 8
+    with pytest.raises(IndexError):
+        handle[5]
+
+
+def test_a_hook_receives_once():
+    calls: list[int] = []
+    hook = Hook(lambda: calls.append(1))
+    hook()
+    hook()
+    hook.displace()
+    hook()
+    assert calls == [1]
+    late = Hook(lambda: calls.append(2))
+    late.displace()
+    assert calls == [1, 2]
+    with pytest.raises(StateError, match="max_open_steps"):
+        late()
+
+
+def test_a_buffer_keeps_a_step_at_least():
+    with pytest.raises(ConfigError, match="max_open_steps"):
+        Steps(0)

@@ -1,0 +1,96 @@
+"""Calls of DeepEP and pplx-kernels in the managers, against the signatures that were read in their sources."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_a2a.managers import deepep_high_throughput, deepep_low_latency
+from tests.peer_contract.calls import attributes_of, calls_of
+from tests.peer_contract.python_source import Signature
+
+PINNED = tomllib.loads((Path(__file__).parents[1] / "peer_contract" / "pinned.toml").read_text())
+
+CALLS = {
+    "deepep_buffers": {
+        "deep_ep.Buffer": "Buffer",
+        "deep_ep.Buffer.get_low_latency_rdma_size_hint": "Buffer.get_low_latency_rdma_size_hint",
+        "deep_ep.Buffer.get_dispatch_config": "Buffer.get_dispatch_config",
+        "deep_ep.Buffer.get_combine_config": "Buffer.get_combine_config",
+        "deep_ep.ElasticBuffer": "ElasticBuffer",
+        "native_config.get_nvl_buffer_size_hint": "Config.get_nvl_buffer_size_hint",
+        "native_config.get_rdma_buffer_size_hint": "Config.get_rdma_buffer_size_hint",
+    },
+    "deepep_high_throughput": {
+        "deep_ep.Buffer.set_num_sms": "Buffer.set_num_sms",
+        "native.get_dispatch_layout": "Buffer.get_dispatch_layout",
+        "native.dispatch": "Buffer.dispatch",
+        "self._native.combine": "Buffer.combine",
+        "self._native.destroy": "Buffer.destroy",
+    },
+    "deepep_low_latency": {
+        "self._native.low_latency_dispatch": "Buffer.low_latency_dispatch",
+        "self._native.low_latency_combine": "Buffer.low_latency_combine",
+        "self._native.destroy": "Buffer.destroy",
+    },
+    "deepep_v2": {
+        "self._native.dispatch": "ElasticBuffer.dispatch",
+        "self._native.combine": "ElasticBuffer.combine",
+        "self._native.destroy": "ElasticBuffer.destroy",
+    },
+    "pplx": {
+        "pplx_kernels.AllToAll.intranode": "AllToAll.intranode",
+        "pplx_kernels.AllToAll.internode": "AllToAll.internode",
+        "self._native.dispatch": "AllToAll.dispatch",
+        "self._native.combine": "AllToAll.combine",
+        "self._native.destroy": "AllToAll.destroy",
+        "nvshmem.nvshmem_get_unique_id": "nvshmem_get_unique_id",
+        "nvshmem.nvshmem_alloc_empty_unique_id": "nvshmem_alloc_empty_unique_id",
+        "nvshmem.nvshmem_init": "nvshmem_init",
+    },
+}
+
+
+def pinned(name: str) -> Signature:
+    entries: list[dict[str, Any]] = [*PINNED["deep_ep"]["function"], *PINNED["pplx_kernels"]["function"]]
+    entry = next(each for each in entries if each["name"] == name)
+    plain = tuple(each.removesuffix("=") for each in entry["parameters"])
+    required = frozenset(each for each in entry["parameters"] if not each.endswith("="))
+    return Signature(plain, required=required, num_returned=entry.get("returned"))
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
+    calls = calls_of(module)
+    assert set(calls) == set(CALLS[module])
+    for spelled, made in calls.items():
+        signature = pinned(CALLS[module][spelled])
+        for call in made:
+            assert signature.problems(call.num_positional, call.keywords) == [], (spelled, call)
+            assert call.num_taken in (None, signature.num_returned), (spelled, call)
+
+
+def test_every_pinned_signature_is_called() -> None:
+    names = {each["name"] for part in ("deep_ep", "pplx_kernels") for each in PINNED[part]["function"]}
+    assert names == {name for calls in CALLS.values() for name in calls.values()}
+
+
+def test_members_of_handles_are_where_they_are_read() -> None:
+    handles = PINNED["deep_ep"]["handles"]
+    one_node, several_nodes = handles["one_node"], handles["several_nodes"]
+    assert one_node[deepep_high_throughput.PREFIX_MATRIX] == "rank_prefix_matrix"
+    assert one_node[deepep_high_throughput.SOURCE_TOKENS] == "recv_src_idx"
+    assert several_nodes[deepep_high_throughput.GLOBAL_PREFIX] == "recv_gbl_rank_prefix_sum"
+    assert handles["low_latency"][deepep_low_latency.RANGES] == "packed_recv_layout_range"
+    assert attributes_of("deepep_v2") == {"self._native_handle": set(handles["elastic"])}
+
+
+def test_a_call_that_does_not_fit_is_found() -> None:
+    signature = Signature(("a", "b"), ("c",), frozenset({"a"}))
+    assert signature.problems(1, ("c",)) == []
+    assert signature.problems(0, ("b",)) == ["a missing"]
+    assert signature.problems(1, ("a",)) == ["a twice"]
+    assert signature.problems(3, ("d",)) == ["3 positional arguments for ('a', 'b')", "no parameter d"]

@@ -1,0 +1,78 @@
+"""The kernels of rings compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.kernels.inter_node import InterNodeKernels
+from ep_a2a.kernels.rings import HEADER_WORDS, Rings
+from ep_a2a.testing.offline_compile import compile_offline
+
+NUM_SMS = 132
+FORMS = {
+    "bf16": {},
+    "cast-few-compact": {"quant_type": "fp8_per_1x128", "kernel_type": EpDispatchCombineKernelType.InterNodeV1LL,
+                         "layout": "compact"},
+    "scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 56, "scale_type_size": 4},
+}  # fmt: skip
+
+
+def config_of(**changes: Any) -> EpDispatchCombineConfig:
+    """DeepSeek-V3 on 2 nodes of 8."""
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16, "rank": 0, "world_size": 16, "hidden_dim": 7168, "scale_dim": 0,
+        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
+        "num_experts_per_rank": 16, "num_experts_per_token": 8, "gpu_per_node": 8, "layout": "rank_major",
+        "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "compiled_calls": "serving",
+    }  # fmt: skip
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+def test_they_compile(changes: dict[str, Any]) -> None:
+    config = config_of(**changes)
+    kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    kernels.num_sms = NUM_SMS
+    moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
+    for variant, values in kernels.variants():
+        name = variant.kernel.__name__
+        ptx = compile_offline(variant.kernel, values, variant.constants, variant.num_warps)["ptx"]
+        if name in moving:
+            moving.remove(name)
+            assert re.search(r"ld\.global\S*\.v4", ptx), name
+            assert re.search(r"st\.global\S*\.v4", ptx), name
+    assert not moving
+
+
+def test_shape_of_rings() -> None:
+    rings = Rings.of(config_of())
+    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 16, 4)
+    assert (rings.chunk_tokens, rings.num_chunks) == (64, 64)
+    # a row of bf16, 8 ids, 8 weights, a row number at each of 8 ranks, the token; to a multiple of 16 bytes
+    assert rings.line_words == 3584 + 28
+    assert rings.slot_words == HEADER_WORDS + 64 * rings.line_words
+    assert rings.back_line_words == 3584 + 8
+
+
+def test_rings_that_hold_a_step_have_one_chunk_per_channel() -> None:
+    for most in (1, 5, 16, 17, 128, 4096):
+        config = config_of(kernel_type=EpDispatchCombineKernelType.InterNodeV1LL, max_num_inp_token_per_rank=most)
+        rings = Rings.of(config)
+        assert rings.num_slots == 1
+        assert rings.num_chunks == rings.num_channels <= 16
+        assert rings.num_chunks * rings.chunk_tokens >= most
+
+
+def test_few_tokens_need_few_channels() -> None:
+    rings = Rings.of(config_of(max_num_inp_token_per_rank=100))
+    assert (rings.num_channels, rings.num_chunks) == (2, 2)
+
+
+def test_without_rings_there_is_no_memory_for_them() -> None:
+    rings = Rings.of(config_of(kernel_type=EpDispatchCombineKernelType.InterNode))
+    assert (rings.num_nodes, rings.slot_words, rings.back_slot_words) == (0, 0, 0)
