@@ -1,0 +1,118 @@
+"""What is explored: models of the protocols as they are, and mutants that must be caught."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from tests.protocol import chunks, rules
+from tests.protocol.chunks import ChunkRules, Chunks
+from tests.protocol.explorer import Outcome, explore
+from tests.protocol.intra_node import IntraNode
+from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ
+from tests.protocol.rules import Calls, Path, Rules
+
+COUNTED = (Path.COUNTED,)
+FLAGGED = (Path.FLAGGED,)
+TO_NEXT_OR_NOBODY = ((), (1,))
+TO_ALL_OR_NOBODY = ((), (1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        name: what it is; for a mutant, what has been changed.
+        rules: what is explored.
+        caught_as: how what goes wrong begins, None where nothing may go wrong.
+    """
+
+    name: str
+    rules: Rules | ChunkRules
+    caught_as: str | None = None
+
+    @functools.cached_property
+    def outcome(self) -> Outcome:
+        """What exploring it has shown; explored once per process."""
+        return explore(IntraNode(self.rules) if isinstance(self.rules, Rules) else Chunks(self.rules))
+
+
+# A protocol that the product does not have: flagged words with two parities, and a combine that waits for nobody.
+TWO_PARITIES: dict[str, Any] = {"paths": FLAGGED, "num_copies": 2, "combine_waits": False}
+THREE: dict[str, Any] = {"num_ranks": 3, "is_reduced": True, "pads": False}
+
+RIGHT = (
+    Case("IntraNode, both dispatches in any order", Rules()),
+    Case("the same, epochs that change sign", Rules(first_epoch=3, is_reduced=True)),
+    Case("the same, layout compact", Rules(compact=True)),
+    Case("the same, combine with weights", Rules(weights=True)),
+    Case("the same, whole calls and halves mixed, own rows too", Rules(calls=tuple(Calls), is_reduced=True)),
+    Case("the same, two ops of one index in turn", Rules(num_ops=2)),
+    Case("flagged dispatch, rows that contain EMPTY", Rules(paths=FLAGGED, written_in_full=True)),
+    Case(
+        "flags with ORDERS only, launches that end before their stores have drained",
+        Rules(paths=COUNTED, weights=True, launches_drain=False),
+    ),
+    Case("3 ranks, both dispatches in any order", Rules(**THREE, routes=TO_NEXT_OR_NOBODY)),
+    Case("3 ranks, layout compact", Rules(**THREE, routes=TO_NEXT_OR_NOBODY, compact=True)),
+    Case("3 ranks, flagged dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
+    Case("two parities of flagged words, a combine that does not wait for flags", Rules(**TWO_PARITIES)),
+    Case("chunks, 1 slot", ChunkRules()),
+    Case("chunks, 2 slots, up to 3 chunks", ChunkRules(num_slots=2, max_chunks=3, is_reduced=True)),
+    Case("chunks, 3 nodes, 1 slot", ChunkRules(num_ranks=3, max_chunks=1, is_reduced=True)),
+)
+
+HARMLESS = (
+    Case("IntraNode, flags compared by `!=`", Rules(late=rules.differs)),
+    Case("IntraNode, a flagged dispatch that does not wait for its flags", Rules(herald_waits=False)),
+)
+
+MUTANTS = (
+    Case("combine does not wait for flags", Rules(combine_waits=False), OVERWRITTEN),
+    Case(
+        "combine does not wait for flags, counts in two copies",
+        Rules(combine_waits=False, num_copies=2, paths=COUNTED),
+        f"{OVERWRITTEN}: TOKENS",
+    ),
+    Case("combine waits for ranks with which rows are exchanged", Rules(waits_for_all=False), OVERWRITTEN),
+    Case(
+        "combine waits for ranks with which rows are exchanged, 3 ranks",
+        Rules(**THREE, routes=TO_NEXT_OR_NOBODY, waits_for_all=False),
+        OVERWRITTEN,
+    ),
+    Case("combine's flag is posted before the experts have read", Rules(flag_behind_experts=False), OVERWRITTEN),
+    Case("dispatch of many tokens does not wait for flags", Rules(paths=COUNTED, dispatch_waits=False), STALE_READ),
+    Case("flags compared by `<`", Rules(first_epoch=3, late=rules.plainly_less), STALE_READ),
+    Case("two parities, flags compared by `!=`", Rules(**TWO_PARITIES, late=rules.differs), DEADLOCK),
+    Case("one parity where combine does not wait for flags", Rules(**TWO_PARITIES | {"num_copies": 1}), OVERWRITTEN),
+    Case("no release before dispatch's flags", Rules(paths=COUNTED, releases=False), f"{STALE_READ}: COUNTS"),
+    Case(
+        "no release before dispatch's flags, layout compact",
+        Rules(paths=COUNTED, compact=True, releases=False),
+        f"{STALE_READ}: TOKENS",
+    ),
+    Case(
+        "no release before combine's flags",
+        Rules(paths=FLAGGED, weights=True, releases=False),
+        f"{STALE_READ}: WEIGHT_EPOCHS",
+    ),
+    Case(
+        "no release behind a row that contains EMPTY",
+        Rules(paths=FLAGGED, written_in_full=True, releases=False),
+        f"{STALE_READ}: FLAGGED_ROWS",
+    ),
+    Case("staging of many tokens in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: FLAGGED_ROWS"),
+    Case("flagged words accepted whatever their epoch", Rules(tags_are_compared=False), STALE_READ),
+    Case("readers do not leave EMPTY", Rules(readers_empty=False), STALE_READ),
+    Case("relaxed flags, launches that end before their stores have drained", Rules(launches_drain=False), OVERWRITTEN),
+    Case("chunks: one credit too many", ChunkRules(extra_credits=1), OVERWRITTEN),
+    Case("chunks: one credit too many, 2 slots", ChunkRules(num_slots=2, max_chunks=3, extra_credits=1), OVERWRITTEN),
+    Case("chunks: the credit goes back before the chunk is read", ChunkRules(credit_first=True), OVERWRITTEN),
+    Case("chunks: no release before the head", ChunkRules(releases=False), STALE_READ),
+    Case("chunks: heads compared by `!=`", ChunkRules(num_slots=2, head_behind=chunks.differs), DEADLOCK),
+    Case("chunks: heads compared by `<`", ChunkRules(head_behind=chunks.plainly_less), STALE_READ),
+    Case("chunks: tails compared by `<`", ChunkRules(tail_behind=chunks.plainly_less), OVERWRITTEN),
+    Case("chunks: roles that wait instead of taking turns", ChunkRules(blocking=True), DEADLOCK),
+)

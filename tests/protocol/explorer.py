@@ -1,0 +1,93 @@
+"""Looks at every state that a model can reach, breadth first, so that a counterexample is a shortest one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from tests.protocol.machine import DEADLOCK, Machine, Model, State, Violation
+
+MAX_STATES = 500_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What exploring a model has shown.
+
+    Attributes:
+        num_states: states that were reached.
+        violation: what went wrong, None if nothing can.
+        trace: what ranks did until then, a line each.
+    """
+
+    num_states: int
+    violation: str | None = None
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.violation or 'nothing goes wrong'} ({self.num_states} states)", *self.trace])
+
+
+def explore(model: Model, max_states: int = MAX_STATES) -> Outcome:
+    """All states of a model, or those until the first violation."""
+    return _Search(Machine(model)).run(max_states)
+
+
+class _Search:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.states: list[State] = []
+        self.parents: list[int] = []
+        self.starts: list[list[str]] = []
+        self.seen: set[State] = set()
+
+    def run(self, max_states: int) -> Outcome:
+        try:
+            for state, done in self.machine.initial():
+                self.reach(state, -1)
+                self.starts.append(done)
+        except Violation as violation:
+            return Outcome(0, *violation.args)
+        number = 0
+        while number < len(self.states):
+            state, is_stuck = self.states[number], True
+            try:
+                for after, _done in self.machine.successors(state):
+                    is_stuck = False
+                    self.reach(after, number)
+            except Violation as violation:
+                what, done = violation.args
+                return Outcome(len(self.states), what, (*self.trace(number), *done))
+            if is_stuck and not self.machine.is_finished(state):
+                return Outcome(len(self.states), DEADLOCK, (*self.trace(number), *self.who_waits(state)))
+            if len(self.states) > max_states:
+                raise RuntimeError(f"more than {max_states} states")
+            number += 1
+        return Outcome(len(self.states))
+
+    def reach(self, state: State, parent: int) -> None:
+        if state not in self.seen:
+            self.seen.add(state)
+            self.states.append(state)
+            self.parents.append(parent)
+
+    def trace(self, number: int) -> list[str]:
+        """What was done until a state was reached; labels are made again instead of being kept for all states."""
+        path = [number]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        path.reverse()
+        lines = list(self.starts[path[0]])
+        for before, after in itertools.pairwise(path):
+            successors = self.machine.successors(self.states[before])
+            lines += next(done for state, done in successors if state == self.states[after])
+        return lines
+
+    def who_waits(self, state: State) -> list[str]:
+        lines = []
+        for number, rank in enumerate(state.ranks):
+            early, late = self.machine.next_actions(rank)
+            lines += [f"rank {number}: waits in vain until it {action.name}" for _program, action in (*early, *late)]
+            if rank.step == self.machine.model.num_steps:
+                lines.append(f"rank {number}: has ended")
+        return lines
