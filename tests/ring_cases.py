@@ -9,7 +9,7 @@ import torch
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
-from tests.op_cases import Case, Step, make_inputs, make_op
+from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.op_checks import synchronize
 from tests.op_matrix import CASES, UNEVEN
 
@@ -68,6 +68,20 @@ def on_two_nodes(case: Case) -> Case:
 
 
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
+
+
+def other_numbers_of_programs(context: RankContext, case: Case) -> None:
+    """Ranks ask for different launch numbers; more channels than programs must not make them wait for each other."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
+        mine = everyone[context.rank]
+        tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
+        got = op.dispatch(tokens, weights, None, ids, 2 + context.rank)
+        check_dispatched(case, op, got, reference_of(case, 0, everyone)[context.rank])
+        op.combine(got[0], None, ids, 3 - context.rank)
+        synchronize(context)
+        op.check()
 
 
 def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:

@@ -49,9 +49,9 @@ class InterNodeKernels(IntraNodeKernels):
     def dispatch(
         self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
     ) -> None:
-        """Launches one dispatch, or one of its halves. block_num bounds the programs that exchange chunks."""
-        for variant, values, most in self._dispatch_launches(args, stages):
-            self._run(variant, self._num_programs(most, block_num), values)
+        """Launches one dispatch, or one of its halves. block_num bounds the programs that exchange nothing."""
+        for variant, values, num_programs in self._dispatch_launches(args, stages, block_num):
+            self._run(variant, num_programs, values)
         if self._by_expert is not None and stages.receive:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
             self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
@@ -64,46 +64,55 @@ class InterNodeKernels(IntraNodeKernels):
             target.copy_(source)
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
             self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
-        for variant, values, most in self._combine_launches(args, stages):
-            self._run(variant, self._num_programs(most, block_num), values)
+        for variant, values, num_programs in self._combine_launches(args, stages, block_num):
+            self._run(variant, num_programs, values)
 
-    def _num_programs(self, most: int, block_num: int) -> int:
-        """At most `most` programs; 0 stands for as many as the device likes."""
-        limits = (most, block_num if block_num > 0 else 0, self._usable_sms or INTERPRETED_PROGRAMS)
-        return max(1, min(filter(None, limits)))
+    @property
+    def _num_channel_programs(self) -> int:
+        """Programs that take turns with the channels: by what ranks agree on, never by what a call asks for.
+
+        A program goes on to its next channel when the one before is done. Ranks that went through them in different
+        orders could wait for each other, where not all programs run at once; in the interpreter none do.
+        """
+        return min(self._rings.num_channels, self._usable_sms or 1)
 
     def _dispatch_launches(
-        self, args: DispatchArguments, stages: Stages
+        self, args: DispatchArguments, stages: Stages, block_num: int = -1
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
-        """(kernel, run-time arguments, most programs) of a dispatch."""
+        """(kernel, run-time arguments, programs) of a dispatch."""
         if stages.send:
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
-            yield self._number_variant(finishes), values, max(1, args.num_tokens)
+            yield self._number_variant(finishes), values, self._num_programs(args.num_tokens, block_num)
         sends, forwards = stages.send, stages.receive
         if not self._holds_a_step:
             sends = forwards = stages.receive
         if sends or forwards:
             variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
-            yield variant, self._exchange_values(args), self._rings.num_channels
+            yield variant, self._exchange_values(args), self._num_channel_programs
         if stages.receive:
             launch = self.launch_of(Phase.DISPATCH, args.num_tokens, args.max_num_tokens)
             receiving = self._dispatch_variant(args, Phase.DISPATCH, launch, RECEIVE)
             yield receiving, self._dispatch_values(args, Phase.DISPATCH, launch), 1
 
+    def _num_programs(self, num_tokens: int, block_num: int) -> int:
+        most = self._usable_sms or INTERPRETED_PROGRAMS
+        return max(1, min(num_tokens, most, block_num if block_num > 0 else most))
+
     def _combine_launches(
-        self, args: CombineArguments, stages: Stages
+        self, args: CombineArguments, stages: Stages, block_num: int = -1
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
         config = self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
         if stages.send:
             rows = args.rows.view(torch.int32)
             offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
-            yield self._offer_variant(args), offered, 0
+            most_rows = self.config.world_size * args.max_num_tokens
+            yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
             values = (args.result, ids, self.table, args.num_tokens, config.rank)
-            yield self._return_variant(args), values, self._rings.num_channels
+            yield self._return_variant(args), values, self._num_channel_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         for dispatch in self._stand_in_dispatches():

@@ -11,7 +11,7 @@ from tests.markers import needs_gpus
 from tests.op_cases import Case, run_case
 from tests.op_matrix import CASES
 from tests.op_special import BODIES
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, lines_that_cross, on_two_nodes
+from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, lines_that_cross, on_two_nodes, other_numbers_of_programs
 
 ON_TWO_GPUS = {
     name: replace(case, world_size=2, num_nodes=2)
@@ -44,6 +44,12 @@ def test_shapes(ranks: Any, case: Case) -> None:
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]
     ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel), device="cuda")
+
+
+@needs_gpus(2)
+def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
+    case = replace(REPLAYED, tokens=((8, 8),), options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 4})
+    ranks(other_numbers_of_programs, 2, case, device="cuda")
 
 
 @needs_gpus(4)

@@ -13,7 +13,16 @@ import pytest
 from tests.op_cases import Case, run_case
 from tests.op_matrix import CASES, UNEVEN
 from tests.op_special import BODIES, missing_rank
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, SMALL_RINGS, SPECIAL, lines_that_cross, on_two_nodes
+from tests.ring_cases import (
+    OF_FOUR_RANKS,
+    REPLAYED,
+    SHAPES,
+    SMALL_RINGS,
+    SPECIAL,
+    lines_that_cross,
+    on_two_nodes,
+    other_numbers_of_programs,
+)
 
 
 @pytest.mark.parametrize("name", OF_FOUR_RANKS)
@@ -37,6 +46,11 @@ def test_special(ranks: Any, name: str) -> None:
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]
     ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel))
+
+
+def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
+    case = replace(REPLAYED, tokens=((8, 8),), options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 4})
+    ranks(other_numbers_of_programs, 2, case)
 
 
 def test_a_token_crosses_once_to_each_other_node(ranks: Any) -> None:
