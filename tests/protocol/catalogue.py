@@ -42,6 +42,8 @@ class Case:
 # A protocol that the product does not have: flagged words with two parities, and a combine that waits for nobody.
 TWO_PARITIES: dict[str, Any] = {"paths": FLAGGED, "num_copies": 2, "combine_waits": False}
 THREE: dict[str, Any] = {"num_ranks": 3, "is_reduced": True, "pads": False}
+# The order in which 2 and 3 programs serve 4 channels when each program runs to its end before the next one begins.
+TWO_PROGRAMS, THREE_PROGRAMS = (0, 2, 1, 3), (0, 3, 1, 2)
 
 RIGHT = (
     Case("IntraNode, both dispatches in any order", Rules()),
@@ -59,9 +61,13 @@ RIGHT = (
     Case("3 ranks, layout compact", Rules(**THREE, routes=TO_NEXT_OR_NOBODY, compact=True)),
     Case("3 ranks, flagged dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
     Case("two parities of flagged words, a combine that does not wait for flags", Rules(**TWO_PARITIES)),
-    Case("chunks, 1 slot", ChunkRules()),
-    Case("chunks, 2 slots, up to 3 chunks", ChunkRules(num_slots=2, max_chunks=3, is_reduced=True)),
-    Case("chunks, 3 nodes, 1 slot", ChunkRules(num_ranks=3, max_chunks=1, is_reduced=True)),
+    Case("rings, 1 slot", ChunkRules()),
+    Case("rings, 2 slots, up to 3 chunks", ChunkRules(num_slots=2, max_chunks=3, is_reduced=True)),
+    Case("rings, 3 nodes, 1 slot", ChunkRules(num_ranks=3, max_chunks=1, is_reduced=True)),
+    Case(
+        "rings, 4 channels of 2 programs that run one after the other, as in the interpreter",
+        ChunkRules(channels=(TWO_PROGRAMS, TWO_PROGRAMS), max_chunks=1),
+    ),
 )
 
 HARMLESS = (
@@ -107,12 +113,17 @@ MUTANTS = (
     Case("flagged words accepted whatever their epoch", Rules(tags_are_compared=False), STALE_READ),
     Case("readers do not leave EMPTY", Rules(readers_empty=False), STALE_READ),
     Case("relaxed flags, launches that end before their stores have drained", Rules(launches_drain=False), OVERWRITTEN),
-    Case("chunks: one credit too many", ChunkRules(extra_credits=1), OVERWRITTEN),
-    Case("chunks: one credit too many, 2 slots", ChunkRules(num_slots=2, max_chunks=3, extra_credits=1), OVERWRITTEN),
-    Case("chunks: the credit goes back before the chunk is read", ChunkRules(credit_first=True), OVERWRITTEN),
-    Case("chunks: no release before the head", ChunkRules(releases=False), STALE_READ),
-    Case("chunks: heads compared by `!=`", ChunkRules(num_slots=2, head_behind=chunks.differs), DEADLOCK),
-    Case("chunks: heads compared by `<`", ChunkRules(head_behind=chunks.plainly_less), STALE_READ),
-    Case("chunks: tails compared by `<`", ChunkRules(tail_behind=chunks.plainly_less), OVERWRITTEN),
-    Case("chunks: roles that wait instead of taking turns", ChunkRules(blocking=True), DEADLOCK),
+    Case("rings: one slot too many", ChunkRules(extra_slots=1), OVERWRITTEN),
+    Case("rings: one slot too many, of 2", ChunkRules(num_slots=2, max_chunks=3, extra_slots=1), OVERWRITTEN),
+    Case("rings: a slot is given back before the chunk is read", ChunkRules(taken_first=True), OVERWRITTEN),
+    Case("rings: no release before the arrival is told", ChunkRules(releases=False), STALE_READ),
+    Case("rings: arrivals compared by `!=`", ChunkRules(num_slots=2, arrived_behind=chunks.differs), DEADLOCK),
+    Case("rings: arrivals compared by `<`", ChunkRules(arrived_behind=chunks.plainly_less), STALE_READ),
+    Case("rings: what was taken compared by `<`", ChunkRules(taken_behind=chunks.plainly_less), OVERWRITTEN),
+    Case("rings: roles that wait instead of taking turns", ChunkRules(blocking=True), DEADLOCK),
+    Case(
+        "rings: the same 4 channels, one rank with 2 and one with 3 programs",
+        ChunkRules(channels=(TWO_PROGRAMS, THREE_PROGRAMS), max_chunks=1),
+        DEADLOCK,
+    ),
 )

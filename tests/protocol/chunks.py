@@ -1,12 +1,13 @@
-"""InterNodeV1's chunks and credits as a model: one rank per node, and a ring of few slots for each pair and direction.
+"""The rings of InterNodeV1 as a model: chunks and credits, one rank per node, a ring for each pair and direction.
 
-In dispatch the source writes a chunk into the peer's ring, and releases the head, a counter at the peer. The peer
-forwards the chunk (here: to its experts), and then posts the tail, a counter at the source. The source writes chunk c
-when c - tail is below the number of slots. Combine is mirrored: the peer writes into the source's ring as many chunks
-as it has received, and the source adds them. Counters go on from step to step, and nothing else holds ranks together.
+In dispatch the source writes a chunk into the peer's ring, and releases a counter there. The peer forwards the chunk
+(here: to its experts), and then raises a counter at the source, which gives the slot back. Combine is mirrored: the
+peer writes as many chunks as it has received into the source's ring, and the source adds a chunk when all peers have
+sent it. Counters go on from step to step, and nothing else holds ranks together here. docs/protocol.md says what stands
+for what.
 
-A program owns a channel and takes turns at its roles, each of which goes on when it can: roles are modelled as programs
-that run at the same time. `blocking` makes them launches instead, of which each ends before the next one begins.
+A channel takes its roles in turn, and each goes on when it can: roles are modelled as programs that run at the same
+time. `blocking` makes them launches instead, of which each ends before the next one begins.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ if TYPE_CHECKING:
 
 READ = 255
 COUNTERS = 8
-"""Values of a counter: 32 bits in a kernel, 3 here, so that few steps wrap."""
+"""Values of a counter: 32 bits in the kernels, 3 here, so that few steps wrap."""
 FIRST_COUNTER = COUNTERS - 2
 
 
-def wrapping_behind(counter: int, wanted: int) -> bool:
-    """Whether a counter has not come to `wanted`: the difference, wrapped to the words' width, is negative."""
-    return (counter - wanted) % COUNTERS >= COUNTERS // 2
+def wrapping_behind(counter: int, target: int) -> bool:
+    """has_reached, the other way round: the difference, wrapped to the words' width, is negative."""
+    return (counter - target) % COUNTERS >= COUNTERS // 2
 
 
-def differs(counter: int, wanted: int) -> bool:
+def differs(counter: int, target: int) -> bool:
     """A mutant."""
-    return counter != wanted
+    return counter != target
 
 
-def plainly_less(counter: int, wanted: int) -> bool:
+def plainly_less(counter: int, target: int) -> bool:
     """A mutant."""
-    return counter < wanted
+    return counter < target
 
 
 @dataclass(frozen=True)
@@ -58,69 +59,80 @@ class ChunkRules:
 
     Attributes:
         num_ranks, num_steps, num_slots: sizes; num_slots of a ring.
-        max_chunks: a source sends 1 to max_chunks chunks to each peer in a step, as it likes. The last one says so; a
-            source with nothing to send sends one that is empty.
-        head_behind, tail_behind: how counters are compared.
-        extra_credits: a source writes when c - tail is below num_slots + extra_credits.
-        releases: heads are posted behind a fence.
-        credit_first: the tail is posted before the chunk has been read.
-        blocking: a program ends a role before it begins the next.
+        max_chunks: a channel sends 1 to max_chunks chunks to every peer in a step, as it likes. The last one says so; a
+            channel with nothing to send sends one that is empty.
+        channels: in which order each rank serves its channels, each to its end, as the interpreter does.
+        arrived_behind, taken_behind: how counters are compared.
+        extra_slots: a chunk is written when c + 1 - (num_slots + extra_slots) have been taken.
+        releases: arrivals are told behind a fence.
+        taken_first: a slot is given back before it has been read.
+        blocking: a channel ends a role before it begins the next.
     """
 
     num_ranks: int = 2
     num_steps: int = 3
     num_slots: int = 1
     max_chunks: int = 2
+    channels: tuple[tuple[int, ...], ...] | None = None
     is_reduced: bool = False
-    head_behind: Callable[[int, int], bool] = wrapping_behind
-    tail_behind: Callable[[int, int], bool] = wrapping_behind
-    extra_credits: int = 0
+    arrived_behind: Callable[[int, int], bool] = wrapping_behind
+    taken_behind: Callable[[int, int], bool] = wrapping_behind
+    extra_slots: int = 0
     releases: bool = True
-    credit_first: bool = False
+    taken_first: bool = False
     blocking: bool = False
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """The channels of a rank, in the order in which it serves them."""
+        return (0,) if self.channels is None else self.channels[rank]
 
 
 class Sent(NamedTuple):
-    """What a rank does in a step: chunks for each peer."""
+    """What a rank does in a step: chunks for every peer."""
 
-    num_chunks: tuple[int, ...]
+    num_chunks: int
 
     def __str__(self) -> str:
-        return f"{' and '.join(map(str, self.num_chunks))} chunks to send"
+        return f"{self.num_chunks} chunks to send"
 
 
 class Ring:
-    """A ring in the memory of `reader`, which `writer` fills."""
+    """A channel's ring in the memory of `reader`, which `writer` fills."""
 
-    def __init__(self, model: Chunks, phase: str, writer: int, reader: int) -> None:
+    def __init__(self, model: Chunks, region: str, channel: int, writer: int, reader: int) -> None:
+        number = f"[{channel}]" if len(model.rules.order(0)) > 1 else ""
+        there, here = f"[{reader}][{writer}]{number}", f"[{writer}][{reader}]{number}"
         words = model.words
-        self.slots = [words.region(f"{phase}_RING[{reader}][{writer}]", model.rules.num_slots)(n) for n in model.slots]
-        self.head = words.region(f"{phase}_HEAD[{reader}][{writer}]")()
-        self.tail = words.region(f"{phase}_TAIL[{writer}][{reader}]")()
-        # in the memory of the rank itself, which keeps count
-        self.written = words.region(f"{phase}_WRITTEN[{writer}][{reader}]")()
-        self.taken = words.region(f"{phase}_TAKEN[{reader}][{writer}]")()
+        slot = words.region(f"{region}{there}", model.rules.num_slots)
+        self.slots = [slot(number) for number in range(model.rules.num_slots)]
+        self.arrived = words.region(f"{region}_ARRIVED{there}")()
+        self.taken = words.region(f"{region}_TAKEN{here}")()
+        # CHANNEL_STATE: how many chunks a rank itself has written or taken
+        self.num_written = words.region(f"{region}_written{here}")()
+        self.num_taken = words.region(f"{region}_taken{there}")()
 
     @property
     def counters(self) -> tuple[int, ...]:
         """All words that count chunks."""
-        return self.head, self.tail, self.written, self.taken
+        return self.arrived, self.taken, self.num_written, self.num_taken
 
 
 class Chunks(Model):
     """Dispatch, experts and combine of several steps between nodes."""
 
     def __init__(self, rules: ChunkRules) -> None:
-        self.rules, self.slots = rules, range(rules.num_slots)
+        self.rules, self.words = rules, Words()
         self.num_ranks, self.num_steps, self.is_reduced = rules.num_ranks, rules.num_steps, rules.is_reduced
-        self.words = Words()
-        self.pairs = list(itertools.permutations(range(rules.num_ranks), 2))
-        self.out = {(source, peer): Ring(self, "DISPATCH", source, peer) for source, peer in self.pairs}
-        self.back = {(source, peer): Ring(self, "COMBINE", peer, source) for source, peer in self.pairs}
-        chunks = range(rules.max_chunks)
+        places = [
+            (c, *pair) for c in sorted(rules.order(0)) for pair in itertools.permutations(range(self.num_ranks), 2)
+        ]
+        self.out = {(c, source, peer): Ring(self, "CHUNKS", c, source, peer) for c, source, peer in places}
+        self.back = {(c, source, peer): Ring(self, "CHUNKS_BACK", c, peer, source) for c, source, peer in places}
         self.received = {
-            (source, peer): [self.words.region(f"RECEIVED[{peer}][{source}][{n}]")() for n in chunks]
-            for source, peer in self.pairs
+            (c, source, peer): [
+                self.words.region(f"TOKENS[{peer}][{source}][{c}][{chunk}]")() for chunk in range(rules.max_chunks)
+            ]
+            for c, source, peer in places
         }
         rings = (*self.out.values(), *self.back.values())
         self._counters = [word for ring in rings for word in ring.counters]
@@ -133,8 +145,8 @@ class Chunks(Model):
         return bytes(memory)
 
     def choices(self, memory: bytearray, rank: int, step: int) -> Iterator[tuple[bytearray, Hashable]]:
-        for counts in itertools.product(range(1, self.rules.max_chunks + 1), repeat=self.num_ranks - 1):
-            yield bytearray(memory), Sent(counts)
+        for num_chunks in range(1, self.rules.max_chunks + 1):
+            yield bytearray(memory), Sent(num_chunks)
 
     def check_store(self, memory: bytearray, store: Store) -> None:
         if store.word in self._slots and memory[store.word] != READ:
@@ -148,102 +160,109 @@ class Chunks(Model):
 
     def launches(self, rank: int, step: int, choice: Hashable) -> tuple[Launch, ...]:
         assert isinstance(choice, Sent)
-        one = _Step(self, rank, step)
-        others = [peer for peer in range(self.num_ranks) if peer != rank]
-        sent = dict(zip(others, choice.num_chunks, strict=True))
-        dispatch = [*(one.sends(peer, sent[peer]) for peer in others), *(one.forwards(source) for source in others)]
-        combine = [*(one.returns(source) for source in others), *(one.adds(peer, sent[peer]) for peer in others)]
-        experts = (one.experts_read(),)
+        channels = [_Channel(self, rank, step, channel, choice.num_chunks) for channel in self.rules.order(rank)]
+        dispatch = [(*map(one.sends, one.peers), *map(one.forwards, one.peers)) for one in channels]
+        experts = tuple(one.experts_read() for one in channels)
+        combine = [(*map(one.returns, one.peers), one.adds()) for one in channels]
         if self.rules.blocking:
-            return (*((role,) for role in dispatch), experts, *((role,) for role in combine))
-        return tuple(dispatch), experts, tuple(combine)
+            dispatch, combine = ([(role,) for roles in phase for role in roles] for phase in (dispatch, combine))
+        return (*dispatch, experts, *combine)
 
 
-class _Step:
-    """The roles of one rank in one step."""
+class _Channel:
+    """The roles of one rank's channel in one step."""
 
-    def __init__(self, model: Chunks, rank: int, step: int) -> None:
-        self.model, self.rules, self.rank, self.step = model, model.rules, rank, step
+    def __init__(self, model: Chunks, rank: int, step: int, channel: int, num_chunks: int) -> None:
+        self.model, self.rules, self.rank, self.step, self.channel = model, model.rules, rank, step, channel
+        self.num_chunks = num_chunks
+        self.peers = [peer for peer in range(model.num_ranks) if peer != rank]
 
     def data(self, chunk: int, *, is_last: bool) -> int:
         """What a chunk holds: which one it is, of which step, and in its header whether it is the last one."""
         return 1 + 2 * (self.step * self.rules.max_chunks + chunk) + is_last
 
+    def named(self, chunk: int, what: str) -> str:
+        return f"chunk {chunk} {what} (step {self.step}, channel {self.channel})"
+
+    def all_chunks(self, actions: Callable[[int], Program]) -> Program:
+        """The actions for as many chunks as there may be; a program leaves behind the last one."""
+        return tuple(itertools.chain(*(actions(chunk) for chunk in range(self.rules.max_chunks))))
+
     def writes(self, ring: Ring, chunk: int, is_last: Callable[[Turn], bool], what: str) -> Program:
-        """Waits for a credit, writes a chunk, releases the head."""
+        """send_chunk and return_chunk: waits for room, writes a chunk, tells that it has arrived."""
 
         def write(turn: Turn) -> bool:
-            count = turn.memory[ring.written]
-            wanted = (count + 1 - self.rules.num_slots - self.rules.extra_credits) % COUNTERS
-            if self.rules.tail_behind(turn.memory[ring.tail], wanted):
+            count = turn.memory[ring.num_written]
+            target = (count + 1 - self.rules.num_slots - self.rules.extra_slots) % COUNTERS
+            if self.rules.taken_behind(turn.memory[ring.taken], target):
                 return False
             turn.store(ring.slots[count % self.rules.num_slots], self.data(chunk, is_last=is_last(turn)))
-            turn.memory[ring.written] = (count + 1) % COUNTERS
+            turn.memory[ring.num_written] = (count + 1) % COUNTERS
             return True
 
-        def post(turn: Turn) -> bool:
+        def tell(turn: Turn) -> bool:
             if self.rules.releases and not turn.has_drained():
                 return False
-            turn.signal(ring.head, turn.memory[ring.written])
+            turn.signal(ring.arrived, turn.memory[ring.num_written])
             if is_last(turn):
                 turn.leave()
             return True
 
-        named = f"chunk {chunk} {what} (step {self.step})"
-        return Action(f"writes {named}", write), Action(f"releases the head behind {named}", post, is_local=True)
+        name = self.named(chunk, what)
+        return Action(f"writes {name}", write), Action(f"tells of {name}", tell, is_local=True)
 
-    def reads(self, ring: Ring, chunk: int, keep: Callable[[Turn, int], None], what: str) -> Program:
-        """Waits for a chunk, reads it, posts the tail; ends after the last one."""
-        named = f"chunk {chunk} {what} (step {self.step})"
+    def reads(self, rings: list[Ring], chunk: int, keep: Callable[[Turn, int], None], what: str) -> Program:
+        """forward_chunk and take_chunk: waits for a chunk in all rings, reads it, gives the slots back."""
+        rules, name = self.rules, self.named(chunk, what)
+        told_first = rules.taken_first
 
-        def is_there(turn: Turn) -> bool:
-            return not self.rules.head_behind(turn.memory[ring.head], (turn.memory[ring.taken] + 1) % COUNTERS)
+        def has_come(turn: Turn) -> bool:
+            targets = ((ring.arrived, (turn.memory[ring.num_taken] + 1) % COUNTERS) for ring in rings)
+            return not any(rules.arrived_behind(turn.memory[word], target) for word, target in targets)
 
-        def post(turn: Turn) -> None:
-            turn.signal(ring.tail, (turn.memory[ring.taken] + 1) % COUNTERS)
+        def give_back(turn: Turn) -> bool:
+            if not has_come(turn):
+                return False
+            for ring in rings:
+                turn.signal(ring.taken, (turn.memory[ring.num_taken] + 1) % COUNTERS)
+            return True
 
         def read(turn: Turn) -> bool:
-            count = turn.memory[ring.taken]
-            if not self.rules.credit_first:
-                if not is_there(turn):
-                    return False
-                post(turn)
-            word = ring.slots[count % self.rules.num_slots]
-            found = turn.memory[word]
-            if found not in (self.data(chunk, is_last=False), self.data(chunk, is_last=True)):
-                raise Violation(f"{STALE_READ}: {self.model.words.names[word]}")
-            turn.memory[word] = READ
-            turn.memory[ring.taken] = (count + 1) % COUNTERS
-            keep(turn, found)
-            if found == self.data(chunk, is_last=True):
-                turn.leave()
-            return True
-
-        def give_credit(turn: Turn) -> bool:
-            if not is_there(turn):
+            if not told_first and not give_back(turn):
                 return False
-            post(turn)
+            for ring in rings:
+                count = turn.memory[ring.num_taken]
+                word = ring.slots[count % rules.num_slots]
+                found = turn.memory[word]
+                if found not in (self.data(chunk, is_last=False), self.data(chunk, is_last=True)):
+                    raise Violation(f"{STALE_READ}: {self.model.words.names[word]}")
+                turn.memory[word] = READ
+                turn.memory[ring.num_taken] = (count + 1) % COUNTERS
+                keep(turn, found)
+                if found == self.data(chunk, is_last=True):
+                    turn.leave()
             return True
 
-        before = (Action(f"posts the tail for {named}", give_credit),) if self.rules.credit_first else ()
-        return *before, Action(f"reads {named}, and posts the tail" if not before else f"reads {named}", read)
+        if told_first:
+            return Action(f"gives back the slot of {name}", give_back), Action(f"reads {name}", read)
+        return (Action(f"reads {name}, and gives the slot back", read),)
 
     # --- roles ---
 
-    def sends(self, peer: int, num_chunks: int) -> Program:
+    def sends(self, peer: int) -> Program:
         """Dispatch at the source."""
 
         def is_last(chunk: int) -> Callable[[Turn], bool]:
-            return lambda _turn: chunk == num_chunks - 1
+            return lambda _turn: chunk == self.num_chunks - 1
 
-        ring = self.model.out[self.rank, peer]
+        ring = self.model.out[self.channel, self.rank, peer]
         return self.all_chunks(lambda chunk: self.writes(ring, chunk, is_last(chunk), f"for rank {peer}"))
 
     def forwards(self, source: int) -> Program:
         """Dispatch at the peer: hands chunks on to where the experts read them."""
 
         def keep_chunk(chunk: int) -> Callable[[Turn, int], None]:
-            word = self.model.received[source, self.rank][chunk]
+            word = self.model.received[self.channel, source, self.rank][chunk]
 
             def keep(turn: Turn, found: int) -> None:
                 if turn.memory[word] != READ:
@@ -252,49 +271,45 @@ class _Step:
 
             return keep
 
-        ring = self.model.out[source, self.rank]
-        return self.all_chunks(lambda chunk: self.reads(ring, chunk, keep_chunk(chunk), f"of rank {source}"))
+        ring = self.model.out[self.channel, source, self.rank]
+        return self.all_chunks(lambda chunk: self.reads([ring], chunk, keep_chunk(chunk), f"of rank {source}"))
 
     def experts_read(self) -> Program:
-        """Reads what has been forwarded, and remembers how many chunks each source is owed."""
+        """Reads what has been forwarded, and remembers how many chunks each source is owed (FORWARDED_CHUNKS)."""
 
         def take(turn: Turn) -> bool:
-            owed = {}
-            for source in range(self.model.num_ranks):
-                for chunk, word in enumerate(self.model.received.get((source, self.rank), ())):
+            owed = dict(turn.known or ())
+            for source in self.peers:
+                for chunk, word in enumerate(self.model.received[self.channel, source, self.rank]):
                     found = turn.memory[word]
                     if found not in (READ, self.data(chunk, is_last=False), self.data(chunk, is_last=True)):
                         raise Violation(f"{STALE_READ}: {self.model.words.names[word]}")
                     if found != READ:
-                        owed[source] = chunk + 1
+                        owed[self.channel, source] = chunk + 1
                     turn.memory[word] = READ
             turn.known = tuple(sorted(owed.items()))
             return True
 
-        return (Action(f"experts read (step {self.step})", take, is_local=True),)
+        return (Action(f"experts read (step {self.step}, channel {self.channel})", take, is_local=True),)
 
     def returns(self, source: int) -> Program:
         """Combine at the peer: sends back as many chunks as have come."""
 
         def is_last(chunk: int) -> Callable[[Turn], bool]:
-            return lambda turn: dict(turn.known)[source] == chunk + 1
+            return lambda turn: dict(turn.known)[self.channel, source] == chunk + 1
 
-        ring = self.model.back[source, self.rank]
+        ring = self.model.back[self.channel, source, self.rank]
         return self.all_chunks(lambda chunk: self.writes(ring, chunk, is_last(chunk), f"back to rank {source}"))
 
-    def adds(self, peer: int, num_chunks: int) -> Program:
-        """Combine at the source: as many chunks must come as it has sent."""
-        ring = self.model.back[self.rank, peer]
+    def adds(self) -> Program:
+        """Combine at the source: adds a chunk that has come back from all peers; as many must come as it has sent."""
+        rings = [self.model.back[self.channel, self.rank, peer] for peer in self.peers]
 
         def check_chunk(chunk: int) -> Callable[[Turn, int], None]:
             def check(_turn: Turn, found: int) -> None:
-                if found != self.data(chunk, is_last=chunk == num_chunks - 1):
-                    raise Violation(f"{STALE_READ}: COMBINE_RING, another number of chunks than were sent")
+                if found != self.data(chunk, is_last=chunk == self.num_chunks - 1):
+                    raise Violation(f"{STALE_READ}: CHUNKS_BACK, another number of chunks than were sent")
 
             return check
 
-        return self.all_chunks(lambda chunk: self.reads(ring, chunk, check_chunk(chunk), f"back from rank {peer}"))
-
-    def all_chunks(self, actions: Callable[[int], Program]) -> Program:
-        """The actions for as many chunks as there may be; a program leaves behind the last one."""
-        return tuple(itertools.chain(*(actions(chunk) for chunk in range(self.rules.max_chunks))))
+        return self.all_chunks(lambda chunk: self.reads(rings, chunk, check_chunk(chunk), "back from all"))

@@ -10,7 +10,7 @@ from tests.protocol.catalogue import HARMLESS, MUTANTS, RIGHT, Case
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXAMPLE = "chunks: the credit goes back before the chunk is read"
+EXAMPLE = "rings: a slot is given back before the chunk is read"
 
 
 def models(cases: tuple[Case, ...]) -> str:
@@ -54,8 +54,8 @@ PARTS: dict[str, Callable[[], str]] = {
 def updated(document: str) -> str:
     """The document with its generated parts made anew."""
     for name, make in PARTS.items():
-        marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         found = marks.search(document)
         assert found, f"the document has no place for {name}"
-        document = f"{document[: found.start()]}{found[1]}{make()}{found[2]}{document[found.end() :]}"
+        document = f"{document[: found.start()]}{found[1]}{make()}\n{found[2]}{document[found.end() :]}"
     return document
