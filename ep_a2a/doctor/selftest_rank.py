@@ -114,6 +114,8 @@ def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
                 direction.push(*PUSH_LAUNCH[kind])
                 if kind == "cuda":
                     torch.cuda.synchronize(context.device)
+                if number == 0:
+                    _check_flag(direction, context)
 
             us, count = _repeat(push, rendezvous, secs / 2)
             _check_push(direction, way, context, num_bytes)
@@ -125,10 +127,14 @@ def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
     return (rates[0], rates[1]), num_pushes
 
 
-def _check_push(direction: Direction, source: int, context: RankContext, num_bytes: int) -> None:
+def _check_flag(direction: Direction, context: RankContext) -> None:
     if int(direction.state[GAVE_UP.value]):
         other = 1 - context.rank
         raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(other,))
+
+
+def _check_push(direction: Direction, source: int, context: RankContext, num_bytes: int) -> None:
+    _check_flag(direction, context)
     if context.rank != source:
         want = pattern(source, 0, num_bytes // VECTOR_BYTES, context.device)
         _require(torch.equal(direction.landing.view(torch.int32), want), f"{num_bytes} bytes pushed", context.rank)
