@@ -22,6 +22,8 @@ from ep_a2a.testing.worker import RankContext
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ep_a2a.memory.symmetric import SymmetricMemory
+
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
 """(blocks, threads) of a push."""
@@ -97,47 +99,47 @@ def check_op(context: RankContext, secs: float) -> tuple[float, int]:
 
 
 def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
-    kind = context.device.type
+    """Rates both ways in 1e9 bytes per second, and the number of pushes."""
+    num_bytes = PUSH_BYTES[context.device.type]
     rendezvous = Rendezvous(context.group)
-    num_bytes = PUSH_BYTES[kind]
     with allocate_symmetric(rendezvous, context.device, 2 * (num_bytes + FLAG_BYTES)) as memory:
-        directions = []
-        for way in range(2):
-            vectors = torch.zeros(2, 2, dtype=torch.int64)
-            vectors[way, 1 - way] = num_bytes // VECTOR_BYTES
-            start, flags = way * num_bytes, 2 * num_bytes + way * FLAG_BYTES
-            directions.append(make_direction(vectors, memory, start, num_bytes, flags, context))
-        rates, num_pushes = [], 0
-        for way, direction in enumerate(directions):
-
-            def push(number: int, direction: Direction = direction) -> None:
-                direction.push(*PUSH_LAUNCH[kind])
-                if kind == "cuda":
-                    torch.cuda.synchronize(context.device)
-                if number == 0:
-                    _check_flag(direction, context)
-
-            us, count = _repeat(push, rendezvous, secs / 2)
-            _check_push(direction, way, context, num_bytes)
-            rates.append(num_bytes / us / 1e3)
-            num_pushes += count
+        # A call of its own: views of symmetric memory must be gone before it is.
+        there, back = (_push_one_way(context, rendezvous, memory, way, secs / 2) for way in range(2))
         rendezvous.barrier("pushed both ways")
-        # Views of symmetric memory must be gone before it is.
-        del directions, direction
-    return (rates[0], rates[1]), num_pushes
+    return (num_bytes / there[0] / 1e3, num_bytes / back[0] / 1e3), there[1] + back[1]
+
+
+def _push_one_way(
+    context: RankContext, rendezvous: Rendezvous, memory: SymmetricMemory, source: int, secs: float
+) -> tuple[float, int]:
+    """Microseconds of a push from rank `source` of the two, and the number of pushes."""
+    kind = context.device.type
+    num_bytes = PUSH_BYTES[kind]
+    vectors = torch.zeros(2, 2, dtype=torch.int64)
+    vectors[source, 1 - source] = num_bytes // VECTOR_BYTES
+    start, flags = source * num_bytes, 2 * num_bytes + source * FLAG_BYTES
+    direction = make_direction(vectors, memory, start, num_bytes, flags, context)
+    rendezvous.barrier("flags are clear")
+
+    def push(number: int) -> None:
+        direction.push(*PUSH_LAUNCH[kind])
+        if kind == "cuda":
+            torch.cuda.synchronize(context.device)
+        if number == 0:
+            _check_flag(direction, context)
+
+    us, count = _repeat(push, rendezvous, secs)
+    _check_flag(direction, context)
+    if context.rank != source:
+        want = pattern(source, 0, num_bytes // VECTOR_BYTES, context.device)
+        _require(torch.equal(direction.landing.view(torch.int32), want), f"{num_bytes} bytes pushed", context.rank)
+    return us, count
 
 
 def _check_flag(direction: Direction, context: RankContext) -> None:
     if int(direction.state[GAVE_UP.value]):
         other = 1 - context.rank
         raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(other,))
-
-
-def _check_push(direction: Direction, source: int, context: RankContext, num_bytes: int) -> None:
-    _check_flag(direction, context)
-    if context.rank != source:
-        want = pattern(source, 0, num_bytes // VECTOR_BYTES, context.device)
-        _require(torch.equal(direction.landing.view(torch.int32), want), f"{num_bytes} bytes pushed", context.rank)
 
 
 def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) -> tuple[float, int]:

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ep_a2a.config_fields", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
         "ep_a2a.topology_report",
         "ep_a2a.routing", "ep_a2a.reference", "ep_a2a.quantization", "ep_a2a.policy", "ep_a2a.tuning",
-        "ep_a2a.tuning_parse", "ep_a2a.trusted_folders",
+        "ep_a2a.tuning_parse", "ep_a2a.trusted_folders", "ep_a2a.versions",
     ),
     ("ep_a2a.memory", "ep_a2a.shmem"),
     ("ep_a2a.kernels", "ep_a2a.ops"),
