@@ -7,9 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, run_python, succeeded
+from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, succeeded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,25 +28,14 @@ def errors_of(report: dict[str, Any]) -> list[str]:
     return [finding["subject"] for finding in report["findings"] if finding["level"] == "error"]
 
 
-@pytest.mark.parametrize("how", ["command", "module"])
-def test_a_machine_that_works(how: str) -> None:
-    done = run_cli("doctor") if how == "command" else run_python("-m", "ep_a2a.doctor")
+def test_a_machine_that_works() -> None:
+    done = run_cli("doctor", "--max-tokens", "64", "--hidden", "256")
     printed = succeeded(done)
     for fact in FACTS:
         assert fact in printed
+    assert "bytes needed on this host" in printed
     assert "Nothing found that prevents use." in printed
     assert done.stderr == ""
-
-
-def test_all_is_in_the_json() -> None:
-    report = json.loads(succeeded(run_cli("doctor", "--json", "--max-tokens", "64", "--hidden", "256")))
-    assert report["usable"] is True
-    assert report["selftest"] is None
-    assert report["choice"]["backend"] == "ep_a2a"
-    assert {"torch", "triton", "driver", "host", "rdma", "vllm", "atom"} <= set(report["machine"])
-    (memory,) = [finding for finding in report["findings"] if finding["subject"] == "memory"]
-    assert memory["level"] == "ok"
-    assert "bytes needed" in memory["found"]
 
 
 def test_without_any_package() -> None:
@@ -58,6 +45,12 @@ def test_without_any_package() -> None:
     report = json.loads(done.stdout)
     assert errors_of(report) == ["torch", "triton", "packages", "self-test"]
     assert all(finding["remedy"] for finding in report["findings"] if finding["level"] == "error")
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-S", "-m", "ep_a2a.doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECS, check=False)
+    assert errors_of(json.loads(done.stdout)) == ["torch", "triton", "packages"]
 
 
 def test_other_commands_point_here_where_packages_are_missing() -> None:
@@ -79,13 +72,6 @@ def test_with_a_broken_torch(tmp_path: Path) -> None:
     assert "LD_LIBRARY_PATH" in torch["remedy"]
 
 
-def test_what_prevents_a_configuration_is_the_exit_code() -> None:
-    done = run_cli("doctor", "--ranks-per-node", "2,1")
-    assert done.returncode == 1
-    assert "unlike numbers of ranks" in done.stdout
-    assert run_cli("doctor", EP_A2A_BACKEND="mroi").returncode == 1
-
-
 def test_the_self_test_measures_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "rates.png"
     arguments = ("--selftest", "--ranks-per-node", "2", "--pair-secs", "0", "--plot", str(picture))
@@ -95,9 +81,3 @@ def test_the_self_test_measures_and_draws(tmp_path: Path) -> None:
     assert "say nothing about GPUs" in printed.replace("\n", " ").replace("  ", "")
     assert "GB/s from rank" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_that_cannot_be_drawn_is_said_first(tmp_path: Path) -> None:
-    done = run_cli("doctor", "--selftest", "--plot", str(tmp_path / "rates.gif"), "--json")
-    assert done.returncode == 1
-    assert errors_of(json.loads(done.stdout)) == ["self-test"]
