@@ -1,15 +1,18 @@
 # make demo   real text through an expert-parallel MoE layer on four processes
 # make test   all tests that this machine can run
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
+# make wheel  dist/ep_a2a-*-py3-none-any.whl
+# make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python (docs/install.md)
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test test-vllm vllm lint format clean
+.PHONY: demo test test-vllm vllm lint format wheel install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -21,6 +24,13 @@ test-vllm: $(VENV)/.test-installed vllm
 	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)
 
 vllm: $(VLLM_VENV)/.installed
+
+wheel:
+	$(PYTHON) tools/build_wheel.py dist
+
+install-matrix:
+	$(PYTHON) tools/install_matrix.py --folder $(MATRIX_FOLDER) $(ARGS)
+	rm -rf $(MATRIX_FOLDER)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -47,4 +57,4 @@ $(VLLM_VENV)/.installed: $(VLLM_REQUIREMENTS) pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) dist

@@ -27,7 +27,8 @@ from ep_a2a.config_fields import MINIMUM, checked_integer, checked_timeout_secs
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 WIRE_FORMAT_VERSION = 2
-"""Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare."""
+"""Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare, and
+of every message with which they meet."""
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_GROUP_SIZE = 128

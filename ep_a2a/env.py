@@ -144,6 +144,20 @@ def launcher_variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+FOREIGN_PREFIXES = ("NCCL_", "NVSHMEM_", "GLOO_", "CUDA_", "TRITON_", "TORCH_", "VLLM_PLUGINS", "VLLM_EXECUTE_")
+
+
+def variables_for_doctor() -> dict[str, str]:
+    """What is set of this package's variables, and of those of libraries that it stands on."""
+    prefixes = ("EP_A2A_", *FOREIGN_PREFIXES)
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+def other_variable(name: str) -> str:
+    """Value of a variable of another program (CC, TRITON_CACHE_DIR), "" where it is unset."""
+    return os.environ.get(name, "")
+
+
 def set_unless_set(name: str, value: str) -> str:
     """Sets a variable of another library, of which an empty one counts as unset; returns what it is now."""
     if not os.environ.get(name):

@@ -164,6 +164,12 @@ class PeerAccessError(EpA2AError, RuntimeError):
     remedy = "Check `nvidia-smi topo -m`; ranks without peer access need the allgather_reducescatter backend."
 
 
+class UntrustedFolderError(EpA2AError, RuntimeError):
+    """Code would be executed, or memory shared, from where another user may have written."""
+
+    remedy = "Use a folder that belongs to this user alone."
+
+
 class NotInitializedError(StateError):
     """Something distributed was used before it was set up."""
 

@@ -17,6 +17,7 @@ from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError,
 from ep_a2a.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.topology import in_the_same_node_as
+from ep_a2a.versions import require_one_version, with_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,15 +214,16 @@ def _check_agreement(setup: _Setup) -> None:
     group = dist.new_group(backend="gloo")
     setups: list[Any] = [None] * setup.world_size
     try:
-        dist.all_gather_object(setups, setup, group=group)
+        dist.all_gather_object(setups, with_version(asdict(setup)), group=group)
     finally:
         destroy_group(group)
-    for name, expected in asdict(setups[0]).items():
-        other = [rank for rank, one in enumerate(setups) if getattr(one, name) != expected]
+    require_one_version(setups)
+    for name, expected in setups[0].items():
+        other = [rank for rank, one in enumerate(setups) if one[name] != expected]
         if other:
             raise ConfigMismatchError(
                 f"{name}={expected!r} on all ranks, as on rank 0",
-                f"{getattr(setups[other[0]], name)!r} on rank {', '.join(map(str, other))}",
+                f"{setups[other[0]][name]!r} on rank {', '.join(map(str, other))}",
             )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.versions import require_one_version, with_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,6 +110,7 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
 
     Raises:
         UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
+        ConfigMismatchError: ranks have different versions of this package.
         RuntimeError: from torch, if the group itself fails (a rank died).
     """
     _check_group(group)
@@ -160,15 +162,16 @@ def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> Topo
         facts = replace(facts, errors=(*facts.errors, offer.failure))
     offers_known = [offer]
     try:
-        answers: list[tuple[RankFacts, _Offer]] = _all_gather(group, (facts, offer))
-        offers_known = [other for _, other in answers]
+        answers = _all_gather(group, with_version({"facts": asdict(facts), "offer": asdict(offer)}))
+        require_one_version(answers)
+        offers_known = [_Offer(**answer["offer"]) for answer in answers]
         failures = _all_gather(group, tuple(_try_to_open(other) for other in offers_known))
     finally:
         # Here all have tried, or the group is broken: either way nobody needs the names any more. Each rank removes
         # all of them, so that a rank that dies in between leaves nothing.
         for known in offers_known:
             _remove(known)
-    return TopologyReport(tuple(answer[0] for answer in answers), tuple(failures))
+    return TopologyReport(tuple(RankFacts(**answer["facts"]) for answer in answers), tuple(failures))
 
 
 def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -76,7 +76,7 @@ class Peer:
 
 
 @dataclass
-class _Direction:
+class Direction:
     """Dispatch or combine.
 
     Attributes:
@@ -111,7 +111,7 @@ class WireLimitSession(Session):
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._memory = allocate_symmetric(self._rendezvous, context.device, sum(sizes))
         self._dispatch, self._combine = (
-            _make_direction(matrices[way], self._memory, starts[way], sizes[way], starts[2 + way], context)
+            make_direction(matrices[way], self._memory, starts[way], sizes[way], starts[2 + way], context)
             for way in range(2)
         )
         self._use_launch(CPU_LAUNCH)
@@ -151,7 +151,7 @@ class WireLimitSession(Session):
             for source, (first, count, landed) in direction.received.items():
                 words = slice(landed * VECTOR_BYTES, (landed + count) * VECTOR_BYTES)
                 got = direction.landing[words].view(torch.int32)
-                want = _pattern(source, first, count, got.device)
+                want = pattern(source, first, count, got.device)
                 if not torch.equal(got, want):
                     num_wrong = int((got != want).sum())
                     raise CheckFailedError(f"rank {source}'s {got.numel()} words", f"{num_wrong} others")
@@ -182,9 +182,9 @@ class WireLimitSession(Session):
         self.details = {"num_programs": num_programs, "num_threads": launch[1]}
 
 
-def _make_direction(
+def make_direction(
     vectors: torch.Tensor, memory: SymmetricMemory, start: int, num_bytes: int, flags: int, context: BenchContext
-) -> _Direction:
+) -> Direction:
     """One direction of `vectors` [source, destination], landing at byte `start` and with flags at byte `flags`."""
     rank, world_size, device = context.rank, context.world_size, context.device
     plans = {source: _plan(vectors, source) for source in range(world_size)}
@@ -195,10 +195,10 @@ def _make_direction(
         target = addresses[peer] + start + landed * VECTOR_BYTES
         flag_there = addresses[peer] + flags + rank * FLAG_BYTES
         peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
-    source = _pattern(rank, 0, int(vectors[rank].sum()), device)
+    source = pattern(rank, 0, int(vectors[rank].sum()), device)
     state = torch.zeros(3, dtype=torch.int32, device=device)
     make_push = _cuda_push if device.type == "cuda" else _interpreted_push
-    return _Direction(
+    return Direction(
         landing=memory.local[start : start + num_bytes],
         state=state,
         received={source: plan[(rank - source - 1) % world_size] for source, plan in plans.items() if source != rank},
@@ -241,7 +241,7 @@ def _plan(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
     return plan
 
 
-def _pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+def pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
     """`count` vectors of rank `rank`'s source from vector `first` on, as int32 words that differ by rank and place."""
     num_words = VECTOR_BYTES // 4
     words = torch.arange(first * num_words, (first + count) * num_words, dtype=torch.int32, device=device)

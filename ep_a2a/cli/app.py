@@ -13,7 +13,7 @@ from ep_a2a import __version__
 from ep_a2a.cli.log import set_up_logging
 from ep_a2a.errors import EpA2AError
 
-COMMANDS = ("demo", "bench", "tune", "plan", "backends")
+COMMANDS = ("demo", "bench", "tune", "plan", "backends", "doctor")
 """In the order of `--help`."""
 EXIT_ERROR = 2
 """What was asked cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
@@ -34,7 +34,8 @@ def make_app() -> typer.Typer:
     app = typer.Typer(name="ep-a2a", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_common_options)
     for name in COMMANDS:
-        app.command(name)(importlib.import_module(f"ep_a2a.cli.{name}").command)
+        module = importlib.import_module(f"ep_a2a.cli.{name}")
+        app.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
 

@@ -37,18 +37,31 @@ def plot_traffic(rows: Sequence[Sequence[int]], title: str, path: Path) -> None:
     Raises:
         MissingPackageError, ConfigError: as `check_can_plot`.
     """
+    plot_matrix(rows, title, "rows sent in dispatch", path)
+
+
+def plot_matrix(values: Sequence[Sequence[float]], title: str, label: str, path: Path, *, digits: int = 9) -> None:
+    """Writes a heat map of a number from each rank (down) to each rank (across) as a PNG.
+
+    Args:
+        values: square, not negative. title: above it. label: of the colours. path: to write.
+        digits: significant digits of the numbers in the cells.
+
+    Raises:
+        MissingPackageError, ConfigError: as `check_can_plot`.
+    """
     check_can_plot(path)
     from matplotlib.figure import Figure
 
-    num_ranks, most = len(rows), max(max(row) for row in rows)
+    num_ranks, most = len(values), max(max(row) for row in values)
     size_inches = MARGIN_INCHES + INCHES_PER_RANK * num_ranks
     figure = Figure(figsize=(size_inches + 1, size_inches), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(rows, cmap="viridis", vmin=0)
-    for source, row in enumerate(rows):
-        for destination, count in enumerate(row):
-            color = "white" if count < 0.6 * most else "black"
-            axes.text(destination, source, str(count), ha="center", va="center", color=color)
+    image = axes.imshow(values, cmap="viridis", vmin=0)
+    for source, row in enumerate(values):
+        for destination, value in enumerate(row):
+            color = "white" if value < 0.6 * most else "black"
+            axes.text(destination, source, f"{value:.{digits}g}", ha="center", va="center", color=color)
     axes.set(xticks=range(num_ranks), yticks=range(num_ranks), xlabel="to rank", ylabel="from rank", title=title)
-    figure.colorbar(image, label="rows sent in dispatch")
+    figure.colorbar(image, label=label)
     figure.savefig(path, format="png", dpi=DOTS_PER_INCH)

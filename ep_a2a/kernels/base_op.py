@@ -133,7 +133,7 @@ def _own_error(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> EpA2A
 
 
 def _raise_differences(everyone: list[dict[str, str]]) -> None:
-    for name in everyone[0]:
+    for name in dict.fromkeys(name for each in everyone for name in each):
         values = [fields.get(name, "absent") for fields in everyone]
         if len(set(values)) > 1:
             by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction, interp
 from triton.runtime.jit import JITFunction
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.kernel_cache import check_kernel_cache
 
 _interpreting = threading.Lock()
 
@@ -73,6 +74,15 @@ class PortableFunction(JITFunction):
     def python(self) -> Callable[..., Any]:
         """The function as Python code that works on the interpreter's values."""
         return self._twin or InterpretedFunction(self.fn).rewrite()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles, or loads from Triton's cache, and launches: all that `function[grid](...)` and `warmup` do.
+
+        Raises:
+            UntrustedFolderError: another user may have put code into the cache.
+        """
+        check_kernel_cache()
+        return super().run(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """How interpreted device code calls its helpers; the compiler resolves calls itself and never comes here."""

@@ -61,6 +61,7 @@ class Variant:
 
         Raises:
             StateError: a graph is being captured.
+            UntrustedFolderError: Triton's cache is not this user's alone.
         """
         if self._compiled is not None:
             return

@@ -6,12 +6,13 @@ import contextlib
 import mmap
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import EpA2AError, HostMemoryError
+from ep_a2a.errors import EpA2AError, HostMemoryError, UntrustedFolderError
 from ep_a2a.memory.symmetric import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
         rendezvous.agree("creating shared memory", error)
         names = rendezvous.exchange("shared memory names", path.name)
         try:
-            maps = [_map(SHM_DIRECTORY / name, num_bytes) for name in names]
+            # a name, not a path: it stays in this folder
+            maps = [_map(SHM_DIRECTORY / Path(name).name, num_bytes) for name in names]
+        except UntrustedFolderError as cause:
+            error = cause
         except OSError as cause:
             error = HostMemoryError(
                 "every rank's shared memory to be mappable",
@@ -71,7 +75,7 @@ def _namespace() -> int:
 
 
 def _create(path: Path, num_bytes: int) -> None:
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # reserves the pages now: a full /dev/shm is an error here instead of a SIGBUS in a kernel
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -79,9 +83,21 @@ def _create(path: Path, num_bytes: int) -> None:
         os.close(descriptor)
 
 
+def _require_private(path: Path, status: os.stat_result, num_bytes: int) -> None:
+    """Refuses what a rank of this user cannot have made: names come from the group's store, which others may reach."""
+    private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
+    if not private or status.st_uid != os.geteuid() or status.st_size < num_bytes:
+        raise UntrustedFolderError(
+            f"a file of {num_bytes} bytes at {path} that only user {os.geteuid()} can open",
+            f"{status.st_size} bytes of user {status.st_uid}, {stat.filemode(status.st_mode)}",
+            "Run all ranks of a host as one user; look who else writes to the store of the process group.",
+        )
+
+
 def _map(path: Path, num_bytes: int) -> torch.Tensor:
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        _require_private(path, os.fstat(descriptor), num_bytes)
         return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.versions import require_one_version, with_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,15 +53,17 @@ class Rendezvous:
 
         Raises:
             RankTimeoutError: ranks did not come; the error names them.
-            ConfigMismatchError: ranks came to meet about different things.
+            ConfigMismatchError: ranks came to meet about different things, or with another wire format.
         """
         self._sequence += 1
-        self._store.set(self._key(self._sequence, self.rank), json.dumps([label, message]))
+        answer = with_version({"label": label, "message": message})
+        self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
         deadline = time.monotonic() + self.timeout_secs
         answers = [json.loads(self._wait(rank, label, deadline)) for rank in range(self.world_size)]
         # whoever takes part in exchange n has read all of exchange n - 2
         self._store.delete_key(self._key(self._sequence - 2, self.rank))
-        labels = [answer[0] for answer in answers]
+        require_one_version(answers, self.members)
+        labels = [answer["label"] for answer in answers]
         if len(set(labels)) > 1:
             other = next(rank for rank, text in enumerate(labels) if text != label)
             raise ConfigMismatchError(
@@ -68,7 +71,7 @@ class Rendezvous:
                 f"rank {self.members[other]} at {labels[other]!r}",
                 "Make the same calls in the same order on every rank.",
             )
-        return [answer[1] for answer in answers]
+        return [answer["message"] for answer in answers]
 
     def barrier(self, label: str) -> None:
         """Returns when every rank has come."""

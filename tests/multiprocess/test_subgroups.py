@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.versions import with_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,7 +208,8 @@ def die_between_meeting_and_connecting(context: RankContext) -> None:
 
 
 def exchange_and_die(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
-    rendezvous._store.set(rendezvous._key(rendezvous._sequence + 1, rendezvous.rank), f'["{label}", "{message}"]')
+    answer = json.dumps(with_version({"label": label, "message": message}))
+    rendezvous._store.set(rendezvous._key(rendezvous._sequence + 1, rendezvous.rank), answer)
     os.kill(os.getpid(), signal.SIGKILL)
     return []
 

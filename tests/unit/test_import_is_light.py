@@ -27,14 +27,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ep_a2a.config_fields", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
         "ep_a2a.topology_report",
         "ep_a2a.routing", "ep_a2a.reference", "ep_a2a.quantization", "ep_a2a.policy", "ep_a2a.tuning",
-        "ep_a2a.tuning_parse",
+        "ep_a2a.tuning_parse", "ep_a2a.trusted_folders", "ep_a2a.versions",
     ),
     ("ep_a2a.memory", "ep_a2a.shmem"),
     ("ep_a2a.kernels", "ep_a2a.ops"),
     ("ep_a2a.managers",),
     ("ep_a2a.config_file", "ep_a2a.communicator", "ep_a2a.group_coordinator", "ep_a2a.parallel_state"),
     ("ep_a2a.testing", "ep_a2a.profiling", "ep_a2a.bench", "ep_a2a.compat", "ep_a2a.simulation"),
-    ("ep_a2a.cli", "ep_a2a.integrations"),
+    ("ep_a2a.cli", "ep_a2a.integrations", "ep_a2a.doctor"),
 )  # fmt: skip
 # kernels/op.py takes the process's arena where it is given none; that is MORI's interface (ep_a2a.shmem).
 
@@ -174,7 +174,7 @@ def test_the_foundation_imports_only_itself():
 def test_triton_is_imported_by_kernels_and_for_testing_only():
     users = {name for name in MODULES if any(one.split(".")[0] == "triton" for one in imported_modules(name))}
     # benchmarks have device code of their own: a limit that shared the kernels' code would share their mistakes
-    device_code = ("ep_a2a.kernels.", "ep_a2a.testing.")
+    device_code = ("ep_a2a.kernels.", "ep_a2a.testing.", "ep_a2a.doctor.asks_triton")
     assert all(
         name.startswith(device_code) or (name.startswith("ep_a2a.bench.") and name.endswith("_kernels"))
         for name in users

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import shutil
-import subprocess
-import sys
 import tomllib
-import zipfile
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,6 +26,9 @@ from tests.unit.test_tuning import (
     entry,
     key,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHIPPED = sorted((PROJECT / "configs").glob("*.json"))
 
@@ -253,42 +250,3 @@ def test_all_packages_and_tables_are_listed_for_wheels():
     packages = {".".join(path.parent.relative_to(PROJECT).parts) for path in (PROJECT / "ep_a2a").rglob("*.py")}
     assert set(setup["packages"]) == packages | {"ep_a2a.configs"}
     assert setup["package-dir"] == {"ep_a2a.configs": "configs"}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="wheels are built with setuptools")
-def test_an_installed_wheel_finds_its_tables(tmp_path):
-    source, site = tmp_path / "source", tmp_path / "site"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(PROJECT / name, source)
-    for name in ("ep_a2a", "configs"):
-        shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    try:
-        subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        if "project.license" in error.stderr or "No module named 'wheel'" in error.stderr:
-            pytest.skip("setuptools is too old for this project")
-        raise
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(site)
-    assert {f"ep_a2a/configs/{path.name}" for path in SHIPPED} <= set(names)
-    assert "ep_a2a/configs/deep_ep_sizes.toml" in names
-    assert not [name for name in names if name.startswith("configs/")]
-    look = "from ep_a2a import tuning; print(tuning.__file__); print(tuning.shipped_directory()); " + (
-        "print(len(tuning.load_tables('sm_90', 2)._tables['combine'].entries))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", look],
-        cwd=site,
-        env={"PYTHONPATH": str(site)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    module, folder, count = result.stdout.splitlines()
-    assert Path(module).is_relative_to(site)
-    assert Path(folder) == site / "ep_a2a" / "configs"
-    assert int(count) > 0

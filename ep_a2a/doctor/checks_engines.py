@@ -1,0 +1,56 @@
+"""Checks of the engines that use this package as a plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_a2a.doctor.finding import Finding, error, note, ok
+
+if TYPE_CHECKING:
+    from ep_a2a.doctor.machine import Machine
+
+PLUGIN = "ep_a2a"
+
+
+def check_vllm(machine: Machine) -> list[Finding]:
+    """Whether vLLM's `--all2all-backend ep_a2a` will work."""
+    vllm, installation = machine.vllm, machine.installation
+    if vllm.version is None:
+        return [note("vLLM", "not in this environment")]
+    if vllm.version_problem:
+        return [error("vLLM", vllm.version_problem, "Install a supported vLLM, or use another --all2all-backend.")]
+    findings = []
+    if vllm.differences:
+        findings.append(
+            error("vLLM", f"{vllm.version}, in which {'; '.join(vllm.differences)}",
+                  "Install a supported vLLM, or an ep-a2a that knows this one.")
+        )  # fmt: skip
+    else:
+        findings.append(ok("vLLM", f"{vllm.version}; all that the plugin stands on is as it knows it"))
+    if not installation.vllm_entry_point:
+        findings.append(
+            error("vLLM's plugins", "ep_a2a is not among them: vLLM will say that the backend's name is unknown",
+                  "Install this package in vLLM's environment: pip install ep-a2a")
+        )  # fmt: skip
+    allowed = machine.environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        findings.append(
+            error("vLLM's plugins", f"VLLM_PLUGINS={allowed} does not name {PLUGIN}",
+                  f"Unset it, or add {PLUGIN} to it.")
+        )  # fmt: skip
+    return findings
+
+
+def check_atom(machine: Machine) -> list[Finding]:
+    """Whether ATOM will find this package."""
+    atom = machine.atom
+    if atom.version is None and atom.aiter is None:
+        return [note("ATOM", "not in this environment")]
+    found = ", ".join(
+        f"{name} {version}" for name, version in (("ATOM", atom.version), ("AITER", atom.aiter)) if version
+    )
+    if not atom.has_integration:
+        return [note("ATOM", f"{found}; this version of ep_a2a has no plugin for it")]
+    if atom.version is not None and atom.aiter is None:
+        return [error("ATOM", f"{found}, without AITER, from which it takes its managers", "Install AITER.")]
+    return [ok("ATOM", found)]

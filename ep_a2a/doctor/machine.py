@@ -1,0 +1,231 @@
+"""A machine as the checks see it: facts without judgement. The defaults are those of a machine that has nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What torch says in a process of its own.
+
+    Attributes:
+        version: None where it is not installed.
+        problem: why `import torch` fails; "" where it does not.
+        cuda_build: CUDA version that it was built for; None for a CPU or ROCm build.
+        hip_build: ROCm version that it was built for, or None.
+        num_gpus: GPUs that it sees. gpu_problem: what it says where it sees none though it was built for them.
+        architectures: GPU architectures that it has code for, "sm_90" and the like.
+        nccl: version of the NCCL that it uses, None without one.
+        nccl_built: version of the NCCL that it was built with, None where that is not known.
+        has_gloo, has_symmetric_memory, has_nvshmem: parts that are optional in a build.
+    """
+
+    version: str | None = None
+    problem: str = ""
+    cuda_build: str | None = None
+    hip_build: str | None = None
+    num_gpus: int = 0
+    gpu_problem: str = ""
+    architectures: tuple[str, ...] = ()
+    nccl: str | None = None
+    nccl_built: str | None = None
+    has_gloo: bool = False
+    has_symmetric_memory: bool = False
+    has_nvshmem: bool = False
+
+
+@dataclass(frozen=True)
+class Triton:
+    """What Triton says in a process of its own.
+
+    Attributes:
+        version: None where it is not installed. problem: why `import triton` fails.
+        cache_directory: where it keeps what it has compiled.
+    """
+
+    version: str | None = None
+    problem: str = ""
+    cache_directory: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as the CUDA driver or nvidia-smi tells it; None where it was not told.
+
+    Attributes:
+        name: its model. capability: compute capability. num_sms: multiprocessors.
+        total_bytes, free_bytes: its memory.
+        mig: whether it is divided into instances. compute_mode: "Default", "Exclusive_Process" or "Prohibited".
+    """
+
+    name: str
+    capability: tuple[int, int] | None = None
+    num_sms: int | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    mig: bool = False
+    compute_mode: str = "Default"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the CUDA driver library and nvidia-smi say.
+
+    Attributes:
+        problem: why the driver cannot be used; "" where it can.
+        version: of the kernel driver. cuda: the newest CUDA version that it serves, None where it is not known.
+        gpus: those that this process may use (CUDA_VISIBLE_DEVICES), in its order.
+        access, atomics: `[a][b]`: whether GPU a reaches the memory of b; whether with native atomics.
+        num_gpus_of_host: GPUs that nvidia-smi lists, visible to this process or not.
+        links: `[a][b]`: how GPUs of the host are connected, in the words of `nvidia-smi topo -m`: NV18, PIX, SYS, ...
+    """
+
+    problem: str = ""
+    version: str | None = None
+    cuda: tuple[int, int] | None = None
+    gpus: tuple[Gpu, ...] = ()
+    access: tuple[tuple[bool, ...], ...] = ()
+    atomics: tuple[tuple[bool, ...], ...] = ()
+    num_gpus_of_host: int = 0
+    links: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """One port of an RDMA device.
+
+    Attributes:
+        device, port: its names, "mlx5_0" and "1".
+        state: "ACTIVE", "DOWN", ... link_layer: "InfiniBand" or "Ethernet". rate: as the kernel words it.
+        has_address: whether any entry of its address table (GID) is set; RoCE needs one.
+    """
+
+    device: str
+    port: str
+    state: str = "ACTIVE"
+    link_layer: str = "InfiniBand"
+    rate: str = ""
+    has_address: bool = True
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder on this host.
+
+    Attributes:
+        path: where it is.
+        exists: whether it does. writable: whether this user can make files there.
+        owner: user id; None where it does not exist. mode: permission bits.
+        size_bytes, free_bytes: of the file system that it is on.
+        no_exec: whether that file system refuses to run code.
+        unsafe: why code that lies there cannot be trusted; "" where it can.
+    """
+
+    path: str
+    exists: bool = True
+    writable: bool = True
+    owner: int | None = 0
+    mode: int = 0o700
+    size_bytes: int = 0
+    free_bytes: int = 0
+    no_exec: bool = False
+    unsafe: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The operating system.
+
+    Attributes:
+        python: version. system: "Linux" and so on.
+        locked_memory_bytes: limit of memory that may be pinned; None for none.
+        shared_memory: /dev/shm. triton_cache: where compiled kernels are kept.
+        compiler: a C compiler's path, "" without one. python_header: whether Python.h is there.
+        name: of the host. addresses: that its name stands for.
+        gpu_direct: kernel module by which NICs reach GPU memory, "" without one.
+    """
+
+    python: tuple[int, int, int] = (3, 11, 0)
+    system: str = "Linux"
+    locked_memory_bytes: int | None = None
+    shared_memory: Folder = Folder("/dev/shm", exists=False)
+    triton_cache: Folder = Folder("", exists=False)
+    compiler: str = ""
+    python_header: bool = False
+    name: str = ""
+    addresses: tuple[str, ...] = ()
+    gpu_direct: str = ""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """How this package is installed.
+
+    Attributes:
+        version: of the code. installed_version: of the package's metadata, None where it is not installed.
+        vllm_entry_point: whether vLLM's list of plugins has ours.
+        packages: versions of other installed packages by name, only of those that are installed.
+        tuned_tables: names of the files of tuned launch numbers that came with it.
+    """
+
+    version: str = ""
+    installed_version: str | None = None
+    vllm_entry_point: bool = False
+    packages: dict[str, str] = field(default_factory=dict)
+    tuned_tables: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """The vLLM of this environment.
+
+    Attributes:
+        version: None where there is none.
+        version_problem: why the version cannot be used; "" where it can.
+        differences: what our plugin stands on and this version has otherwise.
+    """
+
+    version: str | None = None
+    version_problem: str = ""
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Atom:
+    """The ATOM of this environment.
+
+    Attributes:
+        version, aiter: of ATOM and of AITER, from which it takes its managers; None where they are not installed.
+        has_integration: whether this version of our package has one for it.
+    """
+
+    version: str | None = None
+    aiter: str | None = None
+    has_integration: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that the checks look at.
+
+    Attributes:
+        environment: variables of this package and of libraries that it stands on, by name.
+        variable_problems: by name, why a variable of this package cannot be used.
+    """
+
+    installation: Installation = field(default_factory=Installation)
+    torch: Torch = field(default_factory=Torch)
+    triton: Triton = field(default_factory=Triton)
+    driver: Driver = field(default_factory=Driver)
+    host: Host = field(default_factory=Host)
+    rdma: tuple[RdmaPort, ...] = ()
+    vllm: Vllm = field(default_factory=Vllm)
+    atom: Atom = field(default_factory=Atom)
+    environment: dict[str, str] = field(default_factory=dict)
+    variable_problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are GPUs here that torch could use, whether it can or not."""
+        return bool(self.driver.gpus) or self.driver.num_gpus_of_host > 0 or self.torch.num_gpus > 0

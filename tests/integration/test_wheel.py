@@ -1,0 +1,144 @@
+"""The wheel: what is in it, what it says of itself, and that it works outside of the checkout.
+
+`make install-matrix` does more: it installs other versions of torch, Triton and Python. Here the packages of the test
+environment serve.
+"""
+
+from __future__ import annotations
+
+import configparser
+import email
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ep_a2a
+from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, succeeded
+
+if TYPE_CHECKING:
+    from email.message import Message
+
+SHIPPED = sorted(path.name for path in (ROOT / "configs").glob("*.*"))
+LOOK = (
+    "from ep_a2a import tuning; print(tuning.__file__); print(tuning.shipped_directory()); "
+    "print(len(tuning.load_tables('sm_90', 2)._tables['combine'].entries))"
+)
+TINY = ("--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", "--experts", "4", "--topk", "2")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "build_wheel.py"), str(folder)], capture_output=True, text=True,
+        timeout=PROGRAM_TIMEOUT_SECS, check=False,
+    )  # fmt: skip
+    if "Could not find a version that satisfies the requirement setuptools" in done.stderr:
+        pytest.skip("no setuptools that can build the project, and none to be had")
+    return Path(succeeded(done).strip())
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def text_of(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(f"ep_a2a-{ep_a2a.__version__}.dist-info/{name}").decode()
+
+
+def metadata_of(wheel: Path) -> Message:
+    return email.message_from_string(text_of(wheel, "METADATA"))
+
+
+def test_it_is_for_any_python_and_machine(wheel, names):
+    assert wheel.name == f"ep_a2a-{ep_a2a.__version__}-py3-none-any.whl"
+    assert "Root-Is-Purelib: true" in text_of(wheel, "WHEEL")
+    assert {Path(name).suffix for name in names} <= {".py", ".json", ".toml", ".yaml", ".typed", ".txt", ""}
+
+
+def test_all_that_is_needed_is_in_it_and_nothing_else(names):
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ep_a2a").rglob("*.py")}
+    assert modules == {name for name in names if name.endswith(".py")}
+    assert {f"ep_a2a/configs/{name}" for name in SHIPPED} <= set(names)
+    assert {"ep_a2a/py.typed", "ep_a2a/integrations/vllm/signatures.json"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {"ep_a2a", f"ep_a2a-{ep_a2a.__version__}.dist-info"}
+
+
+def test_what_it_says_of_itself(wheel):
+    metadata = metadata_of(wheel)
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    needed = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
+    assert {text.split(">=")[0] for text in needed} == {"torch", "triton", "numpy", "typer", "rich"}
+    assert metadata.get_payload().startswith("# ep_a2a")
+
+
+def test_programs_and_plugins_are_there(wheel):
+    entries = configparser.ConfigParser()
+    entries.read_string(text_of(wheel, "entry_points.txt"))
+    for group, name in (("console_scripts", "ep-a2a"), ("vllm.general_plugins", "ep_a2a")):
+        assert callable(EntryPoint(name, entries[group][name], group).load())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of an environment with the wheel and the packages of this one, but not this checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    install.borrow_packages(folder)
+    pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet")
+    offline = ("--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed")
+    succeeded(
+        subprocess.run(
+            [*pip, *offline, str(wheel)], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECS, check=False
+        )
+    )
+    return folder / "bin"
+
+
+def run_installed(installed: Path, cwd: Path, program: str, *arguments: str) -> str:
+    """What a program of the environment prints, run where the checkout cannot be imported."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("EP_A2A_", "PYTHON"))}
+    return succeeded(
+        subprocess.run(
+            [str(installed / program), *arguments], cwd=cwd, env=kept, capture_output=True, text=True,
+            timeout=PROGRAM_TIMEOUT_SECS, check=False,
+        )
+    )  # fmt: skip
+
+
+def test_it_finds_its_tables(installed, tmp_path):
+    module, folder, count = run_installed(installed, tmp_path, "python", "-c", LOOK).splitlines()
+    assert Path(module).is_relative_to(installed.parent)
+    assert Path(folder) == Path(module).parent / "configs"
+    assert int(count) > 0
+
+
+def test_its_doctor_finds_the_installation(installed, tmp_path):
+    report = json.loads(run_installed(installed, tmp_path, "ep-a2a", "doctor", "--json"))
+    installation = report["machine"]["installation"]
+    assert installation["version"] == installation["installed_version"] == ep_a2a.__version__
+    assert installation["vllm_entry_point"] is True
+    assert installation["tuned_tables"]
+
+
+def test_its_demo_runs_without_a_checkout(installed, tmp_path):
+    report = json.loads(run_installed(installed, tmp_path, "ep-a2a", "demo", "--json", *TINY))
+    assert report["matches"] is True

@@ -1,0 +1,132 @@
+"""The doctor's self-test on real processes: what it measures, and that it finds what is wrong between two ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ep_a2a.bench import wire_limit
+from ep_a2a.doctor import selftest_rank
+from ep_a2a.doctor.finding import Level
+from ep_a2a.doctor.selftest import SelfTest, judge, run_selftest, table
+from ep_a2a.doctor.selftest_rank import PairResult, check_pair
+from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
+from ep_a2a.memory.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+PAIR = (0, 1)
+SHORT_SECS = 3.0
+
+
+def test_two_ranks_are_measured(ranks):
+    first, second = ranks(check_pair, 2, PAIR, 0.0)
+    assert first == second
+    assert min(first.gb_per_s) > 0
+    assert first.step_us > 0
+    # two directions, each with one push that compiles and one that is timed before the others
+    assert (first.num_pushes, first.num_steps) == (6, 3)
+
+
+def break_bytes(made: Any) -> Any:
+    push = made.push
+
+    def changed(num_programs: int, num_threads: int) -> None:
+        push(num_programs, num_threads)
+        made.landing[7] += 1
+
+    made.push = changed
+    return made
+
+
+def lose_flag(made: Any) -> Any:
+    made.push = lambda num_programs, num_threads: made.state[selftest_rank.GAVE_UP.value].fill_(1)
+    return made
+
+
+DAMAGE = {
+    "byte": ("make_direction", break_bytes, CheckFailedError, "bytes pushed"),
+    "flag": ("make_direction", lose_flag, RankTimeoutError, "did not come"),
+    # what rank 1 sends is not what the others expect of it
+    "row": ("_tokens", lambda tokens: tokens + 1, CheckFailedError, "dispatch of step 0"),
+}
+
+
+def damaged(context: RankContext, what: str) -> tuple[type, str]:
+    """The error of this rank in a self-test in which rank 1 damages something."""
+    replaced, damage, _, _ = DAMAGE[what]
+    original = getattr(selftest_rank, replaced)
+    with pytest.MonkeyPatch.context() as patch:
+        # so that a rank whose peer has failed does not wait for long
+        patch.setattr(selftest_rank, "Rendezvous", functools.partial(Rendezvous, timeout_secs=SHORT_SECS))
+        patch.setattr(wire_limit, "CPU_MAX_POLLS", 100)
+        patch.setenv("EP_A2A_TIMEOUT_SECS", str(SHORT_SECS))
+        if context.rank == 1:
+            patch.setattr(selftest_rank, replaced, lambda *args: damage(original(*args)))
+        try:
+            check_pair(context, PAIR, 0.0)
+        except EpA2AError as error:
+            return type(error), str(error)
+    return type(None), ""
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_changes_on_the_way_is_found(ranks, what):
+    _, _, kind, words = DAMAGE[what]
+    found = ranks(damaged, 2, what)
+    assert type(None) not in {error for error, _ in found}
+    assert [text for error, text in found if error is kind and words in text], found
+
+
+def die_in_one_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
+    if pair == (0, 1) and context.rank == 1:
+        os._exit(7)
+    # one pair for real: the rank beside it does nothing
+    if pair == (1, 2):
+        return check_pair(context, pair, secs)
+    return PairResult((2.0, 1.0), 5.0, 6, 3) if context.rank in pair else None
+
+
+def test_each_pair_stands_for_itself():
+    """A rank that dies takes nothing else with it."""
+    asked: list[tuple[int, int]] = []
+    result = run_selftest("cpu", 3, 0.0, asked.append, die_in_one_pair)
+    assert asked == [(0, 1), (0, 2), (1, 2)]
+    assert "exit code 7" in result.pairs[0, 1]
+    rates = result.gb_per_s
+    assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 2], 0, 1)
+    assert min(rates[1][2], rates[2][1]) > 0
+    assert result.together == ""
+    assert result.step_us > 0
+    (finding,) = [each for each in judge(result) if each.prevents_use]
+    assert finding.subject == "ranks 0, 1"
+    assert finding.remedy
+    assert "failed" in table(result)
+
+
+def measured(rate: float) -> PairResult:
+    return PairResult((rate, rate), 9.0, 100, 10)
+
+
+def test_a_slow_link_is_a_warning_on_gpus_only():
+    pairs = {(0, 1): measured(300), (0, 2): measured(310), (1, 2): measured(20)}
+    (first, second) = judge(SelfTest("cuda", 3, pairs))
+    assert first.level is second.level is Level.WARNING
+    assert (first.subject, second.subject) == ("ranks 1, 2", "ranks 2, 1")
+    on_cpu = judge(SelfTest("cpu", 3, pairs))
+    assert [each.level for each in on_cpu] == [Level.OK, Level.NOTE]
+    assert "say nothing about GPUs" in on_cpu[1].found
+
+
+def test_ranks_that_fail_together_are_an_error():
+    (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, "RankTimeoutError: no flag"))
+    assert finding.prevents_use
+    assert "nvidia-smi topo" in finding.remedy
+
+
+def test_one_rank_has_nothing_to_measure():
+    assert [each.level for each in judge(SelfTest("cpu", 1))] == [Level.NOTE, Level.NOTE]

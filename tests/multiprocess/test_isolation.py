@@ -1,0 +1,148 @@
+"""What another user of the host can do to ranks that share memory: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, UntrustedFolderError
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.rendezvous import Rendezvous
+from tests.op_cases import Case, make_op, run_step
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_a2a.testing import RankContext
+
+INTRUDER = Path(__file__).resolve().parents[1] / "intruder.py"
+NOBODY = 65534
+NUM_BYTES = 4096
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+
+
+def intrude(user: int, address: int, folder: str, *processes: int) -> dict[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, str(INTRUDER), str(user), str(address), folder, *map(str, processes)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
+    """An op is built and used; rank 0 lets the intruder in while files have names, and while tokens lie in memory."""
+    original = host_shm._map
+    visits: dict[str, Any] = {}
+    pids = Rendezvous(context.group).exchange("process numbers", os.getpid())
+
+    def visited(path: Path, num_bytes: int) -> torch.Tensor:
+        if context.rank == 0 and not visits:
+            visits["names"] = intrude(user, 0, "", *pids)
+        return original(path, num_bytes)
+
+    host_shm._map = visited
+    try:
+        with Arena(context.group, context.device) as arena:
+            op = make_op(context, case, arena)
+            run_step(case, op, 0, context.device)
+            arena.rendezvous.barrier("tokens are in memory")
+            if context.rank == 0:
+                address = arena._all_symmetric()[0].local.data_ptr()
+                folder = os.path.dirname(os.readlink(f"/proc/self/fd/{stacks_descriptor()}"))
+                visits["memory"] = intrude(user, address, folder, *pids)
+            arena.rendezvous.barrier("visited")
+    finally:
+        host_shm._map = original
+    return visits
+
+
+def stacks_descriptor() -> int:
+    """The file in the pool's own folder that every rank keeps open."""
+    links = {int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_link(name)}
+    return next(number for number, target in links.items() if target.endswith(".stacks"))
+
+
+def is_link(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+@needs_root
+def test_another_user_cannot_reach_what_ranks_share(ranks):
+    visits = ranks(be_visited, 2, Case(world_size=2, tokens=((3, 5),)), NOBODY)[0]
+    assert len(visits["names"]["names"]) >= 2
+    assert visits["names"]["worked"] == []
+    assert visits["memory"] == {"names": [], "worked": []}
+
+
+@needs_root
+def test_the_intruder_would_notice_if_it_could(ranks):
+    """The same attempts as the ranks' own user succeed: so they mean something where they do not."""
+    visits = ranks(be_visited, 2, Case(world_size=2, tokens=((3, 5),)), os.geteuid())[0]
+    name = visits["names"]["names"][0]
+    assert {f"read {name}", f"write {name}"} <= set(visits["names"]["worked"])
+    kinds = {text.split()[0] for text in visits["memory"]["worked"]}
+    assert {"memory", "addresses", "list", "make"} <= kinds
+
+
+def take_a_planted_file(context: RankContext, how: str) -> tuple[type, str]:
+    """Rank 1 announces another file than the one it made, as somebody who writes to the store could."""
+    planted = host_shm.SHM_DIRECTORY / f"ep_a2a_planted_{os.getpid()}"
+    rendezvous = Rendezvous(context.group)
+    exchange = rendezvous.exchange
+
+    def lie(label: str, message: Any) -> list[Any]:
+        return exchange(label, planted.name if label == "shared memory names" else message)
+
+    if context.rank == 1:
+        if how == "link":
+            planted.symlink_to("/etc/hostname")
+        else:
+            planted.write_bytes(b"\0" * (NUM_BYTES if how != "short" else 10))
+            planted.chmod(0o666 if how == "open" else 0o600)
+            if how == "theirs":
+                os.chown(planted, NOBODY, NOBODY)
+        rendezvous.exchange = lie  # type: ignore[method-assign]
+    try:
+        allocate_symmetric(rendezvous, context.device, NUM_BYTES).close()
+    except EpA2AError as error:
+        return type(error), str(error)
+    finally:
+        planted.unlink(missing_ok=True)
+    return type(None), ""
+
+
+@pytest.mark.parametrize("how", ["open", "short", "link", pytest.param("theirs", marks=needs_root)])
+def test_a_file_that_a_rank_cannot_have_made_is_refused(ranks, how):
+    for kind, text in ranks(take_a_planted_file, 2, how):
+        if how == "link":
+            assert "Too many levels of symbolic links" in text
+        else:
+            assert kind in (UntrustedFolderError, ConfigMismatchError), text
+            assert "that only user" in text
+
+
+def look_outside(context: RankContext) -> str:
+    rendezvous = Rendezvous(context.group)
+    exchange = rendezvous.exchange
+
+    def lie(label: str, message: Any) -> list[Any]:
+        return exchange(label, f"../../tmp/{message}" if label == "shared memory names" else message)
+
+    rendezvous.exchange = lie  # type: ignore[method-assign]
+    memory = allocate_symmetric(rendezvous, context.device, NUM_BYTES)
+    memory.close()
+    return memory.kind
+
+
+def test_a_name_with_a_path_stays_in_shared_memory(ranks):
+    assert ranks(look_outside, 2) == ["host shared memory"] * 2

@@ -1,0 +1,226 @@
+"""How the doctor finds facts: programs that fail, folders, RDMA devices, nvidia-smi's words; and its report."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_a2a.doctor import ask as asking
+from ep_a2a.doctor import report
+from ep_a2a.doctor.finding import error, note, ok, warning
+from ep_a2a.doctor.probe import find_variable_problems
+from ep_a2a.doctor.probe_host import find_folder, find_rdma_ports
+from ep_a2a.doctor.probe_nvidia import read_links, read_query
+from ep_a2a.doctor.probe_packages import find_vllm
+from ep_a2a.trusted_folders import why_unsafe
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = ROOT / "ep_a2a" / "doctor"
+NEEDS_OTHERS = {"asks_torch.py", "asks_triton.py", "selftest.py", "selftest_rank.py"}
+
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tPIX\t0-47\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tSYS\t0-47\t0\t\tN/A\n"
+    "NIC0\tPIX\tSYS\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n"
+)
+
+
+# --- programs that ask libraries ---
+
+
+@pytest.fixture
+def broken_torch(tmp_path, monkeypatch):
+    """Makes `import torch` do something else in new processes."""
+
+    def make(source: str) -> None:
+        package = tmp_path / "torch"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommWindow')", "ImportError: libtorch_cuda.so"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("import os, sys; sys.stderr.write('cannot go on\\n'); os._exit(3)", "ended with exit code 3: cannot go on"),
+        ("import time; time.sleep(60)", "had not answered within 1 s"),
+        ("raise SystemExit('no')", "SystemExit: no"),
+    ],
+)
+def test_a_broken_torch_is_described(broken_torch, source, problem):
+    broken_torch(source)
+    found = asking.ask("torch", 1.0 if "sleep" in source else 60.0)
+    assert found["version"] == "?"
+    assert problem in found["problem"]
+
+
+def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    # without the real one, which comes before a folder that is no package
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", str(DOCTOR / "asks_torch.py")], env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "stands in its place" in done.stdout
+
+
+def test_this_torch_is_described():
+    found = asking.ask("torch", 120.0)
+    assert "problem" not in found
+    assert found["has_gloo"]
+
+
+def test_commands_that_fail_say_nothing():
+    assert asking.command_output("no-such-program-anywhere") == ""
+    assert asking.command_output(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
+    assert asking.command_output(sys.executable, "-c", "print(1)") == "1\n"
+
+
+def test_the_doctor_needs_the_standard_library_only():
+    """But for the self-test, and the programs that ask torch and Triton."""
+    allowed = sys.stdlib_module_names | {"ep_a2a"}
+    for path in DOCTOR.glob("*.py"):
+        if path.name in NEEDS_OTHERS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+# --- nvidia-smi ---
+
+
+def test_links_are_read_from_the_matrix():
+    assert read_links(TOPOLOGY) == (("X", "NV18"), ("NV18", "X"))
+    assert read_links("") == ()
+    assert read_links("Failed to initialize NVML") == ()
+
+
+def test_gpus_are_read_from_a_query():
+    line = "NVIDIA H200, 580.95.05, 143771, 143000, {mig}, Default\n"
+    version, gpus = read_query(line.format(mig="Disabled") + line.format(mig="Enabled"))
+    assert version == "580.95.05"
+    assert [gpu.mig for gpu in gpus] == [False, True]
+    assert gpus[0].free_bytes == 143000 << 20
+    assert read_query("No devices were found\n") is None
+    assert read_query(line.format(mig="[N/A]").replace("143000", "[N/A]"))[1][0].free_bytes is None
+
+
+# --- the host ---
+
+
+def make_port(root: Path, device: str, state: str, layer: str, gids: tuple[str, ...]) -> None:
+    port = root / device / "ports" / "1"
+    (port / "gids").mkdir(parents=True)
+    for name, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
+        (port / name).write_text(f"{text}\n")
+    for number, gid in enumerate(gids):
+        (port / "gids" / str(number)).write_text(f"{gid}\n")
+
+
+def test_rdma_ports_are_found(tmp_path):
+    none = "0000:0000:0000:0000:0000:0000:0000:0000"
+    make_port(tmp_path, "mlx5_1", "1: DOWN", "Ethernet", (none, none))
+    make_port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand", (none, "fe80:0000:0000:0000:0000:0000:0000:0001"))
+    first, second = find_rdma_ports(tmp_path)
+    assert (first.device, first.port, first.state, first.has_address) == ("mlx5_0", "1", "ACTIVE", True)
+    assert (second.device, second.state, second.link_layer, second.has_address) == ("mlx5_1", "DOWN", "Ethernet", False)
+    assert find_rdma_ports(tmp_path / "none") == ()
+
+
+def test_folders_are_described(tmp_path):
+    tmp_path.chmod(0o700)
+    found = find_folder(tmp_path)
+    assert (found.exists, found.writable, found.mode, found.owner) == (True, True, 0o700, os.getuid())
+    assert found.free_bytes > 0
+    later = find_folder(tmp_path / "not" / "yet")
+    assert (later.exists, later.writable) == (False, True)
+
+
+def test_variables_that_cannot_be_read_are_described(monkeypatch):
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
+    monkeypatch.setenv("EP_A2A_COUNTERS", "3")
+    problems = find_variable_problems()
+    assert list(problems) == ["EP_A2A_TIMEOUT_SECS"]
+    assert "'soon'" in problems["EP_A2A_TIMEOUT_SECS"]
+
+
+def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    info = tmp_path / "vllm-0.99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_vllm()
+    assert found.version == "0.99.0"
+    assert any("has no" in text for text in found.differences)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
+    assert "0.9.1 is not vLLM 0.24 to 0.33" in find_vllm().version_problem
+
+
+# --- whom a folder belongs to ---
+
+
+def test_folders_of_this_user_are_trusted(tmp_path):
+    assert why_unsafe(tmp_path) == ""
+    assert why_unsafe(tmp_path / "not" / "yet") == ""
+
+
+def test_folders_that_everybody_may_write_to_are_not(tmp_path):
+    folder = tmp_path / "open" / "cache"
+    folder.mkdir(parents=True)
+    folder.parent.chmod(0o777)
+    assert why_unsafe(folder) == f"everybody may write to {folder.parent}"
+    folder.parent.chmod(0o1777)
+    assert why_unsafe(folder) == ""
+    folder.chmod(0o1777)
+    assert why_unsafe(folder) == f"everybody may write to {folder}"
+
+
+def test_links_are_followed(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    target.chmod(0o777)
+    (tmp_path / "link").symlink_to(target)
+    assert "everybody may write" in why_unsafe(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give folders to another user")
+def test_folders_of_others_are_not_trusted(tmp_path):
+    folder = tmp_path / "theirs" / "cache"
+    folder.mkdir(parents=True)
+    os.chown(folder, 12345, 12345)
+    assert "belongs to user 12345" in why_unsafe(folder)
+    os.chown(folder, 0, 0)
+    os.chown(folder.parent, 12345, 12345)
+    assert "belongs to user 12345" in why_unsafe(folder)
+
+
+# --- the report ---
+
+
+def test_the_report_says_what_to_do_and_counts():
+    sections = {
+        "software": [ok("torch", "2.13.0"), error("triton", "not installed", "pip install triton")],
+        "nothing": [],
+        "memory": [warning("/dev/shm", "60 of 64 MiB free", "--shm-size"), note("RDMA", "no devices " * 30)],
+    }
+    text = report.render("0.1.0", sections)
+    assert "  ERROR    triton" in text
+    assert "> pip install triton" in text
+    assert "nothing" not in text
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
+    assert report.render("0.1.0", {"software": [ok("torch", "2")]}).endswith(f"{report.NO_TROUBLE}\n")

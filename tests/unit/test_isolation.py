@@ -1,0 +1,145 @@
+"""What this package never does: unpickle from a network, write to the environment, run code of other users."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+import ep_a2a
+from ep_a2a import env
+from ep_a2a.errors import UntrustedFolderError
+from ep_a2a.kernels import kernel_cache
+from ep_a2a.memory import rail_choice
+
+PACKAGE = Path(ep_a2a.__file__).parent
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+PICKLE_USERS = {
+    # tasks and answers of processes that the pool itself has started, through their inherited pipes
+    "testing/launch.py",
+    "testing/worker.py",
+}
+UNPICKLERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+RUNNERS = ("eval", "exec", "compile", "__import__")
+
+
+def imported(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def calls(tree: ast.Module) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def name_of(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def test_only_the_test_harness_pickles():
+    users = {path for path, tree in TREES.items() if imported(tree) & set(UNPICKLERS)}
+    assert users == PICKLE_USERS
+
+
+def test_nothing_listens_or_connects():
+    """Ranks meet through torch.distributed, and nothing else goes over a network."""
+    for path, tree in TREES.items():
+        for call in calls(tree):
+            assert name_of(call) not in ("socket.socket", "socket.create_connection", "socket.create_server"), path
+        assert not imported(tree) & {"http", "urllib", "requests", "socketserver", "xmlrpc"}, path
+
+
+def test_torch_loads_tensors_only():
+    loads = [(path, call) for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "torch.load"]
+    assert {path for path, _ in loads} <= PICKLE_USERS
+    # torch's default since 2.6: anything but tensors and plain values is refused
+    assert not [call for _, call in loads for keyword in call.keywords if keyword.arg == "weights_only"]
+
+
+def test_no_text_is_run_as_code():
+    for path, tree in TREES.items():
+        assert not [call for call in calls(tree) if name_of(call) in RUNNERS], path
+        for call in calls(tree):
+            assert not [each for each in call.keywords if each.arg == "shell"], path
+            assert name_of(call) not in ("os.system", "os.popen"), path
+
+
+def test_the_environment_is_written_in_one_place_for_one_variable():
+    """EP_A2A_RDMA_DEVICES is for NCCL, which takes its devices from NCCL_IB_HCA only."""
+    writers = [
+        ast.unparse(node)
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.Delete | ast.AugAssign)
+        for target in (node.targets if not isinstance(node, ast.AugAssign) else [node.target])
+        if "environ" in ast.unparse(target)
+    ]
+    assert writers == ["os.environ[name] = value"]
+    changing = ("putenv", "unsetenv", "environ.update", "environ.pop", "environ.setdefault", "environ.clear")
+    assert not [name_of(c) for tree in TREES.values() for c in calls(tree) if name_of(c).endswith(changing)]
+    users = [path for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "env.set_unless_set"]
+    assert users == ["memory/rail_choice.py"]
+
+
+def test_the_environment_stays_as_it_is_unless_devices_are_named(monkeypatch):
+    monkeypatch.delenv("EP_A2A_RDMA_DEVICES", raising=False)
+    before = dict(os.environ)
+    rail_choice.name_network_devices()
+    for variable in env.VARIABLES:
+        variable.get()
+    assert dict(os.environ) == before
+
+
+# --- compiled kernels ---
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    return folder
+
+
+def test_kernels_are_taken_from_a_cache_of_this_user(cache):
+    kernel_cache.check_kernel_cache()
+
+
+def test_kernels_are_not_taken_from_a_cache_that_others_can_write_to(cache):
+    cache.chmod(0o777)
+    with pytest.raises(UntrustedFolderError, match="everybody may write") as caught:
+        kernel_cache.check_kernel_cache()
+    assert "TRITON_CACHE_DIR" in caught.value.remedy
+
+
+def test_nothing_is_compiled_into_or_loaded_from_such_a_cache(cache):
+    """Neither by an op's variants nor by a plain launch: both go through `run`."""
+    from ep_a2a.kernels.counter_kernels import start_wait_kernel
+
+    cache.chmod(0o777)
+    for call in (lambda: start_wait_kernel.warmup(grid=(1,)), lambda: start_wait_kernel[(1,)]()):
+        with pytest.raises(UntrustedFolderError):
+            call()
+    assert list(cache.iterdir()) == []
+
+
+def test_logs_hold_no_tokens():
+    """Loggers are told sizes, names and reasons; a tensor in a log call would be somebody's text."""
+    logged = [
+        (path, ast.unparse(argument))
+        for path, tree in TREES.items()
+        for call in calls(tree)
+        if name_of(call).startswith(("logger.", "_log."))
+        for argument in call.args[1:]
+    ]
+    tensors = ("tokens", "rows", "weights", "scales", "input", "x")
+    assert not [each for each in logged if each[1] in tensors]
+    assert logging.getLogger("ep_a2a").handlers == []
