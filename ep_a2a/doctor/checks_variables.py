@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.doctor.machine import Machine
 
-RAILS = ("auto", "torch.distributed")
+RAILS = ("auto", "torch.distributed", "peer_memory")
 NO_TABLES = "none"
 VLLM_STEP_SECS = 300.0
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""
