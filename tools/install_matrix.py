@@ -50,7 +50,7 @@ class Combination:
 
 COMBINATIONS = (
     Combination("lowest", "3.11", ("torch==2.11.0", "triton==3.6.0")),
-    Combination("as in `make demo`", "3.12", ("torch==2.13.0",)),
+    Combination("between", "3.12", ("torch==2.13.0",)),
     Combination("highest", "3.13", ("torch==2.15.0", "triton==3.9.0")),
 )
 
@@ -154,11 +154,11 @@ def try_combination(combination: Combination, wheel: Path, folder: Path, *, keep
 
 def table(outcomes: list[Outcome]) -> str:
     """The outcomes as markdown."""
-    lines = ["| | Python, torch, Triton | install | doctor | demo | tests |", "|---|---|---|---|---|---|"]
+    lines = ["| | Python | torch | Triton | install | doctor | demo | tests |", f"|{'---|' * 8}"]
     for outcome in outcomes:
         cells = [outcome.steps.get(step, "").partition("\n")[0] for step in ("install", "doctor", "demo", "tests")]
-        versions = outcome.versions.replace(" ", ", ") or outcome.steps.get("python", "")
-        lines.append(f"| {' | '.join([outcome.name, versions, *cells])} |")
+        versions = outcome.versions.split() or [outcome.steps.get("python", ""), "", ""]
+        lines.append(f"| {' | '.join([outcome.name, *versions, *cells])} |")
     return "\n".join(lines)
 
 

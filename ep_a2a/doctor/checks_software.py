@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ep_a2a.doctor.machine import Machine
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """NEWEST: what has been run. Newer ones are taken, with a note."""
 NEEDED = ("numpy", "typer", "rich")

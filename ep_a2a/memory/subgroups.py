@@ -93,7 +93,7 @@ def _make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, ti
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         raise UnsupportedError(
-            "torch 2.11 to 2.14, whose process groups can be made one by one", f"torch {torch.__version__}: {error}",
+            "torch 2.11 to 2.15, whose process groups can be made one by one", f"torch {torch.__version__}: {error}",
             "Use another torch, or the allgather_reducescatter backend.",
         ) from error  # fmt: skip
     group: dist.ProcessGroup = make(**arguments)[0]
