@@ -1,1 +1,1 @@
-"""What other libraries would ask for, computed without them."""
+"""Other libraries' interfaces on this package's kernels, and what they would ask for, computed without them."""
