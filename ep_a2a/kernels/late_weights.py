@@ -87,6 +87,11 @@ class LateWeightsOp(EpDispatchCombineOp):
         """Bytes of the arena that take other ranks' weights, on this rank."""
         return self._exchange.num_bytes
 
+    def record_spans(self) -> None:
+        """See EpDispatchCombineOp.record_spans."""
+        super().record_spans()
+        self._exchange.record_spans()
+
     def reset(self) -> None:
         """See EpDispatchCombineOp.reset."""
         # epochs begin anew, so no word of the earlier ones may be left
@@ -111,18 +116,21 @@ class WeightExchange:
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own.view(torch.int64)
         self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64))
-        lanes = padded(topk)
-        constants = {
-            "TOPK": topk, "TOPK_LANES": lanes, "WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size),
-            "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
-        }  # fmt: skip
-        self._variant = Variant(exchange_weights_kernel, constants, EXCHANGE_WARPS)
+        self._variant = _variant(config, spans=False)
         op.arena.together("initialising the exchange of weights", self._initialize)
 
     def _initialize(self) -> None:
         self.clear()
+        self._compile()
+
+    def _compile(self) -> None:
         if self._device.type == "cuda":
             self._variant.compile(self._values(self._addresses, 0, 1))
+
+    def record_spans(self) -> None:
+        """Takes a kernel that notes when its programs begin and end, from now on."""
+        self._variant = _variant(self._config, spans=True)
+        self._compile()
 
     def clear(self) -> None:
         """Forgets what has come; no rank may be sending."""
@@ -146,3 +154,13 @@ class WeightExchange:
             weights.view(torch.int32), self._addresses, self._table, num_tokens, max_num_tokens,
             config.max_num_inp_token_per_rank, config.rank,
         )  # fmt: skip
+
+
+def _variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant:
+    lanes = padded(config.topk)
+    constants = {
+        "TOPK": config.topk, "TOPK_LANES": lanes,
+        "WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size),
+        "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
+    }  # fmt: skip
+    return Variant(exchange_weights_kernel, constants, EXCHANGE_WARPS)

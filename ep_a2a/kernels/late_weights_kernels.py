@@ -6,7 +6,7 @@ sent to an inbox [W, M, TOPK] at every rank, line by source rank and token, and 
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     NUM_TOKENS,
@@ -23,12 +23,14 @@ from ep_a2a.kernels.primitives import (
     overdue,
     pause,
     payload_of,
+    record_span_edge,
     reduce_sum,
 )
 
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
+EXCHANGE_WEIGHTS = tl.constexpr(Span.EXCHANGE_WEIGHTS.value)
 COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 
 
@@ -95,7 +97,7 @@ def place_weights_of(
 def exchange_weights_kernel(
     weights, inboxes, table, num_tokens, stride, tokens_per_rank, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
 
@@ -108,7 +110,10 @@ def exchange_weights_kernel(
         inboxes: by rank, the address of its inbox: flagged words [W, tokens_per_rank, TOPK].
         stride: max_num_tokens of the step, rows per source. tokens_per_rank: M.
         BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
+        SPANS: programs note when they begin and end.
     """
+    if SPANS:
+        record_span_edge(table, EXCHANGE_WEIGHTS, False, WORLD_SIZE)
     peer = tl.program_id(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
     # other weights than those of this step's tokens would leave peers waiting
@@ -127,3 +132,5 @@ def exchange_weights_kernel(
         if poison != 0:
             late = (tl.arange(0, WORLD_LANES) == peer).to(tl.int32)
             fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    if SPANS:
+        record_span_edge(table, EXCHANGE_WEIGHTS, True, WORLD_SIZE)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.compat.ep_low_latency.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.compat.ep_low_latency.meta import DispatchMetaInfo
-from ep_a2a.errors import DtypeError, StateError, UnsupportedError
+from ep_a2a.errors import DtypeError, StateError
 
 if TYPE_CHECKING:
     from ep_a2a.compat.ep_low_latency.phases import PhaseBuffers
     from ep_a2a.memory.arena import Arena
+    from ep_a2a.profiling.profiler import StepProfiler
+
+TRACE_FOLDER = "prof"
 
 
 class EPLowLatencyAllToAllLayer:
@@ -62,8 +67,6 @@ class EPLowLatencyAllToAllLayer:
         *,
         arena: Arena | None = None,
     ) -> None:
-        if enable_profiling:
-            raise UnsupportedError("enable_profiling=False", "True")
         self.dispatch_ctx, self.combine_ctx = create_ep_ll_a2a_ctx(
             max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank,
             local_world_size=local_world_size, arena=arena,
@@ -73,6 +76,20 @@ class EPLowLatencyAllToAllLayer:
         self.num_experts_per_rank = self._phases[0].op.config.num_local_experts
         self.online_quant_fp8, self.fp8_gsize, self.num_groups = online_quant_fp8, fp8_gsize, hidden // fp8_gsize
         self.enable_profiling = enable_profiling
+        self._profilers: list[StepProfiler] = []
+        if enable_profiling:
+            self._phases[0].op.arena.together("recording spans", self._start_profiling)
+
+    def _start_profiling(self) -> None:
+        from ep_a2a.profiling.profiler import StepProfiler
+
+        for number, buffers in enumerate(self._phases):
+            self._profilers.append(StepProfiler(buffers.op, f"buffers {number}"))
+
+    def _recorded(self, buffers: PhaseBuffers, phase: str) -> contextlib.AbstractContextManager[None]:
+        if not self._profilers:
+            return contextlib.nullcontext()
+        return self._profilers[self._phases.index(buffers)].call(phase)
 
     @property
     def _phases(self) -> list[PhaseBuffers]:
@@ -107,7 +124,8 @@ class EPLowLatencyAllToAllLayer:
             AlternationError: the dispatch before the last one has not been combined.
         """
         buffers = self.dispatch_ctx.buffers
-        rows, scales, step = buffers.dispatch(send_tokens, topk_weights, send_scales, topk_indices)
+        with self._recorded(buffers, "dispatch"):
+            rows, scales, step = buffers.dispatch(send_tokens, topk_weights, send_scales, topk_indices)
         self.dispatch_ctx.update_phase()
         return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step)
 
@@ -150,7 +168,8 @@ class EPLowLatencyAllToAllLayer:
         buffers.expect_open(dispatch_meta.step)
         weights = None if topk_weights is None else _in_float32(topk_weights)
         out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
-        op.combine(send_tokens, weights, topk_indices, out=out)
+        with self._recorded(buffers, "combine"):
+            op.combine(send_tokens, weights, topk_indices, out=out)
         self.combine_ctx.update_phase()
         return out
 
@@ -163,6 +182,33 @@ class EPLowLatencyAllToAllLayer:
         """Makes the layer usable again after an error or unfinished steps. Collective; open steps are lost."""
         for buffers in self._phases:
             buffers.op.reset()
+        for profiler in self._profilers:
+            profiler.clear()
+
+    def dump_dispatch_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
+        """Writes what the latest dispatches did to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
+
+        Names of spans: quant_and_put, count_put, wait, postprocess; docs/profiling.md says what they are. Times are
+        those of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
+
+        Returns:
+            The file; None without enable_profiling, when nothing is written.
+        """
+        return self._dump("dispatch", Path(folder))
+
+    def dump_combine_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
+        """The same of combines, in ll_combine_RANK_<rank>.json: copy_and_put, recv_wait, topk_reduce."""
+        return self._dump("combine", Path(folder))
+
+    def _dump(self, phase: str, folder: Path) -> Path | None:
+        from ep_a2a.profiling.trace import write_trace
+
+        if not self.enable_profiling:
+            return None
+        path = folder / f"ll_{phase}_RANK_{self.rank}.json"
+        spans = [each for profiler in self._profilers for each in profiler.spans() if each.phase == phase]
+        write_trace({self.rank: spans}, path)
+        return path
 
     def finalize(self) -> None:
         """Ends the use of the layer; local and idempotent, in the same order on all ranks where there are several.
