@@ -89,7 +89,11 @@ def make_config(workload: Workload, rank: int) -> EpDispatchCombineConfig:
 
 
 class OpSession(Session):
-    """The op with one workload's inputs."""
+    """The op with one workload's inputs.
+
+    Attributes:
+        op: the op.
+    """
 
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
         from ep_a2a.kernels.op import EpDispatchCombineOp
@@ -106,12 +110,12 @@ class OpSession(Session):
         self._step_bound = workload.num_tokens if contender.bounds_step else None
         self._arena = Arena(context.group, context.device)
         try:
-            self._op = EpDispatchCombineOp(make_config(workload, context.rank), arena=self._arena)
+            self.op = EpDispatchCombineOp(make_config(workload, context.rank), arena=self._arena)
         except Exception:
             self._arena.close()
             raise
         for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
-            launch = self._op.get_launch_config(is_dispatch)
+            launch = self.op.get_launch_config(is_dispatch)
             self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
         # The experts' part, which is not timed: dispatch gives the same rows every time, so they stay right.
         dispatched = self.dispatch()
@@ -120,32 +124,32 @@ class OpSession(Session):
 
     def dispatch(self) -> DispatchResult:
         """Tokens, ids and router weights to the experts' ranks."""
-        return self._op.dispatch(
+        return self.op.dispatch(
             self._sent, self._weights, self._scales, self._ids, max_num_tokens=self._step_bound
         )  # fmt: skip
 
     def combine(self, dispatched: DispatchResult) -> torch.Tensor:
         """The experts' rows, which lie ready."""
-        result, _ = self._op.combine(self._rows, None, None)
+        result, _ = self.op.combine(self._rows, None, None)
         return result[: self._workload.num_tokens]
 
     def use_tables(self, tables: TunedTables) -> None:
         """Takes launch numbers from these tables from now on; what they need is compiled when it is first used."""
-        self._op._kernels.use_tables(tables)
+        self.op._kernels.use_tables(tables)
 
     def check(self) -> None:
         """A round trip on the rows that will be timed, and the ids and router weights that came with them."""
         result = self.combine(self.dispatch())
         check_round_trip(self._name, self._workload, self._x, self._copies, result)
-        self._op.check()
+        self.op.check()
 
     def check_timed(self) -> None:
         """No kernel has recorded a failure."""
-        self._op.check()
+        self.op.check()
 
     def close(self) -> None:
         """Closes the op and gives its memory back."""
-        self._op.close()
+        self.op.close()
         self._arena.close()
 
     def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
@@ -155,7 +159,7 @@ class OpSession(Session):
         # Combine must not read what was not received, and the check would see it.
         results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
         flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
-        counts = self._op.expert_recv_count if workload.layout == Layout.EXPERT_MAJOR else self._op.recv_counts
+        counts = self.op.expert_recv_count if workload.layout == Layout.EXPERT_MAJOR else self.op.recv_counts
         if workload.layout == Layout.COMPACT:
             counts = counts.sum(0, keepdim=True)
         for block, count in enumerate(counts.tolist()):

@@ -13,7 +13,7 @@ from ep_a2a import __version__
 from ep_a2a.cli.log import set_up_logging
 from ep_a2a.errors import EpA2AError
 
-COMMANDS = ("demo", "bench", "tune", "plan", "backends", "doctor")
+COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
 """In the order of `--help`."""
 EXIT_ERROR = 2
 """What was asked cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -43,23 +44,12 @@ def run_demo_ranks(
 
     Raises:
         EpA2AError: the ranks met an expected error.
-        RankFailure: anything else that went wrong on a rank.
+        StateError: anything else that went wrong on a rank.
     """
     with RankPool(settings.num_ranks, device=settings.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
-
-        def call(function: Callable[..., Any], *args: Any) -> list[Any]:
-            try:
-                return pool.run(function, *args)
-            except RankFailure as failure:
-                expected = _expected_error(failure)
-                if expected is None:
-                    sys.stderr.write(f"{failure}\n")
-                    headline = str(failure).partition("\n")[0]
-                    raise StateError("every rank to finish", headline, "See what the ranks said, above.") from failure
-                raise expected from failure
-
+        call = functools.partial(call_ranks, pool)
         on_phase(f"starting {settings.num_ranks} processes")
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             call(join)
         on_phase("making the EP group and the op")
         call(open_rank, settings, text_tokens)
@@ -69,6 +59,24 @@ def run_demo_ranks(
             steps.append(call(run_step, corrupt_rank))
         on_phase("collecting results")
         return call(close_rank), _typical(steps[1:])
+
+
+def call_ranks(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`pool.run`, with errors as a command shows them.
+
+    Raises:
+        EpA2AError: the ranks met an expected error.
+        StateError: anything else that went wrong on a rank; what the ranks said has gone to stderr.
+    """
+    try:
+        return pool.run(function, *args)
+    except RankFailure as failure:
+        expected = _expected_error(failure)
+        if expected is None:
+            sys.stderr.write(f"{failure}\n")
+            headline = str(failure).partition("\n")[0]
+            raise StateError("every rank to finish", headline, "See what the ranks said, above.") from failure
+        raise expected from failure
 
 
 def _typical(steps: list[list[PhaseSeconds]]) -> PhaseSeconds:
@@ -89,7 +97,7 @@ def _expected_error(failure: RankFailure) -> EpA2AError | None:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Processes started meanwhile print to stderr: libraries may greet on stdout, which belongs to the report."""
     sys.stdout.flush()
     kept = os.dup(1)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_receive_kernels import add_results
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     NOBODY,
@@ -26,6 +26,7 @@ from ep_a2a.kernels.primitives import (
     lanes_behind,
     may_go_on,
     post_all,
+    record_span_edge,
     reduce_max,
     reduce_sum,
     wait_all,
@@ -36,6 +37,9 @@ RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
 COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
+COPY_AND_PUT = tl.constexpr(Span.COPY_AND_PUT.value)
+RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
+TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
 
 @portable
@@ -88,7 +92,7 @@ def combine_kernel(
     DTYPE: tl.constexpr, WIRE_DTYPE: tl.constexpr, ELEMENT: tl.constexpr, QUANTIZED: tl.constexpr,
     SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CHECK_INDICES: tl.constexpr, COMPACT: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Combine of one step: result [num_tokens, HIDDEN] of DTYPE; a token that went nowhere becomes zeros.
 
@@ -104,6 +108,7 @@ def combine_kernel(
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
         OWN_IN_PLACE: this rank's own rows are added where they lie, instead of being sent.
         READ_AHEAD: see add_results.
+        SPANS: programs note when they begin and end what they do.
         SEND, RECEIVE: what this launch does. The interpreter, which runs programs in turn, needs two launches.
     """
     # addresses never change, so they may be read before the launch before this one has ended
@@ -135,17 +140,26 @@ def combine_kernel(
         if is_keeper & (poison == 0):
             tell_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
         if is_sender & (poison == 0):
+            if SPANS:
+                record_span_edge(table, COPY_AND_PUT, False, WORLD_SIZE)
             push_results(
                 first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders,
                 TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, HIDDEN, SEND_GROUPS_LANES, SEND_GROUP, ELEMENT, QUANTIZED,
                 SCALED, HAS_WEIGHTS, COMPACT, OWN_IN_PLACE,
             )  # fmt: skip
+            if SPANS:
+                record_span_edge(table, COPY_AND_PUT, True, WORLD_SIZE)
     if RECEIVE:
         receiver = program - (num_programs - num_receivers)
+        if SPANS:
+            if is_keeper | (receiver >= 0):
+                record_span_edge(table, RECV_WAIT, False, WORLD_SIZE)
         if is_keeper:
             if poison == 0:
                 # also tells that every peer's experts have read what this rank will write next
                 poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
+            if SPANS:
+                record_span_edge(table, RECV_WAIT, True, WORLD_SIZE)
         elif (receiver >= 0) & (poison == 0):
             first_own_row = rank * stride
             if COMPACT:
@@ -154,8 +168,10 @@ def combine_kernel(
                 rows_in, weights_in, result, ids, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
                 receiver, num_receivers, pause_ns,
                 TOPK, TOPK_LANES, WEIGHT_LANES, WORLD_SIZE, HIDDEN, GROUPS_LANES, GROUP, DTYPE, WIRE_DTYPE, ELEMENT,
-                SCALED, HAS_WEIGHTS, CHECK_INDICES, OWN_IN_PLACE, READ_AHEAD,
+                SCALED, HAS_WEIGHTS, CHECK_INDICES, OWN_IN_PLACE, READ_AHEAD, SPANS,
             )  # fmt: skip
+            if SPANS:
+                record_span_edge(table, TOPK_REDUCE, True, WORLD_SIZE)
         if poison != 0:
             late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
             fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)

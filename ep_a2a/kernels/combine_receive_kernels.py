@@ -4,7 +4,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import round_to, widened
 from ep_a2a.kernels.combine_send_kernels import block_offsets
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import Region, Span
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     EMPTY,
@@ -16,6 +16,7 @@ from ep_a2a.kernels.primitives import (
     address,
     overdue,
     pause,
+    record_span_edge,
     reduce_max,
     reduce_min,
     reduce_sum,
@@ -27,6 +28,8 @@ COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
+RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
+TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
 # EMPTY as an unsigned byte.
 EMPTY_BYTE = tl.constexpr(0xFF)
@@ -207,13 +210,14 @@ def add_results(
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WEIGHT_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
     WIRE_DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    CHECK_INDICES: tl.constexpr, OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr,
+    CHECK_INDICES: tl.constexpr, OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
     """This program's share of the tokens: waits for their rows, adds and stores them. Returns the poison word.
 
     Args:
         first_own_row: where this rank's own rows begin in rows_in and weights_in, used with OWN_IN_PLACE.
         READ_AHEAD: a unit is read for the first time while the one before it is added, which takes registers.
+        SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
     block: tl.constexpr = GROUPS_LANES * GROUP
     num_blocks: tl.constexpr = (HIDDEN + block - 1) // block
@@ -266,6 +270,10 @@ def add_results(
                 table, taken, rows, scales, slots, own_line, first, rank, pause_ns,
                 HIDDEN, GROUPS_LANES, GROUP, WORLD_SIZE, WIRE_DTYPE, ELEMENT, SCALED, OWN_IN_PLACE,
             )  # fmt: skip
+            if SPANS:
+                if unit == receiver:
+                    record_span_edge(table, RECV_WAIT, True, WORLD_SIZE)
+                    record_span_edge(table, TOPK_REDUCE, False, WORLD_SIZE)
             offsets = block_offsets(first, GROUPS_LANES, GROUP)
             target = tl.multiple_of(result + tl.cast(token, tl.int64) * HIDDEN, 16)
             tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < HIDDEN)

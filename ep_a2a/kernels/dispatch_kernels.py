@@ -6,7 +6,7 @@ land in (source rank, source token) order. The last program to finish tells the 
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     NUM_TOKENS,
@@ -23,6 +23,7 @@ from ep_a2a.kernels.primitives import (
     may_go_on,
     poison_of,
     post_all,
+    record_span_edge,
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
@@ -63,15 +64,20 @@ ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
+QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
+COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
+WAIT = tl.constexpr(Span.WAIT.value)
 
 
 @portable
 def receive_rows(
     table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr,
+    COMPACT: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """One program's part: wait for every peer's flag and publish the counts."""
+    if SPANS:
+        record_span_edge(table, WAIT, False, WORLD_SIZE)
     old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
     if poison == 0:
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True)
@@ -84,6 +90,8 @@ def receive_rows(
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
         receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
+    if SPANS:
+        record_span_edge(table, WAIT, True, WORLD_SIZE)
     finish_stage(table, DISPATCH_RECEIVE, 0, 1, WORLD_SIZE)
 
 
@@ -104,7 +112,7 @@ def dispatch_kernel(
     BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     MANY_TOKENS: tl.constexpr, COUNTS_ALONE: tl.constexpr, COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr,
     POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step.
 
@@ -122,6 +130,7 @@ def dispatch_kernel(
         COUNTS_ALONE: every program counts the rows before its own; else it learns them from the programs before it.
         COUNT_BITS: bits that hold any rank's number of tokens.
         SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
+        SPANS: programs note when they begin and end what they do.
     """
     # an address never changes, so it may be read before the launch before this one has ended
     poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
@@ -164,15 +173,21 @@ def dispatch_kernel(
             # others wait for these counts, so they cannot wait for other programs where programs wait for counts
             counts_all: tl.constexpr = COMPACT or COUNTS_ALONE
             if program == (0 if counts_all else num_programs - 1):
+                if SPANS:
+                    record_span_edge(table, COUNT_PUT, False, WORLD_SIZE)
                 if counts_all:
                     totals = count_rows(ids, 0, num_tokens, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
                     counts = field_of(totals, ranks, WORLD_SIZE, COUNT_BITS)
                 else:
                     counts = first_index + own_counts
                 post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+                if SPANS:
+                    record_span_edge(table, COUNT_PUT, True, WORLD_SIZE)
             if COMPACT:
                 _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
                 bases = rows_before(table, rank, rank, WORLD_SIZE, WORLD_LANES)
+        if SPANS:
+            record_span_edge(table, QUANT_AND_PUT, False, WORLD_SIZE)
         if poison == 0:
             first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
             for token in range(first, last):
@@ -212,6 +227,8 @@ def dispatch_kernel(
                 )  # fmt: skip
                 before = plus(before, own, WORLD_SIZE, COUNT_BITS)
                 token_ids, token_weights = following_ids, following_weights
+        if SPANS:
+            record_span_edge(table, QUANT_AND_PUT, True, WORLD_SIZE)
         is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
         if is_last:
             poison = tl.full((), 0, tl.int32)
@@ -224,11 +241,11 @@ def dispatch_kernel(
             if RECEIVE:
                 receive_rows(
                     table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, SPANS,
                 )  # fmt: skip
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
         receive_rows(
             table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
+            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, SPANS,
         )  # fmt: skip

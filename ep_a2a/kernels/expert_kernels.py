@@ -11,9 +11,9 @@ token once. All work is bounded by received counts that are read on the device.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import round_to
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import Region, Span
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, record_span_edge, reduce_max, reduce_sum, running_sum
 
 INDICES = tl.constexpr(Region.INDICES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)
@@ -27,6 +27,9 @@ EXPERT_SCALES = tl.constexpr(Region.EXPERT_SCALES.value)
 EXPERT_WEIGHTS = tl.constexpr(Region.EXPERT_WEIGHTS.value)
 EXPERT_SLOTS = tl.constexpr(Region.EXPERT_SLOTS.value)
 REDUCED_ROWS = tl.constexpr(Region.REDUCED_ROWS.value)
+NUMBER_ROWS = tl.constexpr(Span.NUMBER_ROWS.value)
+COPY_ROWS = tl.constexpr(Span.COPY_ROWS.value)
+WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
 
 
 @portable
@@ -77,6 +80,7 @@ def topk_of(values, row, TOPK: tl.constexpr):
 def number_expert_rows_kernel(
     table, stride, rank, first_expert, num_local_experts,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_SLOTS and EXPERT_RECV_COUNT of one step, one program per local expert.
 
@@ -86,7 +90,10 @@ def number_expert_rows_kernel(
     Args:
         stride: max_num_tokens, rows per source. first_expert: id of this rank's expert 0.
         BLOCK_ROWS: received rows looked at at once.
+        SPANS: programs note when they begin and end, here and below.
     """
+    if SPANS:
+        record_span_edge(table, NUMBER_ROWS, False, WORLD_SIZE)
     expert = tl.program_id(0)
     ids = tl.multiple_of(address(table, INDICES, rank, WORLD_SIZE, tl.int32), 16)
     slots_out = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32)
@@ -109,6 +116,8 @@ def number_expert_rows_kernel(
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
     tl.store(address(table, EXPERT_RECV_COUNT, rank, WORLD_SIZE, tl.int32) + expert, found)
+    if SPANS:
+        record_span_edge(table, NUMBER_ROWS, True, WORLD_SIZE)
 
 
 @portable
@@ -160,7 +169,7 @@ def expand_kernel(
     table, stride, rank, num_local_experts,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Copies every received row, read once, to its experts' rows, with scales and weights; any number of programs.
 
@@ -169,6 +178,8 @@ def expand_kernel(
         SCALE_WIDTH: elements of SCALE_DTYPE in a row's scales; 0 for none.
         ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end of its block.
     """
+    if SPANS:
+        record_span_edge(table, COPY_ROWS, False, WORLD_SIZE)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_blocks: tl.constexpr = (ROW_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
@@ -203,12 +214,15 @@ def expand_kernel(
                 if SCALE_WIDTH > 0:
                     clear_row(table, EXPERT_SCALES, slot, rank, SCALE_WIDTH, SCALE_LANES, WORLD_SIZE, SCALE_DTYPE)
                 tl.store(address(table, EXPERT_WEIGHTS, rank, WORLD_SIZE, tl.float32) + slot, 0.0)
+    if SPANS:
+        record_span_edge(table, COPY_ROWS, True, WORLD_SIZE)
 
 
 @portable(do_not_specialize=["stride", "rank"])
 def reduce_experts_kernel(
     rows_in, table, stride, rank,
     TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     """REDUCED_ROWS: for every received row the weighted sum of its experts' rows; any number of programs.
 
@@ -218,6 +232,8 @@ def reduce_experts_kernel(
         rows_in: what the experts made, [num_local_experts, WORLD_SIZE * stride, HIDDEN] of DTYPE.
         stride: max_num_tokens, rows per source.
     """
+    if SPANS:
+        record_span_edge(table, WEIGH_ROWS, False, WORLD_SIZE)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     total = tl.load(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32))
     counts = source_counts(table, rank, WORLD_SIZE)
@@ -239,3 +255,5 @@ def reduce_experts_kernel(
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
+    if SPANS:
+        record_span_edge(table, WEIGH_ROWS, True, WORLD_SIZE)

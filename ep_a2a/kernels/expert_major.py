@@ -35,12 +35,15 @@ class ExpertMajorKernels:
         config: the op's.
         table: address table on the device, int64 [regions, W].
         device: where the kernels run; CPU means Triton's interpreter.
+        spans: kernels note when their programs begin and end (kernels/spans.py).
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device, *, spans: bool = False
+    ) -> None:
         self.config, self.table, self.device = config, table, device
         self._first_expert = config.first_expert
-        common = {"TOPK": config.topk, "WORLD_SIZE": config.world_size}
+        common = {"TOPK": config.topk, "WORLD_SIZE": config.world_size, "SPANS": spans}
         lanes = {"TOPK_LANES": padded(config.topk)}
         block_rows = max(1, NUMBERED_IDS // lanes["TOPK_LANES"])
         most_rows = padded(config.world_size * config.max_num_inp_token_per_rank)

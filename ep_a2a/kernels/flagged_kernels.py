@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.flagged_receive_kernels import receive_flagged_rows, received_places
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     EMPTY,
@@ -28,6 +28,7 @@ from ep_a2a.kernels.primitives import (
     lanes_behind,
     may_go_on,
     post_all,
+    record_span_edge,
     reduce_sum,
     wait_all,
 )
@@ -43,6 +44,9 @@ ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
+QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
+COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
+WAIT = tl.constexpr(Span.WAIT.value)
 
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
@@ -180,7 +184,7 @@ def flagged_dispatch_kernel(
     GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, SLOTS: tl.constexpr, TOKEN_LANES: tl.constexpr,
     COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SPARSE_POLLS: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step of at most SLOTS tokens per rank; arguments as in dispatch_kernel, and:
 
@@ -190,6 +194,7 @@ def flagged_dispatch_kernel(
         num_senders: the programs after those two, which send.
         num_receivers: the last programs of the grid, which receive.
         SPARSE_POLLS: see take_row_block.
+        SPANS: see dispatch_kernel.
         SEND, RECEIVE: what this launch does. The interpreter, which runs programs in turn, needs two launches.
     """
     row_dtype: tl.constexpr = tl.uint8 if GROUP > 0 else tl.int32
@@ -229,9 +234,16 @@ def flagged_dispatch_kernel(
         before = fields_before(going, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
         own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
         if is_keeper & (poison == 0):
+            if SPANS:
+                record_span_edge(table, COUNT_PUT, False, WORLD_SIZE)
             tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
             counts = field_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE, COUNT_BITS)
             post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            if SPANS:
+                record_span_edge(table, COUNT_PUT, True, WORLD_SIZE)
+        if SPANS:
+            if (sender >= 0) & (sender < num_senders):
+                record_span_edge(table, QUANT_AND_PUT, False, WORLD_SIZE)
         for token in range(sender, end, num_senders):
             slots = slots_of(
                 before, own, poison == 0, rank, SLOTS if COMPACT else stride, SLOTS, WORLD_SIZE, COUNT_BITS
@@ -270,10 +282,16 @@ def flagged_dispatch_kernel(
             token_ids, token_weights = load_choices(ids, weights, following, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
             before = fields_before(going, following, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
             own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
+        if SPANS:
+            if (sender >= 0) & (sender < num_senders):
+                record_span_edge(table, QUANT_AND_PUT, True, WORLD_SIZE)
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     if RECEIVE:
         receiver = program - (num_programs - num_receivers)
+        if SPANS:
+            if is_keeper | is_herald | (receiver >= 0):
+                record_span_edge(table, WAIT, False, WORLD_SIZE)
         if is_keeper:
             old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
             if poison == 0:
@@ -297,6 +315,9 @@ def flagged_dispatch_kernel(
         if poison != 0:
             late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
             fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+        if SPANS:
+            if is_keeper | is_herald | (receiver >= 0):
+                record_span_edge(table, WAIT, True, WORLD_SIZE)
         finish_stage(table, DISPATCH_RECEIVE, program, num_programs, WORLD_SIZE)
     if SEND:
         finish_stage(table, DISPATCH_SEND, program, num_programs, WORLD_SIZE)

@@ -79,6 +79,7 @@ class IntraNodeKernels:
         self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._spans = False
         self._by_expert: ExpertMajorKernels | None = None
         if config.layout == Layout.EXPERT_MAJOR:
             self._by_expert = ExpertMajorKernels(config, table, device)
@@ -177,6 +178,13 @@ class IntraNodeKernels:
             variant, values = variants[(position + self.config.rank) % len(variants)]
             variant.compile(values)
 
+    def record_spans(self) -> None:
+        """Takes kernels that note when their programs begin and end what they do, from now on (kernels/spans.py)."""
+        self._spans = True
+        if self._by_expert is not None:
+            self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
+        self.compile()
+
     def compile_halves(self) -> None:
         """Compiles what the split calls need, now and whenever `compile` is called: they may be captured at once."""
         self._compiled_stages = (WHOLE, SEND, RECEIVE)
@@ -255,7 +263,7 @@ class IntraNodeKernels:
         counted_alone = args.max_num_tokens <= MAX_COUNTED_ALONE
         key = (
             phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, launch.sparse_polls,
-            dependent, counted_alone, stages,
+            dependent, counted_alone, stages, self._spans,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -278,7 +286,7 @@ class IntraNodeKernels:
             **self._topk, **self._world, **self._compact, **row,
             "OWNERS": config.owners, "HAS_WEIGHTS": args.weights is not None,
             "COUNT_LANES": max(padded(count_words), threads),
-            "SEND": stages.send, "RECEIVE": stages.receive,
+            "SEND": stages.send, "RECEIVE": stages.receive, "SPANS": self._spans,
         }  # fmt: skip
         if phase is Phase.FLAGGED_DISPATCH:
             return common | {
@@ -334,7 +342,7 @@ class IntraNodeKernels:
     def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
         key = (
             Phase.COMBINE, args.weights is None, args.ids is None, launch.num_warps, launch.send_elements,
-            launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
+            launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place, self._spans,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -362,7 +370,7 @@ class IntraNodeKernels:
             "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
             "OWN_IN_PLACE": in_place and not quantized, "READ_AHEAD": launch.read_ahead,
             "SEND": stages.send, "RECEIVE": stages.receive,
-            "DEPENDENT_LAUNCH": launch.dependent and self._can_depend,
+            "DEPENDENT_LAUNCH": launch.dependent and self._can_depend, "SPANS": self._spans,
         }  # fmt: skip
 
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:

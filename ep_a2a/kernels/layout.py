@@ -13,7 +13,7 @@ expert   this rank's only, shared by sequential ops: rows by expert, in layout e
 
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
 region; for regions of the local, result and expert blocks only this rank's own column is set. The op's step counters
-(Stage) follow the table.
+(Stage) follow the table, and then the address of where spans are noted (Span), 0 for nowhere.
 """
 
 import enum
@@ -96,6 +96,28 @@ class Stage(enum.IntEnum):
     COMBINE_SEND = 2
     COMBINE_RECEIVE = 3
 
+
+class Span(enum.IntEnum):
+    """What programs of a step note the time of, when asked: one line of SPAN_WORDS words (int64) each."""
+
+    QUANT_AND_PUT = 0
+    COUNT_PUT = 1
+    WAIT = 2
+    NUMBER_ROWS = 3
+    COPY_ROWS = 4
+    EXCHANGE_WEIGHTS = 5
+    WEIGH_ROWS = 6
+    COPY_AND_PUT = 7
+    RECV_WAIT = 8
+    TOPK_REDUCE = 9
+
+
+SPAN_STEPS = 32
+"""Latest steps whose spans are kept."""
+SPAN_PROGRAMS = 512
+"""Programs of a launch whose spans are kept, the first ones."""
+SPAN_WORDS = 4
+"""Start and end, in nanoseconds, and the step that they belong to, counted from 1; the last one is unused."""
 
 STATE_WORDS = 16
 MAX_DISPATCH_PROGRAMS = 1024

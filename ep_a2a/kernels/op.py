@@ -71,8 +71,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._accepted = inputs.Accepted()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None
-        self._num_tokens = 0
-        self._max_num_tokens = config.max_num_inp_token_per_rank
+        self._num_tokens, self._max_num_tokens = 0, config.max_num_inp_token_per_rank
         self._dispatch_views = DispatchViews(self._memory)
         self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)
@@ -327,8 +326,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Memory for combine's `input` at a fixed address: [R, H], in layout expert_major [E * R, H], R at M tokens.
 
-        Allocated by the first request. Combine sends from any memory without a copy, so this saves none; it is here for
-        callers of MORI's interface, and for experts that want a buffer which lives as long as the op.
+        Allocated by the first request. Combine takes rows from any memory, so this saves no copy.
         """
         self._check_buffer_request(dtype, hidden_dim)
         return self._memory.combine_input()
@@ -349,6 +347,10 @@ class EpDispatchCombineOp(DispatchCombineBase):
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
         self._kernels.limit_sms(max_sms)
+
+    def record_spans(self) -> None:
+        """Takes kernels that note times from now on; called by SpanRecorder, which reads them. Local."""
+        self._kernels.record_spans()
 
     def set_timeout(self, timeout_secs: float) -> None:
         """Bounds the waits of calls and of graph replays from now on, in place of the config's timeout_secs. Local."""

@@ -81,7 +81,8 @@ class BoundMemory:
         if self.memory.table is None:
             self.memory.table = self._address_table(arena.device)
         self.table = self.memory.table
-        self.steps = self.table[len(Region) * config.world_size :]
+        behind = self.table[len(Region) * config.world_size :]
+        self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))
@@ -93,7 +94,7 @@ class BoundMemory:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
-        words = torch.cat([table.flatten(), table.new_zeros(len(Stage))])
+        words = torch.cat([table.flatten(), table.new_zeros(len(Stage) + 1)])
         return outside_pools(lambda: words.to(device), device)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:

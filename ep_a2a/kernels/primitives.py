@@ -20,7 +20,16 @@ import time
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Region, Stage, State
+from ep_a2a.kernels.layout import (
+    RECORD_HEADER_WORDS,
+    SPAN_PROGRAMS,
+    SPAN_STEPS,
+    SPAN_WORDS,
+    Region,
+    Span,
+    Stage,
+    State,
+)
 from ep_a2a.kernels.portable import portable
 
 POISON = tl.constexpr(Region.POISON.value)
@@ -34,6 +43,12 @@ RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
 
 NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
+COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
+
+NUM_SPANS = tl.constexpr(len(Span))
+KEPT_STEPS = tl.constexpr(SPAN_STEPS)
+KEPT_PROGRAMS = tl.constexpr(SPAN_PROGRAMS)
+WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 
 # A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
 STEP_UNIT = tl.constexpr(1 << 16)
@@ -151,6 +166,28 @@ def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
     folded = (done & 0xFFFFFFFF) + (done >> 32)
     folded = tl.where(folded >= 0xFFFFFFFF, folded - 0xFFFFFFFF, folded)
     return (folded + 1).to(tl.int32), out_of_order
+
+
+@portable
+def record_span_edge(table, span: tl.constexpr, IS_END: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program begins or ends a span of the op's current step; all its threads must come here.
+
+    A step's number is that of the combines that have ended, so it is the same in all launches of the step. Only kernels
+    compiled with SPANS call this: a barrier and some loads, about as long as what is noted for the shortest spans.
+    """
+    tl.debug_barrier()
+    now = clock_ns()
+    steps = table + NUM_REGIONS * WORLD_SIZE
+    step = tl.load(steps + COMBINE_RECEIVE) >> STEP_SHIFT
+    program = tl.program_id(0)
+    if program < KEPT_PROGRAMS:
+        lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
+        line = lines + (((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS + span) * WORDS_PER_SPAN
+        if IS_END:
+            tl.store(line + 1, now)
+        else:
+            tl.store(line, now)
+            tl.store(line + 2, step + 1)
 
 
 @portable

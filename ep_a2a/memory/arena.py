@@ -110,7 +110,8 @@ class OpMemory:
     """What one op got: symmetric memory by role ("own" and the shared roles), local tensors, the error record.
 
     Attributes:
-        table: what the op's kernels find everything by; kept here since captured graphs hold its address.
+        table: what the op's kernels find everything by; spans: where they note times, if ever asked to. Both are kept
+            here since captured graphs hold their addresses.
     """
 
     symmetric: dict[str, SymmetricMemory]
@@ -120,6 +121,7 @@ class OpMemory:
     slot: Slot
     user: weakref.ref[object] | None = None
     table: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
 
     @property
     def in_use(self) -> bool:

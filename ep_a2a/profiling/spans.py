@@ -1,0 +1,49 @@
+"""What a trace consists of, and how the parts of a step are called in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ep_a2a.kernels.layout import Span
+
+HOST = -1
+"""In place of a program: what the host does."""
+DISPATCH_NAMES = ("quant_and_put", "count_put", "wait", "postprocess")
+COMBINE_NAMES = ("copy_and_put", "recv_wait", "topk_reduce")
+PARTS: dict[Span, tuple[str, str]] = {
+    Span.QUANT_AND_PUT: ("quant_and_put", "rows"),
+    Span.COUNT_PUT: ("count_put", "counts"),
+    Span.WAIT: ("wait", "rows and flags"),
+    Span.NUMBER_ROWS: ("postprocess", "number rows by expert"),
+    Span.COPY_ROWS: ("postprocess", "copy rows by expert"),
+    Span.EXCHANGE_WEIGHTS: ("copy_and_put", "exchange router weights"),
+    Span.WEIGH_ROWS: ("copy_and_put", "weigh and add experts' rows"),
+    Span.COPY_AND_PUT: ("copy_and_put", "rows"),
+    Span.RECV_WAIT: ("recv_wait", "first rows and flags"),
+    Span.TOPK_REDUCE: ("topk_reduce", "sums, and waits for later rows"),
+}
+"""Name in the trace, and what exactly is meant."""
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """One bar of a trace.
+
+    Attributes:
+        name: one of DISPATCH_NAMES or COMBINE_NAMES; on the host "dispatch" or "combine".
+        part: what of it.
+        phase: "dispatch" or "combine".
+        step: counted from 1. On the host it counts its own calls, which are fewer where graphs are replayed.
+        program: of the kernel, or HOST.
+        start_ns, end_ns: by time.monotonic_ns of the host, also for what a GPU did.
+        lane: names what beside the program tells bars apart, an op's set of buffers, say.
+    """
+
+    name: str
+    part: str
+    phase: str
+    step: int
+    program: int
+    start_ns: int
+    end_ns: int
+    lane: str = ""

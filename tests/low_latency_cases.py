@@ -1,0 +1,286 @@
+"""Bodies of the tests of Triton-distributed's layer, for CPU processes and for GPUs alike, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a import errors, shmem
+from ep_a2a.compat.ep_low_latency import DispatchMetaInfo, EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.memory.arena import Arena
+from ep_a2a.quantization import quantize
+from ep_a2a.reference import combine_reference, reduce_experts_reference
+from ep_a2a.routing import expert_ranges
+from tests.op_cases import Case, expert_results, make_inputs, place_expert_rows, reference_of, same_bits, same_sums
+from tests.op_checks import raised, synchronize
+
+if TYPE_CHECKING:
+    from ep_a2a.reference import DispatchReference
+    from ep_a2a.testing import RankContext
+
+SHORT_TIMEOUT_SECS, ENOUGH_SECS = 1.0, 60.0
+BASE = Case(
+    world_size=2, num_experts=6, max_tokens=4, layout="expert_major", hidden_dim=32,
+    tokens=((4, 3), (0, 3), (1, 0)), num_steps=3,
+)  # fmt: skip
+ONE_STEP = replace(BASE, num_steps=1)
+FP8 = replace(ONE_STEP, hidden_dim=256, quant_type="fp8_per_1x128")
+CASES = {
+    "bf16": BASE,
+    "fp8": FP8,
+    "fp8-per_token": replace(FP8, quant_type="fp8_per_token", hidden_dim=48),
+    "cast already": replace(ONE_STEP, dtype=FP8_DTYPE, scale_dim=2),
+    "float32-dropped": replace(ONE_STEP, dtype=torch.float32, routing="some_dropped", topk=3),
+    # more than a flagged dispatch takes
+    "many tokens": replace(ONE_STEP, max_tokens=160, tokens=((9, 2),), num_experts=2),
+}
+
+
+def make_layer(context: RankContext, case: Case, arena: Arena | None, **changes: Any) -> EPLowLatencyAllToAllLayer:
+    group_size = {"fp8_per_token": case.hidden_dim, "fp8_per_1x128": 128}.get(case.quant_type)
+    values: dict[str, Any] = {
+        "max_m": case.max_tokens, "hidden": case.hidden_dim, "topk": case.topk,
+        "online_quant_fp8": case.quant_type != "none", "rank": context.rank, "num_experts": case.num_experts,
+        "local_world_size": case.world_size, "world_size": case.world_size, "dtype": case.dtype,
+        "fp8_gsize": group_size or case.hidden_dim // (case.scale_dim or 1), "arena": arena,
+    }  # fmt: skip
+    return EPLowLatencyAllToAllLayer(**{**values, **changes})
+
+
+@dataclass
+class LayerStep:
+    """One step of a case on this rank, between its dispatch and its combine."""
+
+    case: Case
+    layer: EPLowLatencyAllToAllLayer
+    number: int
+    context: RankContext
+    reference: list[DispatchReference]
+    got: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchMetaInfo]
+    ids: torch.Tensor
+    weights: torch.Tensor
+    with_dispatch: bool
+    num_tokens: list[int]
+
+    @classmethod
+    def dispatch(
+        cls, case: Case, layer: EPLowLatencyAllToAllLayer, number: int, context: RankContext, *,
+        with_dispatch: bool = False, cast_before: bool = False,
+    ) -> LayerStep:  # fmt: skip
+        """with_dispatch: the weights are given to dispatch. cast_before: tokens of a layer that casts come cast."""
+        everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
+        mine = everyone[context.rank]
+        tokens, scales = mine.tokens, mine.scales
+        if cast_before:
+            tokens, scales = quantize(tokens, case.quant_type)
+        tokens, ids = tokens.to(context.device), mine.ids.to(context.device)
+        scales = None if scales is None else scales.to(context.device)
+        assert mine.weights is not None
+        weights = mine.weights.to(context.device)
+        if with_dispatch:
+            got = layer.dispatch(tokens, scales, ids, topk_weights=weights)
+        else:
+            got = layer.dispatch(send_tokens=tokens, send_scales=scales, topk_indices=ids)
+        return cls(
+            case, layer, number, context, reference_of(case, number, everyone), got, ids, weights, with_dispatch,
+            [each.tokens.shape[0] for each in everyone],
+        )  # fmt: skip
+
+    def check_dispatched(self) -> None:
+        tokens, scales, counts, meta = self.got
+        expected, case = self.reference[self.context.rank], self.case
+        assert expected.expert_counts is not None
+        assert tokens.shape == expected.tokens.shape
+        assert (scales is None) == (expected.scales is None)
+        same_bits(counts, expected.expert_counts, "counts")
+        sources = self.expected_sources()
+        indices, packed = meta.recv_token_source_indices, meta.recv_token_source_count_and_start
+        rows_per_expert = case.world_size * case.max_tokens
+        assert (indices.shape, indices.dtype) == ((len(sources), rows_per_expert), torch.int32)
+        assert (packed.shape, packed.dtype) == ((len(sources), case.world_size), torch.int64)
+        for expert, by_source in enumerate(sources):
+            count = sum(map(len, by_source))
+            same_bits(tokens[expert, :count], expected.tokens[expert, :count], f"tokens of expert {expert}")
+            if scales is not None and expected.scales is not None:
+                same_bits(scales[expert, :count], expected.scales[expert, :count], f"scales of expert {expert}")
+            assert indices[expert, :count].tolist() == [token for part in by_source for token in part]
+            assert (indices[expert, count:] == -1).all()
+            starts = [sum(map(len, by_source[:source])) for source in range(case.world_size)]
+            assert (packed[expert] & 0xFFFFFFFF).tolist() == list(map(len, by_source))
+            assert (packed[expert] >> 32).tolist() == starts
+
+    def expected_sources(self) -> list[list[list[int]]]:
+        """For each of this rank's experts and each source: its tokens that name the expert."""
+        first, last = expert_ranges(self.case.num_experts, self.case.world_size)[self.context.rank]
+        ids = [make_inputs(self.case, self.number, rank).ids for rank in range(self.case.world_size)]
+        return [
+            [(each == expert).any(dim=1).nonzero().flatten().tolist() for each in ids] for expert in range(first, last)
+        ]
+
+    def experts(self) -> torch.Tensor:
+        """What this rank's experts return."""
+        rows = torch.empty(
+            *self.got[0].shape[:2], self.case.hidden_dim, dtype=self.layer.combine_ctx.dtype, device=self.context.device
+        )
+        mine, dtype = self.reference[self.context.rank], self.layer.combine_ctx.dtype
+        results = expert_results(self.case, dtype, mine, self.context.rank, self.number)
+        place_expert_rows(mine, results.to(self.context.device), rows)
+        return rows
+
+    def combine(self) -> torch.Tensor:
+        return self.layer.combine(
+            send_tokens=self.experts(), topk_indices=self.ids,
+            topk_weights=None if self.with_dispatch else self.weights, dispatch_meta=self.got[3],
+        )  # fmt: skip
+
+    def check_combined(self, got: torch.Tensor) -> None:
+        dtype = self.layer.combine_ctx.dtype
+        results = [expert_results(self.case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
+        reduced = [reduce_experts_reference(each, r, dtype) for each, r in zip(results, self.reference)]
+        expected = combine_reference([rows.float() for rows in reduced], self.reference, self.num_tokens, dtype)
+        same_sums(got, expected[self.context.rank], f"combine {self.number}")
+
+
+def run_step(
+    case: Case, layer: EPLowLatencyAllToAllLayer, number: int, context: RankContext, **options: bool
+) -> torch.Tensor:
+    step = LayerStep.dispatch(case, layer, number, context, **options)
+    step.check_dispatched()
+    out = step.combine()
+    step.check_combined(out)
+    return out
+
+
+def in_turn(context: RankContext, case: Case) -> None:
+    """Steps one after another: the two sets of buffers take turns; results stay when later steps have run."""
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        outs = [run_step(case, layer, number, context) for number in range(case.num_steps)]
+        held = outs[0].cpu()
+        run_step(case, layer, 0, context, with_dispatch=True)
+        if case.quant_type != "none":
+            run_step(case, layer, 0, context, cast_before=True)
+        same_sums(outs[0], held, "the first step's result, later")
+        layer.finalize()
+        layer.finalize()
+        raised(errors.ClosedError, lambda: LayerStep.dispatch(case, layer, 0, context))
+
+
+def two_open_steps(context: RankContext, case: Case) -> None:
+    """Both sets of buffers between dispatch and combine at once, combined in the other order; a third is refused."""
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        signal_values = []
+        for number in range(2):  # of pairs
+            first = LayerStep.dispatch(case, layer, 2 * number, context)
+            signal_values += [layer.dispatch_ctx.signal_val, layer.combine_ctx.signal_val]
+            second = LayerStep.dispatch(case, layer, 2 * number + 1, context)
+            raised(errors.AlternationError, lambda number=number: LayerStep.dispatch(case, layer, number, context))
+            first.check_dispatched()
+            second.check_dispatched()
+            second.check_combined(second.combine())
+            raised(errors.AlternationError, second.combine, "dispatch_meta")
+            first.check_combined(first.combine())
+        assert signal_values == [1, 1, 2, 2]
+        assert (layer.dispatch_ctx.phase, layer.dispatch_ctx.call_count) == (0, 4)
+        layer.dispatch_ctx.update_phase()
+        run_step(case, layer, 0, context)
+        assert arena.num_bytes == layer.num_bytes + 2 * 8 * case.world_size
+        layer.finalize()
+
+
+def refusals(context: RankContext, case: Case) -> None:
+    """What the host refuses leaves the layer usable; what the device finds is raised, and over after reset."""
+    with Arena(context.group, context.device) as arena:
+        layer, other = make_layer(context, case, arena), make_layer(context, case, arena)
+        step = LayerStep.dispatch(case, layer, 0, context)
+        rows, meta = step.experts(), step.got[3]
+        raised(errors.InputError, lambda: layer.combine(rows, step.ids, None, meta), "topk_weights")
+        raised(errors.ShapeError, lambda: layer.combine(rows, step.ids, step.weights[1:], meta))
+        raised(errors.DtypeError, lambda: layer.combine(rows, step.ids, step.ids, meta))
+        raised(errors.DtypeError, lambda: layer.combine(rows.double(), step.ids, step.weights, meta))
+        raised(errors.ForeignIndicesError, lambda: layer.combine(rows, step.ids[1:], step.weights, meta))
+        raised(errors.StateError, lambda: other.combine(rows, step.ids, step.weights, meta), "another layer")
+        out = layer.combine(rows, None, step.weights.double(), meta)
+        step.check_combined(out)
+        raised(errors.StateError, lambda: meta.recv_token_source_indices, "before combine")
+        step = LayerStep.dispatch(case, layer, 0, context, with_dispatch=True)
+        raised(errors.InputError, lambda: layer.combine(step.experts(), step.ids, step.weights, step.got[3]))
+        step.check_combined(step.combine())
+
+        # rank 0 gives weights to dispatch, the others will to combine
+        LayerStep.dispatch(case, layer, 0, context, with_dispatch=context.rank == 0)
+        synchronize(context)
+        arena.rendezvous.barrier("failure seen")
+        op = layer.dispatch_ctx.phases[0].op
+        raised(errors.ConfigMismatchError, op.check)
+        layer.reset()
+        run_step(case, layer, 0, context)
+
+
+def a_rank_without_combine(context: RankContext, case: Case) -> None:
+    """The last rank never combines: those that wait for its weights give up and name it; reset mends the layer."""
+    absent = case.world_size - 1
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        step = LayerStep.dispatch(case, layer, 0, context)
+        for buffers in layer.dispatch_ctx.phases:
+            buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
+        if context.rank != absent:
+            step.combine()
+        synchronize(context)
+        arena.rendezvous.barrier("all have given up")
+        # told by the others, its own launch leaves at once
+        if context.rank == absent:
+            step.combine()
+        synchronize(context)
+        error = raised(errors.RankTimeoutError, step.got[3].buffers.op.check, f"rank {absent}")
+        assert isinstance(error, errors.RankTimeoutError)
+        assert error.missing_ranks == (absent,)
+        for buffers in layer.dispatch_ctx.phases:
+            buffers.op.set_timeout(ENOUGH_SECS)
+        layer.reset()
+        for number in range(2):
+            run_step(case, layer, number, context)
+
+
+def construction(context: RankContext, case: Case) -> None:
+    """Arguments that cannot be, on all ranks or on one: every rank raises at once, and later layers are built."""
+    last = context.rank == case.world_size - 1
+    with Arena(context.group, context.device) as arena:
+
+        def refused(kind: type[Exception], *words: str, **changes: Any) -> None:
+            raised(kind, lambda: make_layer(context, case, arena, **changes), *words)
+
+        refused(errors.UnsupportedError, "local_world_size", local_world_size=case.world_size + 1)
+        refused(errors.ConfigError, "fp8_gsize", fp8_gsize=case.hidden_dim - 1)
+        refused(errors.UnsupportedError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim // 2)
+        refused(errors.ConfigError, "online_quant_fp8", online_quant_fp8=True, dtype=FP8_DTYPE)
+        refused(errors.ConfigError, rank=case.world_size - 1 - context.rank)
+        mismatch = errors.UnsupportedError if last else errors.ConfigMismatchError
+        refused(mismatch, "local_world_size", local_world_size=case.world_size + last)
+        refused(errors.ConfigMismatchError, "max_num_inp_token_per_rank", max_m=case.max_tokens + last)
+        raised(errors.NotInitializedError, lambda: make_layer(context, case, None))
+        contexts = create_ep_ll_a2a_ctx(
+            case.max_tokens, case.hidden_dim, case.topk, case.num_experts, False, case.hidden_dim, case.dtype,
+            case.world_size, context.rank, arena=arena,
+        )  # fmt: skip
+        assert [each.dtype for each in contexts] == [case.dtype, case.dtype]
+        assert contexts[1].send_tokens_comm_buf.shape == (
+            case.num_experts // case.world_size, case.world_size * case.max_tokens, case.hidden_dim
+        )  # fmt: skip
+        for each in contexts:
+            assert (each.max_m, each.world_size, each.num_phases) == (case.max_tokens, case.world_size, 2)
+            each.finalize()
+        assert contexts[0].phases[0].op.arena is arena
+        raised(errors.ClosedError, contexts[0].phases[1].op.check)
+        run_step(case, make_layer(context, case, arena), 0, context)
+    shmem.shmem_torch_process_group_init(context.group.group_name, context.device)
+    run_step(case, make_layer(context, case, None), 0, context)
+    shmem.shmem_finalize()
+
+
+BODIES = {body.__name__: body for body in (two_open_steps, refusals, a_rank_without_combine, construction)}

@@ -1,0 +1,57 @@
+"""Triton-distributed's layer on GPUs: the bodies of tests/multiprocess, and a captured graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.memory.arena import Arena
+from tests.low_latency_cases import BASE, BODIES, CASES, LayerStep, in_turn, make_layer, run_step
+from tests.multigpu.cases import fitted
+from tests.op_cases import make_inputs
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+    from tests.op_cases import Case
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_in_turn(ranks: Any, name: str) -> None:
+    case = fitted(replace(CASES[name], world_size=8))
+    ranks(in_turn, case.world_size, case, device="cuda")
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_special(ranks: Any, name: str) -> None:
+    ranks(BODIES[name], BASE.world_size, BASE, device="cuda")
+
+
+def replayed(context: RankContext, case: Case) -> None:
+    """Dispatch, experts and combine in a graph, replayed with other weights each time, and eager steps in between."""
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        run_step(case, layer, 0, context)
+        inputs = make_inputs(case, 0, context.rank)
+        assert inputs.weights is not None
+        tokens, ids, weights = (each.to(context.device) for each in (inputs.tokens, inputs.ids, inputs.weights))
+        eager = LayerStep.dispatch(case, layer, 0, context)
+        rows = eager.experts()
+        eager.check_combined(eager.combine())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, _, _, meta = layer.dispatch(tokens, None, ids)
+            out = layer.combine(rows, ids, weights, meta)
+        for factor in (1.0, 2.0, 0.5):
+            weights.copy_(inputs.weights * factor)
+            graph.replay()
+            torch.cuda.synchronize()
+            # powers of two change no rounding
+            eager.check_combined((out.float() / factor).to(out.dtype))
+        run_step(case, layer, 1, context)
+
+
+def test_in_a_graph(ranks: Any) -> None:
+    ranks(replayed, 2, CASES["bf16"], device="cuda")

@@ -1,0 +1,37 @@
+"""Traces of layers on GPUs: the bodies of tests/multiprocess, and that the clocks are taken well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.low_latency_cases import BASE, CASES
+from tests.profiling_cases import CLOCK_SLACK_US, check_traces, layer_without_profiling, profiled_layer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ep_a2a.testing import RankContext
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "many tokens"])
+def test_traces_of_a_layer(ranks: Any, name: str, tmp_path: Path) -> None:
+    case = replace(CASES[name], tokens=((3, 2),))
+    ranks(profiled_layer, case.world_size, case, tmp_path / "prof", device="cuda")
+    check_traces(tmp_path / "prof", case.world_size, "cuda")
+
+
+def test_without_profiling(ranks: Any, tmp_path: Path) -> None:
+    ranks(layer_without_profiling, BASE.world_size, BASE, tmp_path / "prof", device="cuda")
+
+
+def clock_widths(context: RankContext) -> int:
+    from ep_a2a.kernels.spans import clock_offset
+
+    return clock_offset(context.device).width_ns
+
+
+def test_clocks(ranks: Any) -> None:
+    assert max(ranks(clock_widths, 2, device="cuda")) <= CLOCK_SLACK_US * 1000

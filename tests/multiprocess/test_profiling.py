@@ -1,0 +1,41 @@
+"""Traces of layers and of `ep-a2a trace`, on CPU processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.programs import run_cli, succeeded
+from tests.low_latency_cases import BASE, CASES
+from tests.profiling_cases import check_traces, layer_without_profiling, profiled_layer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", ["bf16", "many tokens"])
+def test_traces_of_a_layer(ranks: Any, name: str, tmp_path: Path) -> None:
+    case = replace(CASES[name], tokens=((3, 2),))
+    ranks(profiled_layer, case.world_size, case, tmp_path / "prof")
+    check_traces(tmp_path / "prof", case.world_size, "cpu")
+
+
+def test_without_profiling(ranks: Any, tmp_path: Path) -> None:
+    ranks(layer_without_profiling, BASE.world_size, BASE, tmp_path / "prof")
+    assert not (tmp_path / "prof").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    sizes = ("--tokens", "2", "--hidden", "128", "--steps", "1", "--layout", "compact", "--quant", "none")
+    out = succeeded(run_cli("trace", *sizes, "--device", "cpu", "--output", str(tmp_path / "out")))
+    names = ["timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_1.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert "topk_reduce" in out
+    merged = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in merged} == {0, 1}
+    # rows are not copied by expert in this layout
+    names = {"quant_and_put", "count_put", "wait", "copy_and_put", "recv_wait", "topk_reduce", "dispatch", "combine"}
+    assert {event["name"] for event in merged if event["ph"] == "X"} == names

@@ -1,0 +1,79 @@
+"""The layer's configurations and memory by arithmetic, and its kernel compiled for GPUs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.compat.ep_low_latency import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
+from ep_a2a.compat.ep_low_latency.phases import make_config
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.kernels.late_weights import EXCHANGE_WARPS, EXCHANGED_WORDS
+from ep_a2a.kernels.late_weights_kernels import exchange_weights_kernel
+from ep_a2a.kernels.layout import padded
+from ep_a2a.testing.offline_compile import compile_offline
+
+
+def config_of(**changes: Any) -> Any:
+    """The shape of the published benchmark: 8 GPUs, 128 tokens each, top 8 of 256 experts, hidden size 7168."""
+    values: dict[str, Any] = {
+        "max_m": 128, "hidden": 7168, "topk": 8, "num_experts": 256, "online_quant_fp8": True, "fp8_gsize": 128,
+        "dtype": torch.bfloat16, "world_size": 8, "rank": 3,
+    }  # fmt: skip
+    return make_config(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wire", "combined", "num_scales"),
+    [
+        ({}, FP8_DTYPE, torch.bfloat16, 56),
+        ({"fp8_gsize": 7168}, FP8_DTYPE, torch.bfloat16, 1),
+        ({"dtype": torch.float32}, FP8_DTYPE, torch.float32, 56),
+        ({"online_quant_fp8": False}, torch.bfloat16, torch.bfloat16, 0),
+        ({"online_quant_fp8": False, "dtype": FP8_DTYPE}, FP8_DTYPE, torch.bfloat16, 56),
+        ({"online_quant_fp8": False, "dtype": FP8_DTYPE, "fp8_gsize": 64}, FP8_DTYPE, torch.bfloat16, 112),
+    ],
+)
+def test_what_travels(changes, wire, combined, num_scales):
+    config = config_of(**changes)
+    assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (wire, combined, num_scales)
+    assert config.layout == "expert_major"
+    assert not config.num_scales or config.scale_bytes == 4
+
+
+def test_arguments_are_those_of_triton_distributed():
+    layer = list(inspect.signature(EPLowLatencyAllToAllLayer).parameters.values())
+    assert [each.name for each in layer if each.kind is each.POSITIONAL_OR_KEYWORD] == [
+        "max_m", "hidden", "topk", "online_quant_fp8", "rank", "num_experts", "local_world_size", "world_size",
+        "fp8_gsize", "dtype", "enable_profiling",
+    ]  # fmt: skip
+    assert [each.default for each in layer[8:11]] == [128, torch.bfloat16, False]
+    context = inspect.signature(create_ep_ll_a2a_ctx).parameters.values()
+    assert [each.name for each in context if each.kind is each.POSITIONAL_OR_KEYWORD] == [
+        "max_m", "hidden", "topk", "num_experts", "online_quant_fp8", "fp8_gsize", "dtype", "world_size", "rank",
+    ]  # fmt: skip
+    combine = list(inspect.signature(EPLowLatencyAllToAllLayer.combine).parameters)
+    assert combine == ["self", "send_tokens", "topk_indices", "topk_weights", "dispatch_meta", "zero_copy"]
+    dispatch = list(inspect.signature(EPLowLatencyAllToAllLayer.dispatch).parameters)
+    assert dispatch[:4] == ["self", "send_tokens", "send_scales", "topk_indices"]
+
+
+@pytest.mark.parametrize("topk", [1, 6, 8])
+def test_the_exchange_of_weights_compiles_for_hopper(topk):
+    lanes = padded(topk)
+    constants = {
+        "TOPK": topk, "TOPK_LANES": lanes, "WORLD_SIZE": 8, "WORLD_LANES": 8, "BLOCK_WORDS": EXCHANGED_WORDS,
+        "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
+    }  # fmt: skip
+    words = torch.zeros(16, dtype=torch.int32)
+    addresses = torch.zeros(16, dtype=torch.int64)
+    asm = compile_offline(exchange_weights_kernel, (words, addresses, addresses, 1, 1, 1, 1), constants, EXCHANGE_WARPS)
+    # judged and used are one load: one before the loop and one in it
+    polled = [line for line in asm["ttgir"].splitlines() if "isVolatile = true" in line and "%words" in line]
+    assert len(polled) == 2
+    assert EXCHANGED_WORDS >= 32 * EXCHANGE_WARPS
+    assert re.search(r"ld\.volatile\.global", asm["ptx"])

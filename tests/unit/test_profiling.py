@@ -1,0 +1,98 @@
+"""Traces and pictures of given spans, and what recording them does to the kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.kernels.intra_node import IntraNodeKernels
+from ep_a2a.kernels.layout import Span
+from ep_a2a.kernels.spans import clock_offset
+from ep_a2a.profiling.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
+from ep_a2a.profiling.timeline import last_step, plot_timeline
+from ep_a2a.profiling.trace import trace_events, write_trace
+from tests.unit.test_kernels_compile import HOPPER, NUM_SMS, compiled, config_of, kind_of, resources
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CLOCK = "%globaltimer"
+SPAN = TraceSpan("wait", "rows", "dispatch", 1, 0, 2_000, 5_000)
+
+
+def some_spans(steps: int = 2) -> list[TraceSpan]:
+    return [
+        TraceSpan(name, "part", "dispatch", step, program, 1000 * (10 * step + place), 1000 * (10 * step + place) + 500)
+        for step in range(1, steps + 1)
+        for place, name in enumerate((*DISPATCH_NAMES, *COMBINE_NAMES))
+        for program in (HOST, 0, 3)
+    ]
+
+
+def test_every_span_has_a_name_of_the_layer():
+    assert set(PARTS) == set(Span)
+    assert {name for name, _ in PARTS.values()} == {*DISPATCH_NAMES, *COMBINE_NAMES}
+
+
+def test_events_ascend_and_tell_ranks_and_programs_apart():
+    spans = [replace(SPAN, start_ns=3_000), SPAN, replace(SPAN, program=HOST), replace(SPAN, lane="b")]
+    events = trace_events(spans, rank=3)
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    bars = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {3}
+    assert sorted(threads.values()) == ["b program 0", "host", "program 0"]
+    assert [bar["ts"] for bar in bars] == [2.0, 2.0, 2.0, 3.0]
+    assert [bar["dur"] for bar in bars] == [3.0, 3.0, 3.0, 2.0]
+    assert len({bar["tid"] for bar in bars}) == 3
+
+
+def test_a_file_holds_the_ranks_it_is_given(tmp_path: Path):
+    write_trace({0: some_spans(), 2: [SPAN]}, tmp_path / "new" / "trace.json")
+    events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 2}
+
+
+def test_the_last_step_is_drawn(tmp_path: Path):
+    chosen = last_step({0: some_spans(3), 1: []})
+    assert {each.step for each in chosen[0]} == {3}
+    assert {each.program for each in chosen[0]} == {HOST, 0, 3}
+    for name in ("timeline.png", "timeline.svg"):
+        plot_timeline(chosen, tmp_path / name, "a note")
+        assert (tmp_path / name).stat().st_size > 1000
+    plot_timeline({0: []}, tmp_path / "empty.png")
+
+
+def test_the_interpreters_clock_is_the_hosts():
+    assert clock_offset(torch.device("cpu")).offset_ns == 0
+
+
+def variants_of(spans: bool, layout: str) -> dict[str, Any]:
+    config = config_of(quant_type="fp8_per_1x128", layout=layout, max_num_inp_token_per_rank=128)
+    kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    kernels.num_sms, kernels._can_depend = NUM_SMS, True
+    if spans:
+        kernels.record_spans()
+    return {kind_of(variant): (variant, args) for variant, args in kernels.variants()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "num_clocks"),
+    [("expand", "expert_major", 0), ("number_expert_rows", "expert_major", 0), ("reduce_experts", "expert_major", 0),
+     ("combine", "rank_major", None), ("dispatch", "rank_major", None), ("flagged_dispatch", "rank_major", None)],
+)  # fmt: skip
+def test_kernels_that_note_times_are_other_ones(kind: str, layout: str, num_clocks: int | None, tmp_path: Path):
+    """Without notes a kernel has no more clocks than its waits need; with them it needs about the same registers."""
+    ptx, used = {}, {}
+    for spans in (False, True):
+        variant, args = variants_of(spans, layout)[kind]
+        assert variant.constants["SPANS"] == spans
+        asm = compiled(variant, args, HOPPER)
+        ptx[spans], used[spans] = asm["ptx"], resources(asm["cubin"], tmp_path)
+    assert num_clocks is None or ptx[False].count(CLOCK) == num_clocks
+    assert ptx[True].count(CLOCK) >= ptx[False].count(CLOCK) + 2
+    assert used[True]["LOCAL"] == 0
+    assert used[True]["REG"] <= used[False]["REG"] + 8
