@@ -116,7 +116,7 @@ class WeightExchange:
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own.view(torch.int64)
         self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64))
-        self._variant = _variant(config, spans=False)
+        self._variant = exchange_variant(config, spans=False)
         op.arena.together("initialising the exchange of weights", self._initialize)
 
     def _initialize(self) -> None:
@@ -129,7 +129,7 @@ class WeightExchange:
 
     def record_spans(self) -> None:
         """Takes a kernel that notes when its programs begin and end, from now on."""
-        self._variant = _variant(self._config, spans=True)
+        self._variant = exchange_variant(self._config, spans=True)
         self._compile()
 
     def clear(self) -> None:
@@ -156,7 +156,8 @@ class WeightExchange:
         )  # fmt: skip
 
 
-def _variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant:
+def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant:
+    """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {
         "TOPK": config.topk, "TOPK_LANES": lanes,

@@ -12,9 +12,7 @@ import torch
 from ep_a2a.compat.ep_low_latency import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.ep_low_latency.phases import make_config
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.late_weights import EXCHANGE_WARPS, EXCHANGED_WORDS
-from ep_a2a.kernels.late_weights_kernels import exchange_weights_kernel
-from ep_a2a.kernels.layout import padded
+from ep_a2a.kernels.late_weights import exchange_variant
 from ep_a2a.testing.offline_compile import compile_offline
 
 
@@ -62,18 +60,17 @@ def test_arguments_are_those_of_triton_distributed():
     assert dispatch[:4] == ["self", "send_tokens", "send_scales", "topk_indices"]
 
 
+@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("topk", [1, 6, 8])
-def test_the_exchange_of_weights_compiles_for_hopper(topk):
-    lanes = padded(topk)
-    constants = {
-        "TOPK": topk, "TOPK_LANES": lanes, "WORLD_SIZE": 8, "WORLD_LANES": 8, "BLOCK_WORDS": EXCHANGED_WORDS,
-        "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
-    }  # fmt: skip
+def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)
-    asm = compile_offline(exchange_weights_kernel, (words, addresses, addresses, 1, 1, 1, 1), constants, EXCHANGE_WARPS)
+    variant = exchange_variant(config_of(topk=topk), spans=spans)
+    asm = compile_offline(
+        variant.kernel, (words, addresses, addresses, 1, 1, 1, 1), variant.constants, variant.num_warps
+    )
     # judged and used are one load: one before the loop and one in it
     polled = [line for line in asm["ttgir"].splitlines() if "isVolatile = true" in line and "%words" in line]
     assert len(polled) == 2
-    assert EXCHANGED_WORDS >= 32 * EXCHANGE_WARPS
+    assert min(variant.constants["BLOCK_WORDS"], variant.constants["BLOCK_ROWS"] * topk) >= 32 * variant.num_warps
     assert re.search(r"ld\.volatile\.global", asm["ptx"])
