@@ -1,4 +1,4 @@
-"""Bodies of seed 001's two tests: one MoE layer over all ranks, through the EP group's manager and by the direct API.
+"""Bodies of two tests: one MoE layer over all ranks, through the EP group's manager and by the direct API.
 
 Every rank brings tokens, quantised before dispatch or inside it; experts run on the dequantised rows; what combine
 returns is compared with the dense layer on the same dequantised tokens. Expert weights are quantised as AITER's test
@@ -195,7 +195,7 @@ def run_layer(layer: Layer, op: Any, context: RankContext) -> None:
 
 
 def handle_kwargs(layer: Layer, rank: int) -> dict[str, Any]:
-    """Seed 001, section 3; our own kwargs only where they say something."""
+    """AITER's handle kwargs; our own only where they say something."""
     sample = make_tokens(layer, 0, rank)
     scales = sample.scales if sample.scales is not None and not layer.casts_inside else None
     kwargs: dict[str, Any] = {
@@ -221,7 +221,7 @@ def handle_kwargs(layer: Layer, rank: int) -> dict[str, Any]:
 
 
 def through_the_manager(context: RankContext, layer: Layer) -> None:
-    """Seed 001's example 7.1, with checks: init_dist_env, the EP group's manager, a handle, one layer, and the end."""
+    """A program on the EP group, with checks: init_dist_env, the EP group's manager, a handle, one layer, and the end."""
     ep_a2a.init_dist_env(
         tensor_model_parallel_size=1,
         rankID=0,
@@ -249,7 +249,7 @@ def through_the_manager(context: RankContext, layer: Layer) -> None:
 
 
 def by_the_direct_api(context: RankContext, layer: Layer) -> None:
-    """Seed 001's example 7.2, with checks: shmem from a registered group, config, op, one layer, shmem_finalize."""
+    """A program on the op itself, with checks: shmem from a registered group, config, op, one layer, shmem_finalize."""
     torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
     try:
         # without a device the current GPU is taken, as MORI does

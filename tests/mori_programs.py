@@ -101,7 +101,7 @@ def check_received(context: RankContext, op: Any, got: Any, seed: int = 0) -> in
 
 
 def complete_program(context: RankContext) -> None:
-    """Seed 000's example: one op, dispatch, experts that return what they get, combine; and MORI's way to check it."""
+    """MORI's example: one op, dispatch, experts that return what they get, combine; and MORI's way to check it."""
     with mori_world(context) as mori:
         assert (mori.shmem.shmem_mype(), mori.shmem.shmem_npes()) == (context.rank, context.world_size)
         config = make_config(
@@ -197,7 +197,7 @@ def what_is_refused(context: RankContext) -> None:
             with pytest.raises(UnsupportedError, match="rout"):
                 op.dispatch(tokens, weights, None, ids, **wish)
         received, received_weights, _, received_ids, _ = op.dispatch(tokens, weights, None, ids)
-        # seed 000's line, and seed 001's
+        # MORI's line, and AITER's
         with pytest.raises(ForeignIndicesError, match="own topk_ids"):
             op.combine(received, received_weights, received_ids)
         with pytest.raises(InputError, match="not this rank's own topk_weights"):

@@ -30,7 +30,7 @@ class RailTransport(abc.ABC):
         reason: why this transport was chosen.
 
     Attributes:
-        name: the transport's name, as `choose_rail` takes it.
+        name: the transport's name, as `choose_transport` takes it.
     """
 
     name: str

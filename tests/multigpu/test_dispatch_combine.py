@@ -1,4 +1,4 @@
-"""Seed 001's test of the direct API on GPUs: world 8 or what there is, E = 16, top-2, against the dense layer."""
+"""The op itself on GPUs: world 8 or what there is, E = 16, top-2, against the dense layer."""
 
 from __future__ import annotations
 

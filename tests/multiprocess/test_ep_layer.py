@@ -1,4 +1,4 @@
-"""Seed 001's two tests on CPU processes, with smaller sizes: the bodies of tests/multigpu."""
+"""One MoE layer on CPU processes, with smaller sizes: the bodies of tests/multigpu."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ def test_kernel_types_are_moris():
     ]  # fmt: skip
 
 
-def test_the_configuration_of_seed_000():
-    """The complete example near the end of seed 000, as written there and by position."""
+def test_the_configuration_of_moris_example():
+    """The complete example of MORI's guide, as written there and by position."""
     rank, world_size = 3, 8
     config = ep_a2a.ops.EpDispatchCombineConfig(
         data_type=torch.bfloat16,

@@ -195,7 +195,7 @@ def test_managers_are_made_without_loading_triton():
 
 
 def handle_kwargs(**changes: Any) -> dict[str, Any]:
-    """Seed 001, section 3, for world size 8."""
+    """AITER's handle kwargs for world size 8."""
     kwargs = {
         "rank": 3,
         "num_ep_ranks": 8,

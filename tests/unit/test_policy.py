@@ -91,7 +91,7 @@ def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
     for block_num in (1, 2, 3, 4):
         expected = Launch(block_num, 1, "interpreter", block_num, block_num)
         assert choose_launch(config_of(), phase, 16, 16, 0, block_num, 8) == expected
-    # seed 000's example asks for 80
+    # MORI's example asks for 80
     for block_num in (-1, 0, 5, 80):
         assert choose_launch(config_of(), phase, 16, 16, 0, block_num).num_programs == INTERPRETED_PROGRAMS
 

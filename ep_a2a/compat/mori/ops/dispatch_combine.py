@@ -52,8 +52,8 @@ class EpDispatchCombineOp(NotHere):
     next op. All errors are those of ep_a2a's op (ep_a2a/kernels/op.py), which `native` is.
 
     Args:
-        config: shapes and choices. kernel_type may be any of MORI's: inside a node all run as IntraNode, across nodes
-            as InterNodeV1.
+        config: shapes and choices. kernel_type may be any of MORI's: inside a node all run as IntraNode, on virtual
+            nodes of one host as they are named, and between hosts as InterNodeV1.
 
     Attributes:
         native: our op, for what MORI has no name for (`check`, `set_timeout`, `recv_counts`, ...).
