@@ -221,7 +221,7 @@ def handle_kwargs(layer: Layer, rank: int) -> dict[str, Any]:
 
 
 def through_the_manager(context: RankContext, layer: Layer) -> None:
-    """A program on the EP group, with checks: init_dist_env, the EP group's manager, a handle, one layer, and the end."""
+    """A program on the EP group, with checks: init_dist_env, its manager, a handle, one layer, and the end."""
     ep_a2a.init_dist_env(
         tensor_model_parallel_size=1,
         rankID=0,

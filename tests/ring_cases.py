@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,15 @@ from tests.op_matrix import CASES, UNEVEN
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
-SMALL_RINGS = {"chunk_tokens": 3, "ring_chunks": 2, "rdma_block_num": 2}
+
+def rings(chunk_tokens: int, ring_chunks: int, num_channels: int) -> dict[str, Any]:
+    """Options of rings of this shape."""
+    return {
+        "chunk_tokens": chunk_tokens, "ring_chunks": ring_chunks, "rdma_block_num": num_channels, "launch": "manual",
+    }  # fmt: skip
+
+
+SMALL_RINGS = rings(3, 2, 2)
 OF_FOUR_RANKS = (
     *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
     "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
@@ -27,15 +35,15 @@ OF_FOUR_RANKS = (
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
 SHAPES: dict[str, Case] = {
     # every role of a channel must go on while another has no room
-    "one-channel-one-chunk": replace(FEW, options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 1}),
+    "one-channel-one-chunk": replace(FEW, options=rings(1, 1, 1)),
     "one-channel-one-chunk-compact": replace(
-        FEW, layout="compact", options={"chunk_tokens": 2, "ring_chunks": 1, "rdma_block_num": 1}
+        FEW, layout="compact", options=rings(2, 1, 1)
     ),
-    "more-channels-than-programs": replace(FEW, options={"chunk_tokens": 2, "ring_chunks": 1, "rdma_block_num": 5}),
+    "more-channels-than-programs": replace(FEW, options=rings(2, 1, 5)),
     "one-chunk-holds-all": replace(FEW, options={"chunk_tokens": 64}),
     "halves": replace(FEW, split="mixed", options=SMALL_RINGS),
     "halves-whole-steps": replace(FEW, split="mixed", kernel="AsyncLL", num_steps=4),
-    "whole-steps": replace(FEW, kernel="InterNodeV1LL", options={"rdma_block_num": 3}),
+    "whole-steps": replace(FEW, kernel="InterNodeV1LL", options=rings(64, 1, 3)),
     "whole-steps-cast": replace(
         FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_per_1x128", hidden_dim=256
     ),
@@ -67,6 +75,7 @@ def on_two_nodes(case: Case) -> Case:
     return replace(case, num_nodes=2, num_steps=min(case.num_steps, 4), options=case.options | SMALL_RINGS)
 
 
+RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 
 

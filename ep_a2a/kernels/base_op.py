@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError
+from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError, UnsupportedError
 from ep_a2a.memory.streams import StreamOrder
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class DispatchCombineBase:
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
+
+    def record_spans(self) -> None:
+        """Takes kernels that note times from now on; UnsupportedError where there are none."""
+        raise UnsupportedError(
+            "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
+        )
 
     def close(self) -> None:
         """Ends the use of the op; local and idempotent."""

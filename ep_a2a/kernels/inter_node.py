@@ -16,7 +16,7 @@ from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_ke
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
-from ep_a2a.policy import INTERPRETED_PROGRAMS, Phase
+from ep_a2a.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
 RING_WARPS = 8
+RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
 ADD_ELEMENTS = 2048
 """Elements of a row that a program adds at once."""
 
@@ -91,9 +92,10 @@ class InterNodeKernels(IntraNodeKernels):
             variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
             yield variant, self._exchange_values(args), self._num_channel_programs
         if stages.receive:
-            launch = self.launch_of(Phase.DISPATCH, args.num_tokens, args.max_num_tokens)
-            receiving = self._dispatch_variant(args, Phase.DISPATCH, launch, RECEIVE)
-            yield receiving, self._dispatch_values(args, Phase.DISPATCH, launch), 1
+            # what the rows are is nothing to it, and one variant serves all
+            plain = args._replace(x=args.ids, scales=None, weights=None)
+            receiving = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
+            yield receiving, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
 
     def _num_programs(self, num_tokens: int, block_num: int) -> int:
         most = self._usable_sms or INTERPRETED_PROGRAMS

@@ -99,7 +99,11 @@ def offer_results_kernel(
             for index in range(program, count, num_programs):
                 copy_words(rows_in, offered_rows, first + index, HIDDEN_WORDS, BLOCK_WORDS)
                 if HAS_WEIGHTS:
-                    copy_words(weights_in, offered_weights, first + index, TOPK, TOPK_LANES)
+                    # where they lie is not known to be aligned
+                    choices = tl.arange(0, TOPK_LANES)
+                    where = tl.cast(first + index, tl.int64) * TOPK + choices
+                    words = tl.load(weights_in + where, mask=choices < TOPK)
+                    tl.store(offered_weights + where, words, mask=choices < TOPK)
             first += count
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
     if is_last:

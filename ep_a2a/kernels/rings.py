@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
+from ep_a2a.errors import ConfigError
 
-DEFAULT_CHANNELS = 16
+MAX_CHANNELS = 128
+"""Nearly a program for each multiprocessor of an H200: one works on one line at a time."""
 HEADER_WORDS = 4
 """Words before the lines of a chunk: how many lines follow, and whether it is the channel's last of the step."""
 WORD_BYTES = 4
@@ -46,12 +48,21 @@ class Rings:
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> "Rings":
-        """The rings of a config."""
+        """The rings of a config.
+
+        Raises:
+            ConfigError: gpu_per_node does not divide the ranks, or ring_chunks is no power of two.
+        """
         if not config.uses_rings:
             return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         most, topk = config.max_num_inp_token_per_rank, config.topk
         per_node = min(config.gpu_per_node, config.world_size)
-        channels = config.rdma_block_num or DEFAULT_CHANNELS
+        if config.world_size % per_node:
+            raise ConfigError(f"gpu_per_node to divide world_size {config.world_size}", str(config.gpu_per_node))
+        if config.ring_chunks & (config.ring_chunks - 1):
+            raise ConfigError("ring_chunks to be a power of two", str(config.ring_chunks))
+        asks = config.launch == "manual" and config.rdma_block_num > 0
+        channels = config.rdma_block_num if asks else MAX_CHANNELS
         if config.kernel_type in WHOLE_RING_KERNEL_TYPES:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:

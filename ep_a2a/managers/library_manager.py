@@ -60,6 +60,7 @@ class LibraryAll2AllManager(All2AllManagerBase):
         def make(**kwargs: Any) -> LibraryDispatchCombineOp:
             self._device_in_use = True
             topology = self.topology(kwargs.get("gpu_per_node"))
+            kwargs.setdefault("gpu_per_node", topology.gpu_per_node)
             config, error = None, None
             try:
                 config = config_from_handle_kwargs(kwargs, topology.internode)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ep_a2a.config import QuantType
+from ep_a2a.config import EpDispatchCombineKernelType, QuantType
+from ep_a2a.errors import EpA2AError
+from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.rail_choice import choose_transport, make_rail
@@ -61,7 +64,8 @@ class OpFactory:
         """The op of a config: kernels that write to all ranks where they can, else a hop over a rail and one inside.
 
         Args:
-            config: its kernel_type is IntraNode on one node, and one of the others on several.
+            config: its kernel_type is IntraNode on one node, and one of the others on several. InterNode, the flat
+                form, runs as InterNodeV1 where kernels cannot write to all nodes.
             topology: of the arena's ranks.
             index: as of EpDispatchCombineOp.
 
@@ -73,16 +77,34 @@ class OpFactory:
 
         if not topology.internode:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
-        grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
-        transport, reason = choose_transport(config.rail, why_not_peer_memory=_why_not_rings(topology, config))
-        if transport == "peer_memory":
-            logger.info("%s through %s: %s", config.kernel_type.name, transport, reason)
+        config, grid, reason = self._agree_on_transport(config, topology, index)
+        if config.rail == "peer_memory":
+            logger.info("%s through %s: %s", config.kernel_type.name, config.rail, reason)
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 
         nodes = self._nodes_of(grid, config.timeout, reason)
         index = nodes.arena.unshared_index() if index is None else index
         return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
+
+    def _agree_on_transport(
+        self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
+    ) -> tuple[EpDispatchCombineConfig, NodeGrid, str]:
+        """The config with the transport that is used, where this rank stands, and why the transport was chosen.
+
+        The environment may say something else on another rank, which would wait in a meeting of its own.
+        """
+        try:
+            grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
+            transport, reason = choose_transport(config.rail, why_not_peer_memory=_why_not_rings(topology, config))
+        except EpA2AError as error:
+            agree_on_config(None, self.arena.rendezvous, index or 0, error)
+            raise
+        if transport != "peer_memory" and not config.uses_rings:
+            config = replace(config, kernel_type=EpDispatchCombineKernelType.InterNodeV1)
+        config = replace(config, rail=transport)
+        agree_on_config(config, self.arena.rendezvous, index or 0)
+        return config, grid, reason
 
     def _nodes_of(self, grid: NodeGrid, timeout_secs: float, reason: str) -> Nodes:
         if grid.num_nodes not in self._nodes:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.kernels.intra_node import IntraNodeKernels
-from tests.multigpu.cases import op_cases, special_cases
+from ep_a2a.kernels.inter_node import kernels_of
+from tests.multigpu.cases import op_cases, ring_cases, special_cases
 
 if TYPE_CHECKING:
     from tests.op_cases import Case
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 def compile_case(case: Case) -> None:
     device = torch.device("cuda", 0)
     config = case.config(0)
-    IntraNodeKernels(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device).compile()
+    kernels = kernels_of(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device)
+    kernels.compile()
+    if case.split:
+        kernels.compile_halves()
 
 
 def main() -> None:
     cases = {repr(case.config(0)): case for _, case in op_cases()}
     cases |= {repr(case.config(0)): case for _, case in special_cases().values()}
+    cases |= {repr(case.config(0)): case for case in ring_cases()}
     with multiprocessing.get_context("spawn").Pool(min(48, os.cpu_count() or 1)) as pool:
         pool.map(compile_case, cases.values(), chunksize=1)
 

@@ -8,20 +8,24 @@ from typing import Any
 import pytest
 
 from tests.markers import needs_gpus
+from tests.multigpu.cases import on_two_gpus
 from tests.op_cases import Case, run_case
 from tests.op_matrix import CASES
 from tests.op_special import BODIES
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, lines_that_cross, on_two_nodes, other_numbers_of_programs
-
-ON_TWO_GPUS = {
-    name: replace(case, world_size=2, num_nodes=2)
-    for name, case in SHAPES.items()
-    if case.num_nodes == 2 and case.world_size <= 4
-}
+from tests.ring_cases import (
+    OF_FOUR_RANKS,
+    REPLAYED,
+    RING_KERNELS,
+    SHAPES,
+    lines_that_cross,
+    on_two_nodes,
+    other_numbers_of_programs,
+    rings,
+)
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in ON_TWO_GPUS.items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus().items()])
 def test_two_nodes_of_one(ranks: Any, case: Case) -> None:
     ranks(run_case, 2, case, device="cuda")
 
@@ -40,7 +44,7 @@ def test_shapes(ranks: Any, case: Case) -> None:
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("kernel", ["InterNodeV1", "InterNodeV1LL", "AsyncLL"])
+@pytest.mark.parametrize("kernel", RING_KERNELS)
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]
     ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel), device="cuda")
@@ -48,7 +52,11 @@ def test_replayed_steps(ranks: Any, kernel: str) -> None:
 
 @needs_gpus(2)
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
-    case = replace(REPLAYED, tokens=((8, 8),), options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 4})
+    case = replace(
+        REPLAYED,
+        tokens=((8, 8),),
+        options=rings(1, 1, 4),
+    )
     ranks(other_numbers_of_programs, 2, case, device="cuda")
 
 

@@ -22,6 +22,7 @@ from tests.ring_cases import (
     lines_that_cross,
     on_two_nodes,
     other_numbers_of_programs,
+    rings,
 )
 
 
@@ -49,7 +50,11 @@ def test_replayed_steps(ranks: Any, kernel: str) -> None:
 
 
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
-    case = replace(REPLAYED, tokens=((8, 8),), options={"chunk_tokens": 1, "ring_chunks": 1, "rdma_block_num": 4})
+    case = replace(
+        REPLAYED,
+        tokens=((8, 8),),
+        options=rings(1, 1, 4),
+    )
     ranks(other_numbers_of_programs, 2, case)
 
 

@@ -61,7 +61,7 @@ OWN_FIELDS = [
     ("flagged_max_tokens", 128),
     ("expert_alignment", 1),
     ("compiled_calls", "all"),
-    ("chunk_tokens", 64),
+    ("chunk_tokens", 8),
     ("ring_chunks", 4),
     ("rail", "auto"),
     ("num_owner_ranks", 0),
@@ -213,14 +213,6 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "positions beyond int32": (
         {"world_size": 72, "max_num_inp_token_per_rank": 500_000},
         r"source positions below 2\*\*31 = W \* W \* M; got 2592000000",
-    ),
-    "nodes of unlike sizes": (
-        {"kernel_type": KERNEL_TYPE.InterNodeV1, "gpu_per_node": 3},
-        "gpu_per_node to divide world_size 8; got 3",
-    ),
-    "a ring that counters cannot wrap in": (
-        {"kernel_type": KERNEL_TYPE.InterNodeV1, "ring_chunks": 3},
-        "ring_chunks to be a power of two; got 3",
     ),
     "no expert at all": ({"num_experts_per_rank": 0}, "at least one expert in all; got none"),
     "more flagged tokens than kernels can number": (

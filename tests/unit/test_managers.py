@@ -219,7 +219,7 @@ def handle_kwargs(**changes: Any) -> dict[str, Any]:
         (True, (EpDispatchCombineKernelType.InterNodeV1, 32, 16)),
     ],
 )
-def test_the_table_of_seed_001(internode, launch):
+def test_the_table_of_aiters_guide(internode, launch):
     kernel_type, block_num, rdma_block_num = launch
     assert config_from_handle_kwargs(handle_kwargs(), internode) == EpDispatchCombineConfig(
         data_type=torch.float8_e4m3fn,

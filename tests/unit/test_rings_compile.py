@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.inter_node import InterNodeKernels
 from ep_a2a.kernels.rings import HEADER_WORDS, Rings
 from ep_a2a.testing.offline_compile import compile_offline
@@ -51,26 +52,38 @@ def test_they_compile(changes: dict[str, Any]) -> None:
 
 def test_shape_of_rings() -> None:
     rings = Rings.of(config_of())
-    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 16, 4)
-    assert (rings.chunk_tokens, rings.num_chunks) == (64, 64)
+    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 128, 4)
+    assert (rings.chunk_tokens, rings.num_chunks) == (8, 512)
     # a row of bf16, 8 ids, 8 weights, a row number at each of 8 ranks, the token; to a multiple of 16 bytes
     assert rings.line_words == 3584 + 28
-    assert rings.slot_words == HEADER_WORDS + 64 * rings.line_words
+    assert rings.slot_words == HEADER_WORDS + 8 * rings.line_words
     assert rings.back_line_words == 3584 + 8
 
 
 def test_rings_that_hold_a_step_have_one_chunk_per_channel() -> None:
-    for most in (1, 5, 16, 17, 128, 4096):
+    for most in (1, 5, 128, 129, 200, 4096):
         config = config_of(kernel_type=EpDispatchCombineKernelType.InterNodeV1LL, max_num_inp_token_per_rank=most)
         rings = Rings.of(config)
         assert rings.num_slots == 1
-        assert rings.num_chunks == rings.num_channels <= 16
+        assert rings.num_chunks == rings.num_channels <= 128
         assert rings.num_chunks * rings.chunk_tokens >= most
+
+
+def test_impossible_rings() -> None:
+    with pytest.raises(ConfigError, match="gpu_per_node to divide world_size 16; got 3"):
+        Rings.of(config_of(gpu_per_node=3))
+    with pytest.raises(ConfigError, match="ring_chunks to be a power of two; got 3"):
+        Rings.of(config_of(ring_chunks=3))
 
 
 def test_few_tokens_need_few_channels() -> None:
     rings = Rings.of(config_of(max_num_inp_token_per_rank=100))
-    assert (rings.num_channels, rings.num_chunks) == (2, 2)
+    assert (rings.num_channels, rings.num_chunks) == (13, 13)
+
+
+def test_channels_are_a_launch_number() -> None:
+    assert Rings.of(config_of(rdma_block_num=16)).num_channels == 128
+    assert Rings.of(config_of(rdma_block_num=16, launch="manual")).num_channels == 16
 
 
 def test_without_rings_there_is_no_memory_for_them() -> None:

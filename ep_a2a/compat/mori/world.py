@@ -46,8 +46,6 @@ class World:
         ours = config.kernel_type
         if not topology.internode:
             ours = KernelType.IntraNode
-        elif ours is KernelType.InterNode and not topology.on_one_host:
-            ours = KernelType.InterNodeV1
         if config.kernel_type is not ours:
             _say_once(config.kernel_type.name, ours.name)
             config = replace(config, kernel_type=ours)
