@@ -50,7 +50,7 @@ SHAPES: dict[str, Case] = {
     "flat": replace(FEW, kernel="InterNode", split="mixed"),
     "many-tokens": Case(
         world_size=2, num_nodes=2, num_experts=5, hidden_dim=8, max_tokens=400, tokens=((390, 257),), num_steps=1,
-        routing="some_dropped", layout="rank_major",
+        routing="some_dropped", layout="rank_major", options={"chunk_tokens": 64},
     ),
 } | {
     f"{num_nodes}x{per_node}-{layout}": Case(
