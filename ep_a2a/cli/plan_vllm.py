@@ -132,4 +132,4 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
 
 def one_node(world_size: int) -> str:
     """What an op of more ranks than a node has takes for granted."""
-    return f"all {world_size} GPUs on one node (NVLink): there are no kernels between nodes"
+    return f"all {world_size} GPUs on one node (NVLink), which is what the plugin takes"

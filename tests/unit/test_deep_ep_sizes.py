@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
+from ep_a2a.cli.plan_sizes import RINGS_ASSUMED
 from ep_a2a.compat import deep_ep_sizes as sizes
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig
 from ep_a2a.errors import UnsupportedError
@@ -128,7 +129,10 @@ def test_the_command_says_where_deep_ep_has_no_config():
     assert "its table of configs has no 6 GPUs" in text
 
 
-def test_more_ranks_than_a_node_has_are_an_assumption():
-    assumed = json.loads(plan("--ranks 16 --gpus-per-node 8 --json"))["assumed"]
-    assert assumed == ["all 16 GPUs on one node (NVLink): there are no kernels between nodes"]
-    assert json.loads(plan("--ranks 16 --json"))["assumed"] == []
+def test_more_ranks_than_a_node_has_take_rings():
+    across = json.loads(plan("--ranks 16 --gpus-per-node 8 --json"))
+    assert across["assumed"] == [RINGS_ASSUMED]
+    assert across["bytes_per_gpu"]["rings"] > 0
+    inside = json.loads(plan("--ranks 16 --json"))
+    assert inside["assumed"] == []
+    assert "rings" not in inside["bytes_per_gpu"]
