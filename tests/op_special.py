@@ -356,9 +356,9 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         raised(errors.ConfigError, lambda: make_op(context, case, arena, **other_rank))
         raised(errors.ConfigError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise", hidden_dim=64))
         # what only one rank sees reaches the others at once, and the ranks stay in step
-        alone = {"kernel_type": EpDispatchCombineKernelType.InterNodeV1} if context.rank == 1 else {}
+        alone = {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL} if context.rank == 1 else {}
         kind = errors.UnsupportedError if context.rank == 1 else errors.ConfigMismatchError
-        raised(kind, lambda: make_op(context, case, arena, **alone), "InterNodeV1")
+        raised(kind, lambda: make_op(context, case, arena, **alone), "IntraNodeLL")
         run_step(case, make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0
         if context.rank == 1:
