@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ep_a2a import errors
     from ep_a2a.testing import RankContext
 
-SHORT_TIMEOUT_SECS = 8.0
+SHORT_TIMEOUT_SECS = 12.0
 """Long enough for an interpreted step of ranks that share busy cores."""
 
 

@@ -65,7 +65,7 @@ def hear_peers(
     ORDERS: tl.constexpr,
 ):  # fmt: skip
     """Waits until every peer has begun this combine; the poison word, also when a peer brings no weights."""
-    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
+    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS, 1)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, WORLD_LANES)

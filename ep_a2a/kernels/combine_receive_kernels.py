@@ -186,7 +186,7 @@ def take_block(
         )
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (missing < WORLD_SIZE):
-            poison, deadline = overdue(table, polls, deadline, missing, rank, WORLD_SIZE)
+            poison, deadline = overdue(table, polls, deadline, missing, rank, WORLD_SIZE, 1)
     offsets = block_offsets(first, GROUPS_LANES, GROUP)
     groups = first // GROUP + tl.arange(0, GROUPS_LANES)
     empty = tl.full((GROUPS_LANES, GROUP), EMPTY_BYTE if ELEMENT == tl.uint8 else EMPTY, ELEMENT)

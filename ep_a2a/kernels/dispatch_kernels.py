@@ -73,14 +73,14 @@ WAIT = tl.constexpr(Span.WAIT.value)
 def receive_rows(
     table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr, SPANS: tl.constexpr,
+    COMPACT: tl.constexpr, FORWARDED: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """One program's part: wait for every peer's flag and publish the counts."""
+    """One program's part: wait for every peer's flag and publish the counts. FORWARDED: as of dispatch_kernel."""
     if SPANS:
         record_span_edge(table, WAIT, False, WORLD_SIZE)
     old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
     if poison == 0:
-        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True)
+        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True, 2 if FORWARDED else 1)
     if poison == 0:
         poison = accept_rows(
             table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows,
@@ -112,7 +112,8 @@ def dispatch_kernel(
     BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     MANY_TOKENS: tl.constexpr, COUNTS_ALONE: tl.constexpr, COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr,
     POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, FORWARDED: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step.
 
@@ -130,6 +131,7 @@ def dispatch_kernel(
         COUNTS_ALONE: every program counts the rows before its own; else it learns them from the programs before it.
         COUNT_BITS: bits that hold any rank's number of tokens.
         SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
+        FORWARDED: rows and flags come through another rank of this node (only with RECEIVE alone).
         SPANS: programs note when they begin and end what they do.
     """
     # an address never changes, so it may be read before the launch before this one has ended
@@ -241,11 +243,15 @@ def dispatch_kernel(
             if RECEIVE:
                 receive_rows(
                     table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, SPANS,
+                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, False, SPANS,
                 )  # fmt: skip
     else:
         poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+        if FORWARDED:
+            # counts come from their own rank, so a rank that never came is named and not the one that waits for it
+            if poison == 0:
+                _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
         receive_rows(
             table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, SPANS,
+            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, FORWARDED, SPANS,
         )  # fmt: skip

@@ -305,7 +305,7 @@ def flagged_dispatch_kernel(
                 receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
         elif is_herald & (poison == 0):
             # tells that every peer's earlier combine has read what this rank will write next
-            poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
+            poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False, 1)
         elif (receiver >= 0) & (poison == 0):
             poison = receive_flagged_rows(
                 table, places, epoch, stride, row_limit, rank, receiver, num_receivers,

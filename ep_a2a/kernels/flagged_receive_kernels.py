@@ -109,7 +109,7 @@ def take_row_block(
             num_late = judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS, ALWAYS_FLAGGED)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
-            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE)
+            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
     if not ALWAYS_FLAGGED:
         # a row written in full may have been read before its last word came: read it behind the fence
         position = reduce_sum(tl.where(sides_at == SIDE_WORDS - 1, payload_of(side), 0), 0)

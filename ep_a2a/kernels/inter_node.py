@@ -8,13 +8,14 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES
-from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.ring_combine_kernels import offer_results_kernel, return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
 from ep_a2a.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
 
@@ -39,34 +40,14 @@ class InterNodeKernels(IntraNodeKernels):
 
     A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
     is two: results are offered to the node, and the exchange of sums. In halves, an op whose rings hold a whole step
-    sends its chunks in the first; else only row numbers and results are told in the first.
+    sends its chunks in the first; else only row numbers and results are told in the first. A call's block_num bounds
+    the programs that exchange nothing.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         super().__init__(config, table, device)
         self._rings = Rings.of(config)
         self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
-
-    def dispatch(
-        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launches one dispatch, or one of its halves. block_num bounds the programs that exchange nothing."""
-        for variant, values, num_programs in self._dispatch_launches(args, stages, block_num):
-            self._run(variant, num_programs, values)
-        if self._by_expert is not None and stages.receive:
-            has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
-
-    def combine(
-        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launches one combine, or one of its halves."""
-        for target, source in args.copies if stages.send else ():
-            target.copy_(source)
-        if self._by_expert is not None and args.expert_rows is not None and stages.send:
-            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
-        for variant, values, num_programs in self._combine_launches(args, stages, block_num):
-            self._run(variant, num_programs, values)
 
     @property
     def _num_channel_programs(self) -> int:
@@ -78,9 +59,8 @@ class InterNodeKernels(IntraNodeKernels):
         return min(self._rings.num_channels, self._usable_sms or 1)
 
     def _dispatch_launches(
-        self, args: DispatchArguments, stages: Stages, block_num: int = -1
+        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
-        """(kernel, run-time arguments, programs) of a dispatch."""
         if stages.send:
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
@@ -102,7 +82,7 @@ class InterNodeKernels(IntraNodeKernels):
         return max(1, min(num_tokens, most, block_num if block_num > 0 else most))
 
     def _combine_launches(
-        self, args: CombineArguments, stages: Stages, block_num: int = -1
+        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
         config = self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
@@ -117,11 +97,11 @@ class InterNodeKernels(IntraNodeKernels):
             yield self._return_variant(args), values, self._num_channel_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
-        for dispatch in self._stand_in_dispatches():
-            for variant, values, _ in self._dispatch_launches(dispatch, stages):
+        for dispatch in stand_in_dispatches(self.config, self.device):
+            for variant, values, _ in self._dispatch_launches(dispatch, stages, -1, -1):
                 yield variant, values
-        for combine in self._stand_in_combines():
-            for variant, values, _ in self._combine_launches(combine, stages):
+        for combine in stand_in_combines(self.config, self.device):
+            for variant, values, _ in self._combine_launches(combine, stages, -1, -1):
                 yield variant, values
         yield from self._other_variants()
 

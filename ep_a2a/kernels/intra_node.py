@@ -17,6 +17,7 @@ from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
 from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
 from ep_a2a.policy import (
     COUNT_WARPS,
@@ -132,12 +133,8 @@ class IntraNodeKernels:
         self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
     ) -> None:
         """Launches one dispatch, or one of its halves."""
-        phase = self.dispatch_phase(args.max_num_tokens)
-        launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
-        for part in self._parts(phase, stages):
-            variant = self._dispatch_variant(args, phase, launch, part)
-            fitted = self._fitted(launch, phase, variant)
-            self._run(variant, _programs(fitted, phase, part), self._dispatch_values(args, phase, fitted))
+        for variant, values, num_programs in self._dispatch_launches(args, stages, block_num, warp_per_block):
+            self._run(variant, num_programs, values)
         if self._by_expert is not None and stages.receive:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
             self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
@@ -150,11 +147,28 @@ class IntraNodeKernels:
             target.copy_(source)
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
             self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
+        for variant, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
+            self._run(variant, num_programs, values)
+
+    def _dispatch_launches(
+        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        """(kernel, run-time arguments, programs) of a dispatch, in order."""
+        phase = self.dispatch_phase(args.max_num_tokens)
+        launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+        for part in self._parts(phase, stages):
+            variant = self._dispatch_variant(args, phase, launch, part)
+            fitted = self._fitted(launch, phase, variant)
+            yield variant, self._dispatch_values(args, phase, fitted), _programs(fitted, phase, part)
+
+    def _combine_launches(
+        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
         launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
         for part in self._parts(Phase.COMBINE, stages):
             variant = self._combine_variant(args, launch, part, in_place=stages == WHOLE)
             fitted = self._fitted(launch, Phase.COMBINE, variant)
-            self._run(variant, _programs(fitted, Phase.COMBINE, part), self._combine_values(args, fitted))
+            yield variant, self._combine_values(args, fitted), _programs(fitted, Phase.COMBINE, part)
 
     def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
@@ -197,7 +211,10 @@ class IntraNodeKernels:
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
-        dispatches, combines = list(self._stand_in_dispatches()), list(self._stand_in_combines())
+        dispatches, combines = (
+            list(stand_in_dispatches(self.config, self.device)),
+            list(stand_in_combines(self.config, self.device)),
+        )
         for phase, tokens, launch in shapes:
             for args in dispatches if phase is not Phase.COMBINE else ():
                 sized = args._replace(max_num_tokens=tokens)
@@ -210,36 +227,6 @@ class IntraNodeKernels:
                 variant = self._combine_variant(back, launch, stages, in_place=stages == WHOLE)
                 yield variant, self._combine_values(back, launch)
         yield from self._other_variants()
-
-    def _stand_in_dispatches(self) -> Iterator[DispatchArguments]:
-        """A dispatch of each form that is to be compiled, of one token at most."""
-        config = self.config
-        word = torch.empty(16, dtype=torch.int32, device=self.device)
-        floats = torch.empty(16, dtype=torch.float32, device=self.device)
-        only_serving = config.compiled_calls == CompiledCalls.SERVING
-        # in layout expert_major weights always travel
-        sent_weights = (floats,) if only_serving or self._by_expert is not None else (None, floats)
-        inputs = [torch.empty(16, dtype=config.data_type, device=self.device)]
-        if config.casts_in_dispatch and not only_serving:
-            inputs.append(torch.empty(16, dtype=FP8_DTYPE, device=self.device))
-        scale_options: list[torch.Tensor | None] = [None, word] if config.num_scales else [None]
-        if only_serving:
-            scale_options = scale_options[-1:]
-        for x in inputs:
-            for scales in [None] if self._casts(x) else scale_options:
-                for weights in sent_weights:
-                    yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
-
-    def _stand_in_combines(self) -> Iterator[CombineArguments]:
-        """A combine of each form that is to be compiled."""
-        only_serving = self.config.compiled_calls == CompiledCalls.SERVING
-        rows = torch.empty(16, dtype=self.config.combined_dtype, device=self.device)
-        word = torch.empty(16, dtype=torch.int32, device=self.device)
-        floats = torch.empty(16, dtype=torch.float32, device=self.device)
-        # in layout expert_major weights never come back
-        for weights in (None,) if only_serving or self._by_expert is not None else (None, floats):
-            for ids in (None,) if only_serving else (None, word):
-                yield CombineArguments(rows, weights, ids, rows, 0, 1)
 
     def _other_variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         if self.config.compiled_calls != CompiledCalls.SERVING:
@@ -305,7 +292,7 @@ class IntraNodeKernels:
             "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
             "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
             "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
-            "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE,
+            "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE, "FORWARDED": config.uses_rings,
             "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "POISON_LANES": threads,
             "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
         }  # fmt: skip

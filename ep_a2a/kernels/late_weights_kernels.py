@@ -64,7 +64,7 @@ def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.con
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE)
+            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
     return words, poison
 
 

@@ -324,10 +324,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         return self._memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory for combine's `input` at a fixed address: [R, H], in layout expert_major [E * R, H], R at M tokens.
-
-        Allocated by the first request. Combine takes rows from any memory, so this saves no copy.
-        """
+        """Memory for combine's `input`, made when first asked for: [R, H], or expert_major's [E * R, H], R at M tokens.
+        It saves no copy, since combine takes rows from any memory."""
         self._check_buffer_request(dtype, hidden_dim)
         return self._memory.combine_input()
 

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import Region
 
 if TYPE_CHECKING:
     import torch
 
-    from ep_a2a.kernels.arguments import DispatchArguments
-    from ep_a2a.kernels.base_op import DispatchResult
     from ep_a2a.kernels.op import EpDispatchCombineOp
-
-
-def awaited_result(op: EpDispatchCombineOp) -> DispatchResult:
-    """What `dispatch_recv` is going to return, between it and `dispatch_send`; the rows come with dispatch_recv.
-
-    Raises:
-        StateError: there is no `dispatch_send` to finish.
-    """
-    if op._sent is None:
-        raise StateError("an op between dispatch_send and dispatch_recv", "another one", "Call dispatch_send first.")
-    return op._views(cast("DispatchArguments", op._sent))
 
 
 def received_weights(op: EpDispatchCombineOp) -> torch.Tensor:

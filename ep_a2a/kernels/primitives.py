@@ -285,16 +285,17 @@ def late_lanes(flags, epoch, present, ORDERS: tl.constexpr):
 
 
 @portable
-def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr):
+def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PATIENCE: tl.constexpr):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
     All threads of a program get one verdict, the old value of one compare-and-swap on the poison word: threads read
-    different clocks. `accused` is the rank to be named when time is up.
+    different clocks. `accused` is the rank to be named when time is up, after PATIENCE timeouts: more than one where it
+    may be waiting itself, so that whoever waits for the culprit is the first to name one.
     """
     now = clock_ns()
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
-        deadline = now + tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
+        deadline = now + PATIENCE * tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
     verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
     poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
@@ -303,11 +304,12 @@ def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr):
 @portable
 def wait_all(
     table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ORDERS: tl.constexpr,
+    ORDERS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     """Waits until every peer's flag has reached `epoch`. 0 when all came, else the poison word.
 
     All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
+    PATIENCE: as in overdue.
     """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
@@ -324,7 +326,7 @@ def wait_all(
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE)
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
     tl.debug_barrier()
     return poison
 

@@ -5,16 +5,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import quantize_tile, round_to, widened
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import count_rows, field_of, fields_of_token, plus
-from ep_a2a.kernels.send_kernels import load_choices, load_for_cast, load_line
-
-
-@portable
-def copy_row(x, token, target, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr):
-    """Copies a token's row of 4-byte words to `target`."""
-    source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
-    for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
-        words = first_word + tl.arange(0, BLOCK_WORDS)
-        tl.store(target + words, tl.load(source + words, mask=words < ROW_WORDS), mask=words < ROW_WORDS)
+from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
 
 
 @portable(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["scales", "weights", "ids"])

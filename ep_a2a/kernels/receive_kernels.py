@@ -81,8 +81,19 @@ def wait_counts(table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.co
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes // (WORLD_SIZE + 1), WORLD_SIZE), 0)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE)
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, 1)
     return counts, poison
+
+
+@portable
+def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """The first rank whose counts have not come, or `otherwise`: whoever waits for it is not to blame."""
+    lanes = tl.arange(0, WORLD_LANES)
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
+    words = tl.load(lines + WORLD_SIZE, mask=lanes < WORLD_SIZE, other=0, volatile=True)
+    absent = (epoch_of(words) != epoch) & (lanes < WORLD_SIZE)
+    first = reduce_min(tl.where(absent, lanes, WORLD_SIZE), 0)
+    return tl.where(first < WORLD_SIZE, first, otherwise)
 
 
 @portable

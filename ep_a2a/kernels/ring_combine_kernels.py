@@ -45,6 +45,7 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
+from ep_a2a.kernels.send_kernels import copy_row
 
 COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
@@ -57,15 +58,6 @@ FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
 FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
 COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
-
-
-@portable
-def copy_words(source, target, row, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Copies row `row` of WIDTH words."""
-    for first in tl.static_range(0, WIDTH, LANES):
-        at = first + tl.arange(0, LANES)
-        words = tl.load(row_at(source, row, WIDTH, tl.int32) + at, mask=at < WIDTH)
-        tl.store(row_at(target, row, WIDTH, tl.int32) + at, words, mask=at < WIDTH)
 
 
 @portable(do_not_specialize=["num_tokens", "stride", "rank"], do_not_specialize_on_alignment=["weights_in"])
@@ -97,7 +89,8 @@ def offer_results_kernel(
             if not COMPACT:
                 first = source * stride
             for index in range(program, count, num_programs):
-                copy_words(rows_in, offered_rows, first + index, HIDDEN_WORDS, BLOCK_WORDS)
+                target = row_at(offered_rows, first + index, HIDDEN_WORDS, tl.int32)
+                copy_row(rows_in, first + index, target, HIDDEN_WORDS, BLOCK_WORDS)
                 if HAS_WEIGHTS:
                     # where they lie is not known to be aligned
                     choices = tl.arange(0, TOPK_LANES)
@@ -330,8 +323,9 @@ def return_kernel(
                 num_taken += is_there.to(tl.int32)
                 moved += is_there.to(tl.int32)
             poison, polls, deadline = idle(
-                table, moved, polls, deadline, missing + (to_send - sent), rank, NODE_LANES, RINGS, WORLD_SIZE
-            )
+                table, moved, polls, deadline, missing + (to_send - sent), epoch, rank, NODE_LANES, RINGS, WORLD_SIZE,
+                WORLD_LANES,
+            )  # fmt: skip
         store_channel(
             table, BACK, channel, sent_before + sent, taken_before + num_taken, rank, NODE_LANES, RINGS, WORLD_SIZE
         )

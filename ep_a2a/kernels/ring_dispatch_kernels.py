@@ -142,8 +142,9 @@ def exchange_kernel(
                         unfinished = tl.where(here & ended, 0, unfinished)
                         moved += gone.to(tl.int32)
             poison, polls, deadline = idle(
-                table, moved, polls, deadline, unsent + unfinished, rank, NODE_LANES, RINGS, WORLD_SIZE
-            )
+                table, moved, polls, deadline, unsent + unfinished, epoch, rank, NODE_LANES, RINGS, WORLD_SIZE,
+                WORLD_LANES,
+            )  # fmt: skip
         store_channel(
             table, TO_EXPERTS, channel, sent_before + sent, taken_before + taken, rank, NODE_LANES, RINGS, WORLD_SIZE
         )

@@ -13,6 +13,7 @@ import triton.language as tl
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, overdue, pause, reduce_min, reduce_sum
+from ep_a2a.kernels.receive_kernels import absent_rank
 from ep_a2a.kernels.rings import HEADER_WORDS
 
 CHUNKS_ARRIVED = tl.constexpr(Region.CHUNKS_ARRIVED.value)
@@ -132,14 +133,14 @@ def store_channel(
 
 @portable
 def idle(
-    table, moved, polls, deadline, waiting, rank, NODE_LANES: tl.constexpr, RINGS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
+    table, moved, polls, deadline, waiting, epoch, rank, NODE_LANES: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
 ):  # fmt: skip
     """(poison word, polls, deadline) after one turn of a channel; a turn in which nothing moved counts as a poll.
 
     Args:
-        waiting: [NODE_LANES], above 0 for the nodes that something is still to be sent to or to come from. The first
-            one's rank is accused when time is up.
+        waiting: [NODE_LANES], above 0 for the nodes that something is still to be sent to or to come from. When
+            time is up a rank is accused that has sent no counts in this step, else the first of those.
     """
     GPUS: tl.constexpr = RINGS[1]
     poison = tl.full((), 0, tl.int32)
@@ -148,5 +149,6 @@ def idle(
         pause(0)
         if polls % POLLS_PER_CLOCK == 0:
             first = reduce_min(tl.where(waiting > 0, tl.arange(0, NODE_LANES), NODE_LANES), 0)
-            poison, deadline = overdue(table, polls, deadline, first * GPUS + rank % GPUS, rank, WORLD_SIZE)
+            accused = absent_rank(table, epoch, first * GPUS + rank % GPUS, rank, WORLD_SIZE, WORLD_LANES)
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, 1)
     return poison, polls, deadline

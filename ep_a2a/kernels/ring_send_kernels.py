@@ -19,7 +19,7 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
-from ep_a2a.kernels.send_kernels import load_choices, load_for_cast, load_line
+from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
 
 ROUTES = tl.constexpr(Region.ROUTES.value)
 OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
@@ -45,11 +45,7 @@ def write_row(x, scales, line, token, end, ROW: tl.constexpr, SCALE_DTYPE: tl.co
         made = scale_bits if SCALE_DTYPE == tl.int32 else (scale_bits >> 23).to(tl.uint8)
         tl.store(words_at(line, ROW_WORDS, SCALE_DTYPE) + groups, made, mask=groups < num_groups)
     else:
-        source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
-        for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
-            words = first_word + tl.arange(0, BLOCK_WORDS)
-            data = tl.load(source + words, mask=words < ROW_WORDS)
-            tl.store(words_at(line, 0, tl.int32) + words, data, mask=words < ROW_WORDS)
+        copy_row(x, token, words_at(line, 0, tl.int32), ROW_WORDS, BLOCK_WORDS)
         if SCALE_WIDTH > 0:
             at = tl.arange(0, SCALE_LANES)
             token_scales = load_line(scales, token, end, SCALE_WIDTH, SCALE_LANES)

@@ -100,6 +100,15 @@ def send_payload(
 
 
 @portable
+def copy_row(x, token, target, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr):
+    """Copies a token's row of 4-byte words to `target`."""
+    source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
+    for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
+        words = first_word + tl.arange(0, BLOCK_WORDS)
+        tl.store(target + words, tl.load(source + words, mask=words < ROW_WORDS), mask=words < ROW_WORDS)
+
+
+@portable
 def load_for_cast(
     x, token, end, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr
 ):

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
-
 from ep_a2a.errors import StateError
+from ep_a2a.kernels.expert_sources import expert_row_sources
 
 if TYPE_CHECKING:
+    import torch
+
     from ep_a2a.compat.deep_ep.ops import OpShape
     from ep_a2a.compat.deep_ep.steps import Step
-
-COUNT_BITS = 32
-"""In DeepEP's layout ranges the place of the first row stands above this many bits of the number of rows."""
 
 
 @dataclass
@@ -68,7 +66,7 @@ class LowLatencyHandle(Sequence[Any]):
 
     src_info is int32 [E, W * M]: for each row of a local expert its token at the source rank. layout_range is int64
     [E, W]: for each source rank the place of its first row, shifted by 32 bits, plus their number. Both are worked out
-    when first asked for, which waits for the device and must happen between the dispatch and its combine.
+    on the device when first asked for, which must happen between the dispatch and its combine.
 
     Args:
         shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given. has_weights: whether router
@@ -78,7 +76,6 @@ class LowLatencyHandle(Sequence[Any]):
     def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor, has_weights: bool) -> None:
         self.shape, self.ids, self.topk_idx, self.has_weights = shape, ids, topk_idx, has_weights
         self.step: Step
-        self.received_ids: torch.Tensor
         self._sources: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @overload
@@ -104,22 +101,5 @@ class LowLatencyHandle(Sequence[Any]):
                     "src_info and layout_range to be read before combine", "a dispatch that is over",
                     "Read handle[0] and handle[1] once between low_latency_dispatch and low_latency_combine.",
                 )  # fmt: skip
-            self._sources = _sources(self.step, self.received_ids)
+            self._sources = expert_row_sources(self.step.op)
         return self._sources
-
-
-def _sources(step: Step, received_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(src_info, layout_range) of an open step of layout expert_major."""
-    op, config = step.op, step.op.config
-    positions = op.get_dispatch_src_token_pos()
-    ids = torch.cat([block[:count] for block, count in zip(received_ids, op.recv_counts.tolist())])
-    num_rows = config.world_size * config.max_num_inp_token_per_rank
-    src_info = torch.full((config.num_local_experts, num_rows), -1, dtype=torch.int32, device=op.device)
-    layout_range = torch.zeros(config.num_local_experts, config.world_size, dtype=torch.int64, device=op.device)
-    for expert in range(config.num_local_experts):
-        # rows of an expert are ascending by source rank and token, as all rows are
-        flat = positions[(ids == config.first_expert + expert).any(1)].to(torch.int64)
-        src_info[expert, : flat.numel()] = flat % num_rows
-        counts = torch.bincount(flat // num_rows, minlength=config.world_size)
-        layout_range[expert] = ((counts.cumsum(0) - counts) << COUNT_BITS) | counts
-    return src_info, layout_range

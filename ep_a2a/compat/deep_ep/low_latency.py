@@ -13,7 +13,6 @@ from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError
-from ep_a2a.kernels.open_step import awaited_result
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
@@ -72,13 +71,8 @@ class LowLatencyMode:
         weights = self._unit_weights(shape)[: ids.shape[0]] if given.topk_weights is None else given.topk_weights
         step = handle.step = self._step(shape)
         op = step.op
-        if in_halves:
-            op.dispatch_send(given.x, weights, None, ids)
-            got = awaited_result(op)
-        else:
-            got = op.dispatch(given.x, weights, None, ids)
+        got = (op.dispatch_send if in_halves else op.dispatch)(given.x, weights, None, ids)
         self._steps.add(step)
-        handle.received_ids = got[3]
         scales = None if got[2] is None else _column_major_like(got[2])
         received = LowLatencyReceived(got[0], scales, op.expert_recv_count)
 
