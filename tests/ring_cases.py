@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.open_step import rows_from_other_nodes
 from ep_a2a.memory.arena import Arena
 from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.op_checks import synchronize
@@ -104,10 +104,7 @@ def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:
         op = make_op(context, case, arena)
         step = Step.dispatch(case, op, 0, context.device)
         synchronize(context)
-        lines = op._memory.view(Region.FORWARDED_LINES).clone()
-        lines[context.rank // per_node] = 0
-        num_chunks = -(-max(step.counts) // op.config.chunk_tokens)
-        crossed = int(lines[:, :num_chunks].sum())
+        crossed = rows_from_other_nodes(op, max(step.counts))
         step.combine()
     ids = make_inputs(case, 0, context.rank).ids
     # as many experts on every rank

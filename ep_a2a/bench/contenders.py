@@ -18,6 +18,10 @@ CONTENDERS = {
     OURS: ("ours", "OpContender"),
     "ep_a2a_bounded": ("ours", "BoundedOpContender"),
     "ep_a2a_precast": ("ours", "PrecastOpContender"),
+    "ep_a2a_v1": ("nodes", "InterNodeV1Contender"),
+    "ep_a2a_v1_ll": ("nodes", "InterNodeV1LLContender"),
+    "ep_a2a_flat": ("nodes", "FlatContender"),
+    "ep_a2a_rail": ("nodes", "RailContender"),
     "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
     "nccl_all_to_all": ("nccl", "AllToAllContender"),
     "flashinfer": ("flashinfer", "FlashInferContender"),
@@ -25,7 +29,10 @@ CONTENDERS = {
 }
 """Module of this package and class, by name, in the order of reports."""
 
-WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens"})
+BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
+"""Kernels and transports that only several nodes have."""
+
+WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""
 
 

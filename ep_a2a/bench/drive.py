@@ -161,7 +161,7 @@ def run_sweep(
 
 
 def _as_limit_sees(workload: Workload) -> Workload:
-    return replace(workload, layout=Layout.COMPACT, max_sms=0, max_num_tokens=workload.num_tokens)
+    return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)
 
 
 def _summary(failure: RankFailure) -> str:

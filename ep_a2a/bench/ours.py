@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ep_a2a.bench.contender import Contender, Session, check_round_trip
-from ep_a2a.config import EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
+from ep_a2a.config import (
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    Layout,
+    QuantType,
+    num_owned_experts,
+)
 from ep_a2a.errors import EpA2AError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.policy import inter_node_kernel
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
     from ep_a2a.bench.contender import BenchContext
     from ep_a2a.bench.workload import Workload
     from ep_a2a.kernels.base_op import DispatchResult
+    from ep_a2a.kernels.op import EpDispatchCombineOp
     from ep_a2a.tuning import TunedTables
 
 
@@ -25,11 +33,14 @@ class OpContender(Contender):
     Attributes:
         bounds_step: dispatch is told that no rank brings more than T tokens, instead of M.
         casts_before: tokens come cast to fp8 already, as the other libraries want them.
+        kernel_type, rail: as of the op's config, where there are several nodes; None leaves the kernel to the policy.
     """
 
     name: ClassVar[str] = "ep_a2a"
     bounds_step: ClassVar[bool] = False
     casts_before: ClassVar[bool] = False
+    kernel_type: ClassVar[EpDispatchCombineKernelType | None] = None
+    rail: ClassVar[str] = "auto"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
         """What the op refuses by its config, and variants that would be `ep_a2a` itself."""
@@ -38,7 +49,7 @@ class OpContender(Contender):
         if self.casts_before and workload.quant_type == QuantType.NONE:
             return "the same as ep_a2a without a cast"
         try:
-            make_config(workload, 0)
+            make_config(workload, 0, self)
         except EpA2AError as error:
             return str(error)
         return None
@@ -62,12 +73,17 @@ class PrecastOpContender(OpContender):
     casts_before = True
 
 
-def make_config(workload: Workload, rank: int) -> EpDispatchCombineConfig:
+def make_config(
+    workload: Workload, rank: int, contender: OpContender | type[OpContender] = OpContender
+) -> EpDispatchCombineConfig:
     """The op's config for a workload.
 
     Raises:
         ConfigError: no op can have it.
     """
+    kernel_type = EpDispatchCombineKernelType.IntraNode
+    if workload.num_nodes > 1:
+        kernel_type = contender.kernel_type or inter_node_kernel(workload.max_num_tokens)
     has_combine_cast = workload.combine_quant != QuantType.NONE
     return EpDispatchCombineConfig(
         data_type=workload.dtype,
@@ -85,6 +101,9 @@ def make_config(workload: Workload, rank: int) -> EpDispatchCombineConfig:
         dispatch_quant_type=workload.quant_type if has_combine_cast else None,
         layout=workload.layout,
         max_sms=workload.max_sms,
+        kernel_type=kernel_type,
+        gpu_per_node=workload.world_size // workload.num_nodes,
+        rail=contender.rail,
     )
 
 
@@ -96,8 +115,6 @@ class OpSession(Session):
     """
 
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
-        from ep_a2a.kernels.op import EpDispatchCombineOp
-
         super().__init__()
         self._workload, self._name = workload, contender.name
         inputs = workload.inputs(context.rank, context.device)
@@ -110,13 +127,14 @@ class OpSession(Session):
         self._step_bound = workload.num_tokens if contender.bounds_step else None
         self._arena = Arena(context.group, context.device)
         try:
-            self.op = EpDispatchCombineOp(make_config(workload, context.rank), arena=self._arena)
+            self.op = self._make_op(make_config(workload, context.rank, contender), context)
         except Exception:
             self._arena.close()
             raise
-        for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
-            launch = self.op.get_launch_config(is_dispatch)
-            self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
+        if not self.op.config.uses_rings:
+            for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
+                launch = self.op.get_launch_config(is_dispatch)
+                self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
         # The experts' part, which is not timed: dispatch gives the same rows every time, so they stay right.
         dispatched = self.dispatch()
         self._rows = self._run_identity_experts(dispatched)
@@ -151,6 +169,12 @@ class OpSession(Session):
         """Closes the op and gives its memory back."""
         self.op.close()
         self._arena.close()
+
+    def _make_op(self, config: EpDispatchCombineConfig, context: BenchContext) -> EpDispatchCombineOp:
+        """The op, in this session's arena. Collective."""
+        from ep_a2a.kernels.op import EpDispatchCombineOp
+
+        return EpDispatchCombineOp(config, arena=self._arena)
 
     def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
         """Each received row as a row to combine, of dispatch's leading sizes; NaN where none was received."""

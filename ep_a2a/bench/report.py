@@ -21,7 +21,7 @@ Record = dict[str, Any]
 FIELDS = {
     "world_size": "EP", "num_tokens": "T", "max_num_tokens": "M", "hidden_dim": "H", "topk": "K",
     "num_experts": "experts", "dtype": "dtype", "quant_type": "dispatch cast", "combine_quant": "combine cast",
-    "layout": "layout", "routing": "routing", "max_sms": "max SMs", "seed": "seed",
+    "layout": "layout", "routing": "routing", "max_sms": "max SMs", "gpus_per_node": "GPUs per node", "seed": "seed",
 }  # fmt: skip
 """Fields of a workload and their headings."""
 

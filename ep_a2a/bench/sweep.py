@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ep_a2a.bench.contenders import CONTENDERS, OURS
+from ep_a2a.bench.contenders import BETWEEN_NODES, CONTENDERS, OURS
 from ep_a2a.bench.timing import TimingSettings
 from ep_a2a.bench.workload import Workload
 from ep_a2a.config import (
@@ -45,6 +45,7 @@ class Sweep:
     layout: tuple[str, ...]
     routing: tuple[str, ...]
     max_sms: tuple[int, ...]
+    gpus_per_node: tuple[int, ...]
     max_num_tokens: tuple[str, ...]
     num_tokens: tuple[int, ...]
 
@@ -75,10 +76,18 @@ class Defaults:
 
 # In the interpreter a step of the op takes seconds: its variants only where they are asked for.
 _ON_CPU = tuple(name for name in CONTENDERS if not name.startswith(f"{OURS}_"))
+_ON_GPUS = tuple(name for name in CONTENDERS if name not in BETWEEN_NODES)
 
 DEFAULTS = {
     "cuda": Defaults(
-        None, tuple(CONTENDERS), (1, 16, 32, 128, 512, 4096), 7168, 8, 256, "fp8_per_1x128", TimingSettings()
+        None,
+        _ON_GPUS,
+        (1, 16, 32, 128, 512, 4096),
+        7168,
+        8,
+        256,
+        "fp8_per_1x128",
+        TimingSettings(),
     ),
     "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, "fp8_per_1x128", TimingSettings(0, 2, 1, 0)),
 }
@@ -107,6 +116,10 @@ def _check(workload: Workload) -> None:
             raise ConfigError(f"{name} >= 1", str(getattr(workload, name)))
     if workload.max_sms < 0:
         raise ConfigError("max_sms >= 0", str(workload.max_sms))
+    if workload.gpus_per_node < 0 or (workload.gpus_per_node and workload.world_size % workload.gpus_per_node):
+        raise ConfigError(
+            f"gpus_per_node to divide {workload.world_size} ranks, or 0 for one node", str(workload.gpus_per_node)
+        )
     if workload.max_num_tokens < workload.num_tokens:
         raise ConfigError(
             f"max_num_tokens >= num_tokens {workload.num_tokens}", str(workload.max_num_tokens),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ep_a2a.config import FP8_GROUP_SIZE, QuantType
-from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
+from ep_a2a.routing import ROUTINGS, destination_mask, num_distinct_ranks, traffic_matrix
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
@@ -48,6 +48,7 @@ class Workload:
         layout: how contenders that can choose arrange received rows.
         routing: a name in ep_a2a.routing.ROUTINGS.
         max_sms: bound on the multiprocessors of contenders that have one; 0 = none.
+        gpus_per_node: ranks of each node, in ascending order of ranks; 0 = all ranks are on one.
         seed: of tokens, ids and weights.
     """
 
@@ -63,6 +64,7 @@ class Workload:
     layout: str = "compact"
     routing: str = "uniform"
     max_sms: int = 0
+    gpus_per_node: int = 0
     seed: int = 1234
 
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
@@ -90,6 +92,22 @@ class Workload:
     def traffic(self, *, deduplicate: bool = True) -> torch.Tensor:
         """Rows that each rank sends to each in dispatch, int64 `[W, W]`, own ones included; combine's is transposed."""
         return traffic_matrix(_all_ids(self), self.num_experts, self.world_size, deduplicate=deduplicate)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, of gpus_per_node ranks each."""
+        return self.world_size // self.gpus_per_node if self.gpus_per_node else 1
+
+    @functools.cached_property
+    def rows_between_nodes(self) -> tuple[int, int]:
+        """Rows of all ranks that dispatch sends to other nodes: (one per token and node, one per token and rank)."""
+        per_node = self.world_size // self.num_nodes
+        once, flat = 0, 0
+        for rank, ids in enumerate(_all_ids(self)):
+            goes = destination_mask(ids, self.num_experts, self.world_size).view(-1, self.num_nodes, per_node)
+            away = goes[:, torch.arange(self.num_nodes) != rank // per_node]
+            once, flat = once + int(away.any(2).sum()), flat + int(away.sum())
+        return once, flat
 
     @property
     def dispatch_row_bytes(self) -> int:

@@ -36,8 +36,9 @@ def command(
     layout: Annotated[str, typer.Option(help="compact, rank_major, expert_major.")] = "compact",
     routing: Annotated[str, typer.Option(help="uniform, zipf, all_to_one, ...: names in ep_a2a.routing.")] = "uniform",
     max_sms: Annotated[str, typer.Option(help="Bounds on multiprocessors (CTAs); 0 = none.")] = "0",
+    gpus_per_node: Annotated[str, typer.Option(help="Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[
-        str | None, typer.Option(help="Default: all; on CPU fewer. Names: ep_a2a/bench/contenders.py.")
+        str | None, typer.Option(help="Default: all that make sense. Names: ep_a2a/bench/contenders.py.")
     ] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed runs; default: 50, on CPU 2.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write JSON lines.")] = None,
@@ -53,7 +54,7 @@ def command(
     """
     from dataclasses import replace
 
-    from ep_a2a.bench.contenders import check_names
+    from ep_a2a.bench.contenders import BETWEEN_NODES, check_names
     from ep_a2a.bench.drive import JoinedRunner, make_runner
     from ep_a2a.bench.plot import check_can_plot
     from ep_a2a.bench.sweep import DEFAULTS, Sweep
@@ -61,7 +62,9 @@ def command(
 
     kind, _ = choose_device(device.value, 1)
     defaults = DEFAULTS[kind]
-    names = defaults.contenders if contenders is None else texts(contenders)
+    nodes = numbers("gpus-per-node", gpus_per_node, ())
+    usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
+    names = usual if contenders is None else texts(contenders)
     check_names(names)
     for path in (json_file, markdown):
         check_folder(path)
@@ -83,6 +86,7 @@ def command(
             max_num_tokens=texts(max_tokens),
             num_tokens=numbers("tokens", tokens, defaults.num_tokens),
             max_sms=numbers("max-sms", max_sms, ()),
+            gpus_per_node=nodes,
         )
         complete = execute(runner, sweep, names, settings, kind, json_file=json_file, plot=plot, markdown=markdown)
     raise typer.Exit(0 if complete else EXIT_MISSING_ROWS)

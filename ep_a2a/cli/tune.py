@@ -49,6 +49,7 @@ def command(
     check_can_tune(world_size)
     folder = output or default_output()
     points = Sweep(
+        gpus_per_node=(0,),
         world_size=(world_size,),
         hidden_dim=(hidden,),
         topk=(topk,),

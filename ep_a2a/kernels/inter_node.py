@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
 RING_WARPS = 8
+RING_REGISTERS = 255
+"""Asked for, since the assembler would rather spill than use more than 128 with so many warps."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
-ADD_ELEMENTS = 2048
+ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
 
 
@@ -131,7 +133,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS)
+            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, RING_REGISTERS)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -180,7 +182,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
                 "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, RING_WARPS)
+            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, RING_REGISTERS)
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:

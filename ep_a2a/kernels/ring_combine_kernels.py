@@ -83,12 +83,14 @@ def offer_results_kernel(
     offered_rows = address(table, COMBINE_ROWS, rank, WORLD_SIZE, tl.int32)
     offered_weights = address(table, COMBINE_WEIGHTS, rank, WORLD_SIZE, tl.int32)
     if poison == 0:
-        first = tl.full((), 0, tl.int32)
+        first, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         for source in range(WORLD_SIZE):
             count = tl.load(counts + source)
             if not COMPACT:
                 first = source * stride
-            for index in range(program, count, num_programs):
+            # rows are shared out over all sources: a few from each would else all be the first programs'
+            own = (program + num_programs - before % num_programs) % num_programs
+            for index in range(own, count, num_programs):
                 target = row_at(offered_rows, first + index, HIDDEN_WORDS, tl.int32)
                 copy_row(rows_in, first + index, target, HIDDEN_WORDS, BLOCK_WORDS)
                 if HAS_WEIGHTS:
@@ -98,6 +100,7 @@ def offer_results_kernel(
                     words = tl.load(weights_in + where, mask=choices < TOPK)
                     tl.store(offered_weights + where, words, mask=choices < TOPK)
             first += count
+            before += count
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
     if is_last:
         if not any_poisoned:
@@ -106,18 +109,28 @@ def offer_results_kernel(
 
 
 @portable
-def sum_of_ranks(
-    table, region: tl.constexpr, recorded, first_rank, first, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    GPUS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+def places_of_rows(
+    table, region: tl.constexpr, rows, first_rank, WIDTH: tl.constexpr, ELEMENT: tl.constexpr, GPUS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """float32 [LANES]: elements first, first + 1, ... of the rows that the node's ranks have for a line."""
+    """Where the row that each rank of the node has for a line begins, a tuple; of -1 it is row 0's place."""
+    # the hint must be given here: on the result of a call it would be lost
+    aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
+    places = ()
+    for local in tl.static_range(GPUS):
+        base = address(table, region, first_rank + local, WORLD_SIZE, ELEMENT)
+        places = places + (tl.multiple_of(base + tl.cast(tl.maximum(rows[local], 0), tl.int64) * WIDTH, aligned),)
+    return places
+
+
+@portable
+def sum_of(places, numbers, first, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 [LANES]: elements first, first + 1, ... of the COUNT rows at `places`, but for those numbered -1."""
     at = first + tl.arange(0, LANES)
     total = tl.full((LANES,), 0, tl.float32)
-    for local in tl.static_range(GPUS):
-        row = tl.load(recorded + local)
-        base = address(table, region, first_rank + local, WORLD_SIZE, ELEMENT)
-        elements = row_at(base, tl.maximum(row, 0), WIDTH, ELEMENT) + at
-        total += widened(tl.load(elements, mask=(at < WIDTH) & (at * 0 + row >= 0), other=0), DTYPE)
+    for index in tl.static_range(COUNT):
+        is_there = (at < WIDTH) & (at * 0 + numbers[index] >= 0)
+        total += widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
     return total
 
 
@@ -138,18 +151,22 @@ def add_ranks(
     for number in range(tl.load(lines + source_node * NUM_CHUNKS + chunk)):
         line = slot + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
         recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
+        rows = ()
+        for local in tl.static_range(GPUS):
+            rows = rows + (tl.load(recorded + local),)
+        places = places_of_rows(table, COMBINE_ROWS, rows, first_rank, HIDDEN, ELEMENT, GPUS, WORLD_SIZE)
+        if HAS_WEIGHTS:
+            # asked for before the first store, which would wait for it
+            choices = tl.arange(0, TOPK_LANES)
+            places_of_weights = places_of_rows(
+                table, COMBINE_WEIGHTS, rows, first_rank, TOPK, tl.int32, GPUS, WORLD_SIZE
+            )
+            sums = sum_of(places_of_weights, rows, 0, GPUS, TOPK, TOPK_LANES, tl.float32)
         for first in tl.static_range(0, HIDDEN, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            total = sum_of_ranks(
-                table, COMBINE_ROWS, recorded, first_rank, first, HIDDEN, BLOCK, GPUS, DTYPE, ELEMENT, WORLD_SIZE
-            )
+            total = sum_of(places, rows, first, GPUS, HIDDEN, BLOCK, DTYPE)
             tl.store(words_at(line, 0, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
-            choices = tl.arange(0, TOPK_LANES)
-            sums = sum_of_ranks(
-                table, COMBINE_WEIGHTS, recorded, first_rank, 0, TOPK, TOPK_LANES, GPUS, tl.float32, tl.int32,
-                WORLD_SIZE,
-            )  # fmt: skip
             tl.store(words_at(line, BACK_WORDS, tl.float32) + choices, sums, mask=choices < TOPK)
 
 
@@ -178,27 +195,18 @@ def return_chunk(
 
 
 @portable
-def sum_of_nodes(
-    table, own_lines, channel, chunk, first, rank, OFFSET_WORDS: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, RINGS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """float32 [LANES]: elements first, first + 1, ... of the nodes' sums for a token, in ascending order of nodes.
-
-    Args:
-        own_lines: [NODES], the token's line in each node's chunk, or -1.
-        OFFSET_WORDS: where in a line the WIDTH elements begin.
-    """
+def places_in_slots(slots, numbers, OFFSET_WORDS: tl.constexpr, RINGS: tl.constexpr, ELEMENT: tl.constexpr):
+    """Where what lies OFFSET_WORDS behind the begin of a token's line is in each node's chunk; of -1 it is line 0's."""
     NODES: tl.constexpr = RINGS[0]
     LINE_WORDS: tl.constexpr = RINGS[6]
-    at = first + tl.arange(0, LANES)
-    total = tl.full((LANES,), 0, tl.float32)
+    aligned: tl.constexpr = 16 if OFFSET_WORDS % 4 == 0 else 4
+    places = ()
     for node in tl.static_range(NODES):
-        number = tl.load(own_lines + node)
-        slot = slot_of(table, CHUNKS_BACK, rank, node, channel, chunk, RINGS, WORLD_SIZE)
-        line = slot + tl.cast(tl.maximum(number, 0), tl.int64) * (LINE_WORDS * 4)
-        elements = words_at(line, OFFSET_WORDS, ELEMENT) + at
-        total += widened(tl.load(elements, mask=(at < WIDTH) & (at * 0 + number >= 0), other=0), DTYPE)
-    return total
+        line = slots[node] + tl.cast(tl.maximum(numbers[node], 0), tl.int64) * (LINE_WORDS * 4)
+        places = places + (
+            tl.multiple_of((line + OFFSET_WORDS * 4).to(tl.pointer_type(ELEMENT)), aligned),
+        )  # fmt: skip
+    return places
 
 
 @portable
@@ -208,26 +216,28 @@ def add_nodes(
     BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes."""
+    """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes, in ascending order of nodes."""
     NODES: tl.constexpr = RINGS[0]
     lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32)
     sums_out = address(table, RESULT_WEIGHTS, rank, WORLD_SIZE, tl.float32)
     first_token, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
+    slots = ()
+    for node in tl.static_range(NODES):
+        slots = slots + (slot_of(table, CHUNKS_BACK, rank, node, channel, before + count, RINGS, WORLD_SIZE),)
     for token in range(first_token, end):
-        own_lines = lines + tl.cast(token, tl.int64) * NODES
+        numbers = ()
+        for node in tl.static_range(NODES):
+            numbers = numbers + (tl.load(lines + tl.cast(token, tl.int64) * NODES + node),)
+        places = places_in_slots(slots, numbers, 0, RINGS, ELEMENT)
+        if HAS_WEIGHTS:
+            choices = tl.arange(0, TOPK_LANES)
+            places_of_weights = places_in_slots(slots, numbers, BACK_WORDS, RINGS, tl.int32)
+            sums = sum_of(places_of_weights, numbers, 0, NODES, TOPK, TOPK_LANES, tl.float32)
         for first in tl.static_range(0, HIDDEN, BLOCK):
-            total = sum_of_nodes(
-                table, own_lines, channel, before + count, first, rank, 0, HIDDEN, BLOCK, RINGS, DTYPE, ELEMENT,
-                WORLD_SIZE,
-            )  # fmt: skip
+            total = sum_of(places, numbers, first, NODES, HIDDEN, BLOCK, DTYPE)
             at = first + tl.arange(0, BLOCK)
             tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
-            choices = tl.arange(0, TOPK_LANES)
-            sums = sum_of_nodes(
-                table, own_lines, channel, before + count, 0, rank, BACK_WORDS, TOPK, TOPK_LANES, RINGS, tl.float32,
-                tl.int32, WORLD_SIZE,
-            )  # fmt: skip
             tl.store(sums_out + tl.cast(token, tl.int64) * TOPK + choices, sums, mask=choices < TOPK)
         if CHECK_INDICES:
             note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE, TOPK, TOPK_LANES)

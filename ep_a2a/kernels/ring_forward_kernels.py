@@ -34,18 +34,28 @@ FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
 
 
 @portable
-def copy_to_rows(
-    table, region: tl.constexpr, source, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    GPUS: tl.constexpr, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Copies WIDTH elements to the row that each rank of the node has for them; -1 for none. Each is read once."""
+def load_blocks(source, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """WIDTH elements as a tuple of blocks [LANES]."""
+    blocks = ()
     for first in tl.static_range(0, WIDTH, LANES):
         at = first + tl.arange(0, LANES)
-        data = tl.load(source + at, mask=at < WIDTH)
-        for local in tl.static_range(GPUS):
-            if rows[local] >= 0:
-                base = address(table, region, first_rank + local, WORLD_SIZE, DTYPE)
-                tl.store(row_at(base, rows[local], WIDTH, DTYPE) + at, data, mask=at < WIDTH)
+        blocks = blocks + (tl.load(source + at, mask=at < WIDTH),)
+    return blocks
+
+
+@portable
+def store_to_rows(
+    table, region: tl.constexpr, blocks, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    GPUS: tl.constexpr, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes those elements to the row that each rank of the node has for them; -1 for none."""
+    for local in tl.static_range(GPUS):
+        if rows[local] >= 0:
+            base = address(table, region, first_rank + local, WORLD_SIZE, DTYPE)
+            target = row_at(base, rows[local], WIDTH, DTYPE)
+            for block in tl.static_range((WIDTH + LANES - 1) // LANES):
+                at = block * LANES + tl.arange(0, LANES)
+                tl.store(target + at, blocks[block], mask=at < WIDTH)
 
 
 @portable
@@ -70,26 +80,26 @@ def copy_lines(
     for number in range(num_lines):
         line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
         recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
+        line_ids = words_at(line, behind, tl.int32)
+        # all of a line is asked for before the first store, which would wait for it
+        words = load_blocks(words_at(line, 0, tl.int32), ROW[0], ROW[1])
+        line_scales = load_blocks(words_at(line, ROW[0], SCALE_DTYPE), ROW[3], ROW[4])
+        ids = load_blocks(line_ids, TOPK, TOPK_LANES)
+        weights = load_blocks(line_ids + TOPK, TOPK, TOPK_LANES) if HAS_WEIGHTS else ids
+        position = source * positions_per_rank + tl.load(words_at(line, behind + 2 * TOPK + GPUS, tl.int32))
         rows = ()
         for local in tl.static_range(GPUS):
             index = tl.load(words_at(line, behind + 2 * TOPK + local, tl.int32))
             row = pick(bases, first_rank + local, WORLD_LANES) + index
-            row = tl.where((index >= 0) & (row < row_limit), row, -1)
-            tl.store(recorded + local, row)
-            rows = rows + (row,)
-        copy_to_rows(
-            table, TOKENS, words_at(line, 0, tl.int32), rows, first_rank, ROW[0], ROW[1], GPUS, tl.int32, WORLD_SIZE
-        )
+            rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
+        for local in tl.static_range(GPUS):
+            tl.store(recorded + local, rows[local])
+        store_to_rows(table, TOKENS, words, rows, first_rank, ROW[0], ROW[1], GPUS, tl.int32, WORLD_SIZE)
         if ROW[3] > 0:
-            line_scales = words_at(line, ROW[0], SCALE_DTYPE)
-            copy_to_rows(table, SCALES, line_scales, rows, first_rank, ROW[3], ROW[4], GPUS, SCALE_DTYPE, WORLD_SIZE)
-        line_ids = words_at(line, behind, tl.int32)
-        copy_to_rows(table, INDICES, line_ids, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
+            store_to_rows(table, SCALES, line_scales, rows, first_rank, ROW[3], ROW[4], GPUS, SCALE_DTYPE, WORLD_SIZE)
+        store_to_rows(table, INDICES, ids, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
         if HAS_WEIGHTS:
-            copy_to_rows(
-                table, WEIGHTS, line_ids + TOPK, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE
-            )
-        position = source * positions_per_rank + tl.load(words_at(line, behind + 2 * TOPK + GPUS, tl.int32))
+            store_to_rows(table, WEIGHTS, weights, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
         for local in tl.static_range(GPUS):
             if rows[local] >= 0:
                 positions = address(table, SOURCE_POSITIONS, first_rank + local, WORLD_SIZE, tl.int32)

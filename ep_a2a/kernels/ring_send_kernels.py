@@ -63,13 +63,22 @@ def write_line(
     behind: tl.constexpr = ROW[0] + ROW[2]
     choices, local_ranks = tl.arange(0, TOPK_LANES), tl.arange(0, GPU_LANES)
     if goes:
-        write_row(x, scales, line, token, end, ROW, SCALE_DTYPE)
+        # asked for before the row's first store, which would wait for them
         token_ids, token_weights = load_choices(ids, weights, token, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
+        write_row(x, scales, line, token, end, ROW, SCALE_DTYPE)
         tl.store(words_at(line, behind, tl.int32) + choices, token_ids, mask=choices < TOPK)
         if HAS_WEIGHTS:
             tl.store(words_at(line, behind + TOPK, tl.int32) + choices, token_weights, mask=choices < TOPK)
         tl.store(words_at(line, behind + 2 * TOPK + GPUS, tl.int32), token)
     tl.store(words_at(line, behind + 2 * TOPK, tl.int32) + local_ranks, rows, mask=local_ranks < GPUS)
+
+
+@portable
+def load_rows(routes, token, end, GPU_LANES: tl.constexpr, GPUS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """[GPU_LANES]: a token's row at each rank of a node, -1 for none, and for all if it is not below `end`."""
+    local_ranks = tl.arange(0, GPU_LANES)
+    is_there = (local_ranks < GPUS) & (local_ranks * 0 + token < end)
+    return tl.load(routes + tl.cast(token, tl.int64) * WORLD_SIZE + local_ranks, mask=is_there, other=-1)
 
 
 @portable
@@ -86,13 +95,13 @@ def write_chunk(
     NODES: tl.constexpr = RINGS[0]
     GPUS: tl.constexpr = RINGS[1]
     LINE_WORDS: tl.constexpr = RINGS[6]
-    local_ranks = tl.arange(0, GPU_LANES)
     routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32) + peer * GPUS
     own_lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32) + peer
     num_lines = tl.full((), 0, tl.int32)
+    rows = load_rows(routes, first, end, GPU_LANES, GPUS, WORLD_SIZE)
     for token in range(first, end):
-        route = routes + tl.cast(token, tl.int64) * WORLD_SIZE + local_ranks
-        rows = tl.load(route, mask=local_ranks < GPUS, other=-1)
+        # on its way while this token's line is written
+        following = load_rows(routes, token + 1, end, GPU_LANES, GPUS, WORLD_SIZE)
         goes = reduce_max(rows, 0) >= 0
         if goes | OWN_LINE_EACH:
             line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (LINE_WORDS * 4)
@@ -102,6 +111,7 @@ def write_chunk(
             )  # fmt: skip
         tl.store(own_lines + tl.cast(token, tl.int64) * NODES, tl.where(goes, num_lines, -1))
         num_lines += tl.where(goes | OWN_LINE_EACH, 1, 0)
+        rows = following
     header = words_at(slot, 0, tl.int32)
     tl.store(header, num_lines)
     tl.store(header + 1, is_last.to(tl.int32))

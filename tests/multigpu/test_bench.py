@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.bench.contenders import CONTENDERS
+from ep_a2a.bench.contenders import BETWEEN_NODES, CONTENDERS
 from ep_a2a.bench.rows import Status
 from ep_a2a.bench.run import run_contender
 from ep_a2a.bench.timing import TimingSettings
@@ -24,7 +24,10 @@ ALWAYS_THERE = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "ncc
 @pytest.mark.parametrize("num_tokens", [1, 200])
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
-    workload = Workload(2, num_tokens, 256, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128")
+    workload = Workload(
+        2, num_tokens, 256, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128",
+        gpus_per_node=int(name in BETWEEN_NODES),
+    )  # fmt: skip
     row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
     if row.status == Status.UNAVAILABLE and name not in ALWAYS_THERE:
         pytest.skip(row.reason)

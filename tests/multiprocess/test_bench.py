@@ -37,7 +37,26 @@ def workload_of(world_size: int, **changes: Any) -> Workload:
 
 
 def test_every_contender_is_known_here():
-    assert {*ON_CPU, *NEED_GPUS} == set(contenders.CONTENDERS)
+    assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS} == set(contenders.CONTENDERS)
+
+
+@pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
+def test_virtual_nodes(ranks, name):
+    workload = workload_of(4, gpus_per_node=2, layout="rank_major")
+    row = ranks(run.run_contender, 4, workload, name, QUICK)[0]
+    assert (row.status, row.reason) == (Status.OK, "")
+    once, flat = workload.rows_between_nodes
+    assert 0 < once < flat
+    expected = {"ep_a2a_flat": flat, "ep_a2a": None}.get(name, once)
+    assert row.details.get("rows_between_nodes") == expected
+    if name == "ep_a2a_rail":
+        assert once + row.details["padding_between_nodes"] == 4 * workload.max_num_tokens
+
+
+@pytest.mark.parametrize("name", contenders.BETWEEN_NODES)
+def test_one_node_has_no_exchange_between_nodes(name):
+    reason = contenders.make_contender(name).unavailable(workload_of(2), torch.device("cpu"))
+    assert reason == "all ranks are on one node"
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -102,7 +102,7 @@ def sweep_of(**changes: Any) -> Sweep:
     values: dict[str, Any] = {
         "world_size": (2,), "hidden_dim": (256,), "topk": (4,), "num_experts": (16,), "dtype": ("bfloat16",),
         "quant_type": ("none",), "combine_quant": ("none",), "layout": ("compact",), "routing": ("uniform",),
-        "max_sms": (0,), "max_num_tokens": ("same",), "num_tokens": (1, 4),
+        "max_sms": (0,), "gpus_per_node": (0,), "max_num_tokens": ("same",), "num_tokens": (1, 4),
     }  # fmt: skip
     return Sweep(**{**values, **changes})
 
@@ -114,6 +114,23 @@ def test_a_sweep_is_every_combination():
         ("rank_major", 1, 1), ("rank_major", 4, 4), ("rank_major", 8, 1), ("rank_major", 8, 4),
     ]  # fmt: skip
     assert len(set(points)) == 8
+
+
+@pytest.mark.parametrize("gpus_per_node", [-1, 3])
+def test_nodes_of_a_sweep_hold_equally_many_ranks(gpus_per_node):
+    with pytest.raises(ConfigError, match="gpus_per_node to divide 4 ranks"):
+        sweep_of(world_size=(4,), gpus_per_node=(gpus_per_node,)).points()
+
+
+def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
+    workload = Workload(4, 5, 5, hidden_dim=8, topk=3, num_experts=8, routing="uniform", gpus_per_node=2)
+    once = flat = 0
+    for rank in range(4):
+        for token in workload.ids(rank).tolist():
+            away = {expert // 2 for expert in token if expert // 4 != rank // 2}
+            flat, once = flat + len(away), once + bool(away)
+    assert workload.rows_between_nodes == (once, flat)
+    assert Workload(4, 5, 5, topk=3, num_experts=8).rows_between_nodes == (0, 0)
 
 
 def test_bounds_on_multiprocessors_vary_fastest():
