@@ -1,0 +1,126 @@
+"""Replayed round trips that draw their routing anew and check themselves on the device.
+
+`python -m tests.soak --steps 1000000` on GPUs; tests/multiprocess/test_soak.py runs a few steps on CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+
+from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankPool
+from ep_a2a.testing.replay import CapturedStep
+from tests.op_cases import Case, make_op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.testing import RankContext
+
+LARGEST = 7
+"""Tokens hold whole numbers up to this, so that a sum over all ranks is exact in bfloat16."""
+REPLAYS_BETWEEN_LOOKS = 10_000
+SOAKED = {
+    "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
+    "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
+}
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What a rank has to tell: round trips made, elements that were wrong in any, and bytes of device memory gained."""
+
+    num_round_trips: int
+    num_wrong: int
+    gained_bytes: int
+
+
+class SelfCheckingStep:
+    """A round trip with identity experts on tokens and ids that are drawn on the device, and its check.
+
+    The routing leaves ids out at random, now and then all of a token or of a rank.
+    """
+
+    def __init__(self, context: RankContext, case: Case, arena: Arena) -> None:
+        self.op = make_op(context, case, arena)
+        self._case, device = case, context.device
+        self._tokens = torch.zeros(case.max_tokens, case.hidden_dim, dtype=case.dtype, device=device)
+        self._ids = torch.zeros(case.max_tokens, case.topk, dtype=torch.int32, device=device)
+        self._copies = torch.zeros(case.max_tokens, 1, device=device)
+        self.num_wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self._result: torch.Tensor | None = None
+
+    def draw(self) -> None:
+        """New tokens and ids, and how many ranks each token goes to."""
+        case, device = self._case, self._ids.device
+        self._tokens.copy_(torch.randint(-LARGEST, LARGEST + 1, self._tokens.shape, device=device))
+        ids = torch.rand(case.max_tokens, case.num_experts, device=device).argsort(1)[:, : case.topk]
+        # one threshold for the rank and one per token
+        keeps = torch.rand(ids.shape, device=device) < torch.rand(case.max_tokens, 1, device=device).sqrt()
+        keeps &= torch.rand(1, 1, device=device) < 0.9
+        self._ids.copy_(torch.where(keeps, ids, -1))
+        per_rank = case.num_experts // case.world_size
+        owners = torch.where(keeps, ids // per_rank, case.world_size)
+        goes = torch.zeros(case.max_tokens, case.world_size + 1, device=device).scatter_(1, owners, 1.0)
+        self._copies.copy_(goes[:, : case.world_size].sum(1, keepdim=True))
+
+    def move(self) -> None:
+        """Dispatch and combine."""
+        got = self.op.dispatch(self._tokens, None, None, self._ids)
+        self._result, _ = self.op.combine(got[0], None, None)
+
+    def compare(self) -> None:
+        """Counts the elements that are not exactly the token's times the ranks that it went to."""
+        expected = (self._tokens.float() * self._copies).to(self._tokens.dtype)
+        assert self._result is not None
+        self.num_wrong += (self._result[: self._case.max_tokens] != expected).sum()
+
+
+def soak(context: RankContext, case: Case, num_steps: int) -> Soaked:
+    """Captures a self-checking round trip and replays it."""
+    on_gpu = context.device.type == "cuda"
+    torch.manual_seed(case.seed * case.world_size + context.rank)
+    with Arena(context.group, context.device) as arena:
+        step = SelfCheckingStep(context, case, arena)
+
+        def body(call: Callable[[Callable[[], None]], None]) -> None:
+            call(step.draw)
+            step.move()
+            call(step.compare)
+
+        captured = CapturedStep(step.op, body)
+        before, made = None, int(captured.ran_at_capture)
+        while made < num_steps:
+            for _ in range(min(REPLAYS_BETWEEN_LOOKS, num_steps - made)):
+                captured.replay()
+                made += 1
+            step.op.check()
+            if on_gpu:
+                free, _ = torch.cuda.mem_get_info()
+                before = free if before is None else before
+        gained = before - torch.cuda.mem_get_info()[0] if before is not None else 0
+        return Soaked(made, int(step.num_wrong), gained)
+
+
+def command(
+    steps: Annotated[int, typer.Option(min=1, help="Round trips of each case.")] = 1_000_000,
+    ranks: Annotated[int, typer.Option(help="Processes, one per GPU; 0 = all GPUs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 1,
+) -> None:
+    """Soaks each case and prints a line for it: round trips, wrong elements, memory gained, seconds."""
+    world_size = ranks or torch.cuda.device_count()
+    for name, case in SOAKED.items():
+        start = time.monotonic()
+        with RankPool(world_size, device="cuda", timeout_secs=3600) as pool:
+            found = pool.run(soak, replace(case, world_size=world_size, seed=seed), steps)
+        wrong, gained = sum(each.num_wrong for each in found), max(each.gained_bytes for each in found)
+        typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {time.monotonic() - start:.0f} |")
+
+
+if __name__ == "__main__":
+    typer.run(command)
