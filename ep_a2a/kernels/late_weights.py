@@ -72,13 +72,7 @@ class LateWeightsOp(EpDispatchCombineOp):
                 "the router's weights, which dispatch was not given", "None",
                 "Pass this rank's topk_weights [T, K], float32.",
             )  # fmt: skip
-        check_tensor("weights", weights, (torch.float32,), self.device)
-        if tuple(weights.shape) != (self._num_tokens, self.config.topk):
-            raise ShapeError(
-                f"weights of this rank's own tokens, {(self._num_tokens, self.config.topk)}", str(tuple(weights.shape))
-            )
         args = super()._combine_arguments(rows, None, indices, out, call)
-        self._streams.follow(self.device)
         self._exchange.run(weights, args.num_tokens, args.max_num_tokens)
         return args
 
@@ -103,12 +97,13 @@ class WeightExchange:
     """Sends weights to all ranks' inboxes and places those that have come. Construction is collective.
 
     Args:
-        op: whose rows the weights belong to; the inbox lives in its arena.
+        op: of layout expert_major, whose rows the weights belong to; the inbox lives in its arena.
     """
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
         config = op.config
         self._config, self._device, self._table = config, op.device, op._memory.table
+        self._streams = op._streams
         world_size, topk = config.world_size, config.topk
         self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES
         sizes = BlockSizes(self.num_bytes, {}, world_size * ADDRESS_BYTES, {}, record_words=1)
@@ -139,12 +134,21 @@ class WeightExchange:
             torch.cuda.synchronize(self._device)
 
     def run(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> None:
-        """Launches the exchange, between a step's dispatch and its combine.
+        """Launches the exchange, between a step's dispatch and its combine, once at most; on all ranks or on none.
 
         Args:
             weights: [num_tokens, K] float32, of this rank's tokens.
             num_tokens, max_num_tokens: the step's.
+
+        Raises:
+            DtypeError, DeviceError, ContiguityError, ShapeError: weights are not such a tensor on this device; nothing is launched.
         """
+        check_tensor("weights", weights, (torch.float32,), self._device)
+        if tuple(weights.shape) != (num_tokens, self._config.topk):
+            raise ShapeError(
+                f"weights of this rank's own tokens, {(num_tokens, self._config.topk)}", str(tuple(weights.shape))
+            )
+        self._streams.follow(self._device)
         values = self._values(weights, num_tokens, max_num_tokens)
         self._variant.run(self._config.world_size, values, self._device)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
-from ep_a2a.compat.deep_ep.late_weights import WeightCarriers
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError
+from ep_a2a.kernels.late_weights import WeightExchange
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
     from ep_a2a.compat.deep_ep.steps import Steps
     from ep_a2a.kernels.base_op import DispatchResult
+    from ep_a2a.kernels.op import EpDispatchCombineOp
 
 PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""
@@ -52,7 +54,7 @@ class LowLatencyMode:
 
     def __init__(self, ops: Ops, steps: Steps) -> None:
         self._ops, self._steps = ops, steps
-        self._carriers = WeightCarriers(ops, index=steps.max_open_steps)
+        self._exchanges: WeakKeyDictionary[EpDispatchCombineOp, WeightExchange] = WeakKeyDictionary()
         self._ones: dict[tuple[int, int], torch.Tensor] = {}
 
     def dispatch(
@@ -135,7 +137,7 @@ class LowLatencyMode:
         if not step.is_open:
             return self._reopen(handle, topk_weights)
         if topk_weights is not None:
-            self._carriers.bring(step.op, handle.ids, topk_weights)
+            self._exchanges[step.op].run(topk_weights, handle.ids.shape[0], handle.shape.max_num_tokens)
         return step
 
     def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
@@ -153,6 +155,9 @@ class LowLatencyMode:
         """A step on an op that is free to dispatch."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
+        if op not in self._exchanges:
+            # DeepEP weighs rows where they come back to; ops weigh them before, so weights given to combine must travel
+            self._exchanges[op] = WeightExchange(op)
         num_rows = self._ops.num_ranks * shape.max_num_tokens
         return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
