@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_a2a.managers.capabilities import Capabilities
 
 
 @dataclass(frozen=True)
@@ -206,10 +210,36 @@ class Atom:
 
 
 @dataclass(frozen=True)
+class Backend:
+    """The backend that is asked for; but for its name all of it is of backends that stand on a library.
+
+    Attributes:
+        name: "" where none is named that there is.
+        declaration_problem: why nothing is known of it; "" where the following is.
+        library, install: the package it needs, and how to get it.
+        version: of the installed package, None where no metadata says it.
+        problem: why the library cannot be used; "" where it can.
+        kernel, kernel_between_nodes: what moves tokens on one node and on several.
+        capabilities: what it can do and needs.
+    """
+
+    name: str = ""
+    declaration_problem: str = ""
+    library: str = ""
+    install: str = ""
+    version: str | None = None
+    problem: str = ""
+    kernel: str = ""
+    kernel_between_nodes: str = ""
+    capabilities: Capabilities | None = None
+
+
+@dataclass(frozen=True)
 class Machine:
     """All that the checks look at.
 
     Attributes:
+        backend: the one that is asked for, as it is found here.
         environment: variables of this package and of libraries that it stands on, by name.
         variable_problems: by name, why a variable of this package cannot be used.
     """
@@ -222,6 +252,7 @@ class Machine:
     rdma: tuple[RdmaPort, ...] = ()
     vllm: Vllm = field(default_factory=Vllm)
     atom: Atom = field(default_factory=Atom)
+    backend: Backend = field(default_factory=Backend)
     environment: dict[str, str] = field(default_factory=dict)
     variable_problems: dict[str, str] = field(default_factory=dict)
 

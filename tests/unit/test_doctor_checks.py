@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ep_a2a.doctor.checks import run_checks
+from ep_a2a.doctor.checks_backend import check_library
 from ep_a2a.doctor.checks_variables import RAILS
 from ep_a2a.doctor.choice import Request, choose
 from ep_a2a.doctor.finding import Level
+from ep_a2a.doctor.machine import Backend
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.rail_choice import RAIL_TRANSPORTS
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
 
@@ -41,6 +44,14 @@ def old(capability: tuple[int, int]) -> dict[str, object]:
 
 def with_variable(name: str, value: str, base: Machine = H200_HOST) -> Machine:
     return changed(base, environment={name: value})
+
+
+def with_backend(base: Machine, name: str, can: Capabilities, **facts: object) -> Machine:
+    backend = Backend(
+        name, library="some-library", install="pip install some-library", version="1.0", kernel="its own",
+        kernel_between_nodes="its own between nodes", capabilities=can,
+    )  # fmt: skip
+    return replace(base, backend=replace(backend, **facts))
 
 
 SHM = H200_HOST.host.shared_memory
@@ -404,7 +415,9 @@ def test_the_portable_backend_needs_no_peer_access():
 
 def test_several_nodes():
     two = choose(CPU_HOST, Request(ranks_per_node=(2, 2)))
-    assert two.kernel == "InterNodeV1"
+    assert two.kernel == "InterNodeV1LL or InterNodeV1"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=256)).kernel == "InterNodeV1LL"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=257)).kernel == "InterNodeV1"
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 2))) == []
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 1))) == ["nodes"]
     assert errors_of(CPU_HOST, Request("allgather_reducescatter", ranks_per_node=(2, 1))) == []
@@ -428,6 +441,76 @@ def test_several_nodes():
 )  # fmt: skip
 def test_shapes_and_memory(request_, subjects):
     assert errors_of(H200_HOST, request_) == subjects
+
+
+# --- backends on other projects' libraries ---
+
+SOME_SIZES = Capabilities(
+    hidden_sizes=(4096, 7168), hidden_multiple=512, rank_counts=(2, 16), min_ranks=2, max_ranks=16, max_tokens=511,
+    dispatch_casts=("none", "fp8_per_1x128"),
+)  # fmt: skip
+
+
+def test_a_library_backend_runs_its_own_kernels():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
+    one, two = (choose(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
+    assert (one.kernel, two.kernel) == ("its own", "its own between nodes")
+    assert "some-library's kernels" in one.kernel_reason
+    assert "torch.distributed" not in one.kernel_reason
+    assert errors_of(machine, Request("pplx")) == errors_of(machine, Request("pplx", ranks_per_node=(2, 2))) == []
+    assert [each.level for each in check_library(machine)] == [Level.OK]
+
+
+def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(), problem="some-library is not installed")
+    (finding,) = check_library(machine)
+    assert finding.prevents_use
+    assert "some-library is not installed" in finding.found
+    assert "pip install some-library" in finding.remedy
+    assert finding in run_checks(machine)["software"]
+    unknown = replace(machine, backend=Backend("pplx", declaration_problem="ImportError: no"))
+    assert check_library(unknown)[0].prevents_use
+    assert choose(unknown, Request("pplx")).kernel == "not known"
+    (finding,) = check_library(changed(unknown, torch={"version": None}))
+    assert finding.level is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("can", "request_", "found"),
+    [
+        (Capabilities(gpus=("AMD",)), Request(), "NVIDIA here; pplx needs AMD GPUs"),
+        (Capabilities(single_node=True), Request(ranks_per_node=(1, 1)), "2 nodes; pplx takes one"),
+        (SOME_SIZES, Request(hidden_dim=2048), "hidden size 2048; pplx takes hidden sizes 4096, 7168"),
+        (SOME_SIZES, Request(ranks_per_node=(1,)), "1 ranks; pplx takes 2, 16 ranks"),
+        (Capabilities(min_ranks=2), Request(ranks_per_node=(1,)), "1 rank; pplx takes 2 or more"),
+        (Capabilities(max_ranks=2), Request(ranks_per_node=(2, 2)), "4 ranks; pplx takes at most 2"),
+        (Capabilities(hidden_multiple=512), Request(hidden_dim=256), "hidden size 256; pplx takes multiples of 512"),
+        (SOME_SIZES, Request(max_tokens=512), "512 tokens of a rank; pplx takes at most 511"),
+        (SOME_SIZES, Request(quant="fp8_per_token"), "the cast fp8_per_token; pplx takes the casts none"),
+    ],
+)
+def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
+    machine = with_backend(H200_HOST, "pplx", can)
+    errors = [each for each in choose(machine, replace(request_, backend="pplx")).findings if each.prevents_use]
+    assert [each for each in errors if found in each.found and "allgather_reducescatter" in each.remedy], errors
+    fits = Request("pplx", hidden_dim=7168, max_tokens=511, quant="fp8_per_1x128")
+    assert errors_of(with_backend(H200_HOST, "pplx", SOME_SIZES), fits) == []
+
+
+def test_a_library_backend_without_gpus():
+    assert errors_of(with_backend(CPU_HOST, "pplx", Capabilities()), Request("pplx")) == ["GPUs of the backend"]
+    assert errors_of(with_backend(CPU_HOST, "pplx", Capabilities(runs_on_cpu=True)), Request("pplx")) == []
+
+
+def test_rdma_is_asked_for_where_the_backend_needs_it():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
+    two, none = Request("pplx", ranks_per_node=(2, 2)), replace(machine, rdma=())
+    assert errors_of(none, two) == ["network"]
+    assert errors_of(replace(machine, rdma=(replace(PORT, state="DOWN"),)), two) == ["network"]
+    assert errors_of(none, Request("pplx")) == []
+    assert errors_of(with_backend(none, "pplx", Capabilities()), two) == []
+    warned = choose(changed(machine, host={"gpu_direct": ""}), two).findings
+    assert [each.remedy for each in warned if each.level is Level.WARNING and "nvidia_peermem" in each.found]
 
 
 def test_fp8_needs_newer_gpus():

@@ -416,6 +416,16 @@ def test_explain(manager):
     assert set(explained) == {"backend", "kernel", "kernel_reason", "device", "topology"}
 
 
+def test_every_backend_names_its_kernels_without_its_library():
+    managers = {name: registry.manager_type(name) for name in registry.available_backends()}
+    kernels = {name: [kind.kernel_for(nodes)[0] for nodes in (1, 2)] for name, kind in managers.items() if kind}
+    assert set(kernels) == set(managers)
+    assert kernels["mori"] == ["mori IntraNode", "mori InterNodeV1"]
+    assert kernels["mori_low_latency"] == ["mori IntraNode", "mori InterNodeV1LL"]
+    assert kernels["naive"] == ["torch.distributed"] * 2
+    assert kernels["pplx"] == ["pplx_kernels"] * 2
+
+
 def test_every_op_has_the_same_interface():
     from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
     from ep_a2a.ops import EpDispatchCombineOp
