@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ep_a2a.doctor.machine import Backend, Machine
     from ep_a2a.managers.capabilities import Capabilities
 
+AMD, NVIDIA = "AMD", "NVIDIA"
+"""Makers of GPUs, as capabilities name them."""
 COLLECTIVE_BACKENDS = ("naive", "allgather_reducescatter")
 """Backends that call torch.distributed's collectives; all others but DEFAULT_BACKEND stand on a library."""
 USE_ANOTHER = f"Use another backend: {DEFAULT_BACKEND}, or {COLLECTIVE_BACKENDS[1]}; `ep-a2a backends` lists them."
@@ -62,7 +64,7 @@ def _gpu_problems(machine: Machine, can: Capabilities) -> list[Finding]:
     torch, wanted = machine.torch, f"{machine.backend.name} needs {' or '.join(can.gpus)} GPUs"
     if not torch.num_gpus:
         return [] if can.runs_on_cpu else [error("GPUs of the backend", f"none here; {wanted}", USE_ANOTHER)]
-    found = "AMD" if torch.hip_build else "NVIDIA"
+    found = AMD if torch.hip_build else NVIDIA
     return [] if found in can.gpus else [error("GPUs of the backend", f"{found} here; {wanted}", USE_ANOTHER)]
 
 

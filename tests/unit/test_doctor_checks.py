@@ -12,7 +12,7 @@ from ep_a2a.doctor.checks_backend import check_library
 from ep_a2a.doctor.checks_variables import RAILS
 from ep_a2a.doctor.choice import Request, choose
 from ep_a2a.doctor.finding import Level
-from ep_a2a.doctor.machine import Backend
+from ep_a2a.doctor.machine import Backend, Driver
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.rail_choice import RAIL_TRANSPORTS
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
@@ -109,7 +109,7 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
     "ROCm (vLLM issue 57029: illegal access at world size 2)": (
         changed(H200_HOST, torch={"cuda_build": None, "hip_build": "7.2"}),
         "ROCm 7.2",
-        "NVIDIA",
+        "NVIDIA GPUs, or the backend mori",
     ),
     "the driver is older than torch's CUDA": (
         changed(
@@ -495,6 +495,36 @@ def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
     assert [each for each in errors if found in each.found and "allgather_reducescatter" in each.remedy], errors
     fits = Request("pplx", hidden_dim=7168, max_tokens=511, quant="fp8_per_1x128")
     assert errors_of(with_backend(H200_HOST, "pplx", SOME_SIZES), fits) == []
+
+
+FOR_AMD = Capabilities(gpus=("AMD",), rdma="across nodes")
+
+
+def rocm(name: str, can: Capabilities | None = None, **torch: object) -> Machine:
+    """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of; a backend is asked for on it."""
+    machine = changed(
+        H200_HOST, torch={"cuda_build": None, "hip_build": "7.2", "nccl": None, "has_symmetric_memory": False, **torch},
+        host={"gpu_direct": "", "compiler": ""}, driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
+    )  # fmt: skip
+    return replace(machine, backend=Backend(name)) if can is None else with_backend(machine, name, can)
+
+
+@pytest.mark.parametrize("name", ["mori", "mori_high_throughput", "mori_low_latency"])
+def test_rocm_is_no_error_for_backends_that_are_for_it(name):
+    everything = findings_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
+    assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
+    assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
+    hidden = rocm(name, FOR_AMD, num_gpus=0, gpu_problem="no HIP GPUs")
+    assert any("no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden, Request(name)))
+
+
+def test_rocm_with_other_backends():
+    collective = findings_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
+    assert [each for each in collective if each.prevents_use] == []
+    assert [each for each in collective if "has not run there" in each.found]
+    for name, can in (("ep_a2a", None), ("pplx", Capabilities())):
+        errors = [each for each in findings_of(rocm(name, can), Request(name)) if each.prevents_use]
+        assert f"the kernels of {name} hold NVIDIA's instructions" in errors[0].found
 
 
 def test_a_library_backend_without_gpus():
