@@ -168,7 +168,7 @@ class Installation:
 
     Attributes:
         version: of the code. installed_version: of the package's metadata, None where it is not installed.
-        vllm_entry_point: whether vLLM's list of plugins has ours.
+        vllm_entry_point: whether vLLM's list of plugins has ours. atom_entry_point: the one for ATOM as its plugin.
         packages: versions of other installed packages by name, only of those that are installed.
         tuned_tables: names of the files of tuned launch numbers that came with it.
     """
@@ -176,6 +176,7 @@ class Installation:
     version: str = ""
     installed_version: str | None = None
     vllm_entry_point: bool = False
+    atom_entry_point: bool = False
     packages: dict[str, str] = field(default_factory=dict)
     tuned_tables: tuple[str, ...] = ()
 
@@ -200,13 +201,12 @@ class Atom:
     """The ATOM of this environment.
 
     Attributes:
-        version, aiter: of ATOM and of AITER, from which it takes its managers; None where they are not installed.
-        has_integration: whether this version of our package has one for it.
+        version, aiter: of ATOM and of AITER, from which it takes its managers; None where they are not installed,
+            "?" where no package metadata says it.
     """
 
     version: str | None = None
     aiter: str | None = None
-    has_integration: bool = False
 
 
 @dataclass(frozen=True)

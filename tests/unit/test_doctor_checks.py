@@ -12,7 +12,7 @@ from ep_a2a.doctor.checks_backend import check_library
 from ep_a2a.doctor.checks_variables import RAILS
 from ep_a2a.doctor.choice import Request, choose
 from ep_a2a.doctor.finding import Level
-from ep_a2a.doctor.machine import Backend, Driver
+from ep_a2a.doctor.machine import Atom, Backend, Driver
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.rail_choice import RAIL_TRANSPORTS
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
@@ -40,6 +40,9 @@ def test_nothing_is_wrong_with_a_machine_where_nothing_is_wrong(machine):
 
 def old(capability: tuple[int, int]) -> dict[str, object]:
     return {"gpus": (replace(H200, name="an older GPU", capability=capability),) * 2}
+
+
+WITH_ATOM = replace(H200_HOST, atom=Atom(version="0.2", aiter="0.1"))
 
 
 def with_variable(name: str, value: str, base: Machine = H200_HOST) -> Machine:
@@ -218,7 +221,7 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
     ),
     "VLLM_PLUGINS leaves it out": (with_variable("VLLM_PLUGINS", "lora_resolver"), "does not name ep_a2a", "Unset it"),
     "ATOM without AITER": (
-        replace(H200_HOST, atom=replace(H200_HOST.atom, version="0.2", has_integration=True)),
+        replace(H200_HOST, atom=Atom(version="0.2")),
         "without AITER",
         "AITER",
     ),
@@ -321,6 +324,16 @@ WARNINGS: dict[str, tuple[Machine, str, str]] = {
         "may wait for each other",
         "Unset it",
     ),
+    "ATOM as vLLM's plugin, where ours is not installed": (
+        changed(with_variable("EP_A2A_BACKEND", "ep_a2a", WITH_ATOM), installation={"atom_entry_point": False}),
+        "ep_a2a_atom is not among vLLM's plugins",
+        "pip install ep-a2a",
+    ),
+    "ATOM as vLLM's plugin, and VLLM_PLUGINS leaves ours out": (
+        changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom, ep_a2a"}),
+        "does not name ep_a2a_atom",
+        "add ep_a2a_atom",
+    ),
     "launches are waited for": (with_variable("CUDA_LAUNCH_BLOCKING", "1"), "slow", "Unset it"),
 }
 
@@ -342,10 +355,12 @@ NOTES: dict[str, tuple[Machine, str]] = {
     "RDMA without GPUDirect": (changed(H200_HOST, host={"gpu_direct": ""}), "nvidia_peermem"),
     "the host's name is a loopback address": (changed(H200_HOST, host={"addresses": ("127.0.1.1",)}), "cannot reach"),
     "imported from a folder": (changed(CPU_HOST, installation={"installed_version": None}), "not installed"),
-    "ATOM, for which there is no plugin yet": (
-        replace(H200_HOST, atom=replace(H200_HOST.atom, version="0.2", aiter="0.1")),
-        "no plugin",
+    "ATOM without the switch": (WITH_ATOM, "ATOM 0.2, AITER 0.1; it runs as it is, since EP_A2A_BACKEND is not set"),
+    "ATOM with the switch": (
+        with_variable("EP_A2A_BACKEND", "ep_a2a", WITH_ATOM),
+        "EP_A2A_BACKEND=ep_a2a is for processes that ep_a2a.integrations.atom.serve",
     ),
+    "AITER alone": (replace(H200_HOST, atom=Atom(aiter="0.1")), "not in this environment; AITER 0.1"),
     "the links cannot be asked for": (changed(H200_HOST, driver={"access": (), "atomics": ()}), "not known"),
 }
 

@@ -14,13 +14,14 @@ from ep_a2a.doctor import ask as asking
 from ep_a2a.doctor import report
 from ep_a2a.doctor.checks_backend import stands_on_library
 from ep_a2a.doctor.finding import error, note, ok, warning
-from ep_a2a.doctor.machine import Backend
+from ep_a2a.doctor.machine import Atom, Backend
 from ep_a2a.doctor.probe import find_backend, find_variable_problems
 from ep_a2a.doctor.probe_host import find_folder, find_rdma_ports
 from ep_a2a.doctor.probe_nvidia import read_links, read_query
-from ep_a2a.doctor.probe_packages import find_vllm
+from ep_a2a.doctor.probe_packages import find_atom, find_vllm
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.trusted_folders import why_unsafe
+from tests.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "doctor"
@@ -216,6 +217,21 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     assert any("has no" in text for text in found.differences)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
     assert "0.9.1 is not vLLM 0.24 to 0.33" in find_vllm().version_problem
+
+
+def test_an_atom_is_described_and_not_imported(tmp_path, monkeypatch):
+    assert find_atom() == Atom()
+    monkeypatch.syspath_prepend(str(SHAPE))
+    assert find_atom() == Atom("?", "?")
+    info = tmp_path / "amd_aiter-0.1.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_atom() == Atom("?", "0.1.9")
+    (tmp_path / "atom").mkdir()
+    (tmp_path / "atom" / "__init__.py").write_text("raise RuntimeError('another package of that name')")
+    assert find_atom() == Atom(None, "0.1.9")
+    assert not {"atom", "aiter"} & set(sys.modules)
 
 
 # --- whom a folder belongs to ---
