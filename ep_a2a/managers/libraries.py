@@ -48,9 +48,10 @@ class Library:
         come and go, so that it is looked for in each call. Who wants a manager on this package's own modules gives it a
         Library that names them, `Library("ep_a2a", ...)`.
         """
-        return self._stand_in_problem() or _problem(self)
+        return self.stand_in_problem() or _problem(self)
 
-    def _stand_in_problem(self) -> str | None:
+    def stand_in_problem(self) -> str | None:
+        """What stands under its name in this process, if that is this package's own; imports nothing."""
         found = getattr(sys.modules.get(self.module), "__name__", "")
         if self.module.partition(".")[0] == OWN_PACKAGE or found.partition(".")[0] != OWN_PACKAGE:
             return None

@@ -13,6 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ep_a2a.bench.deepep import DeepEPContender
+from ep_a2a.bench.workload import Workload
 from ep_a2a.cli.app import make_app
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config import EpDispatchCombineConfig
@@ -210,6 +212,9 @@ def test_our_deep_ep_is_not_deep_ep(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)  # as docs/deepep.md says
     for library in (BUFFER, ELASTIC_BUFFER):
         assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
+    # nor is it measured under the name
+    reason = DeepEPContender().unavailable(Workload(2, 1, 1), torch.device("cuda"))
+    assert reason == BUFFER.problem()
 
 
 def test_a_manager_on_our_modules_names_them():
