@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ep_a2a.config import EpDispatchCombineKernelType, Layout, QuantType
+from ep_a2a.config import Layout, QuantType
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -27,8 +27,6 @@ FEW_TOKENS = 64
 From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
 MAX_COUNTED_ALONE = 1023
 """Up to this max_num_tokens every program looks at the ids of all tokens, and learns nothing from other programs."""
-WHOLE_STEP_MAX_TOKENS = 256
-"""Up to this M rings between nodes hold a whole step."""
 BULK_SENDERS = 32
 """Programs that fill the wire then; more of them take from those that add."""
 BULK_CASTERS = 160
@@ -198,13 +196,6 @@ def _tuned(
     receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
     num_programs = SPEAKERS[phase] + senders + receivers
     return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
-
-
-def inter_node_kernel(max_num_tokens: int) -> EpDispatchCombineKernelType:
-    """The kernel that serves steps of at most M tokens on several nodes; not measured on a network yet."""
-    if isinstance(max_num_tokens, int) and max_num_tokens <= WHOLE_STEP_MAX_TOKENS:
-        return EpDispatchCombineKernelType.InterNodeV1LL
-    return EpDispatchCombineKernelType.InterNodeV1
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:

@@ -29,6 +29,7 @@ H200_HOST = Machine(
         version="0.1.0",
         installed_version="0.1.0",
         vllm_entry_point=True,
+        atom_entry_point=True,
         packages=PACKAGES | {"cuda-bindings": "13.0", "nvidia-nccl-cu13": "2.28.9"},
         tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),

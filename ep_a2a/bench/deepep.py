@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.bench.contender import BenchContext, Contender, Session, check_round_trip
 from ep_a2a.config import QuantType
-from ep_a2a.managers.deepep_buffers import elastic_buffer, low_latency_buffer, topk_dtype
+from ep_a2a.managers.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class DeepEPContender(Contender):
             return "needs GPUs"
         if importlib.util.find_spec("deep_ep") is None:
             return "deep_ep is not installed: build it from github.com/deepseek-ai/DeepEP (with NVSHMEM)"
+        if (stand_in := BUFFER.stand_in_problem()) is not None:
+            return stand_in
         if workload.dtype != torch.bfloat16 or workload.combine_quant != QuantType.NONE:
             return "takes bfloat16 tokens and combines bfloat16 rows"
         if workload.quant_type == QuantType.FP8_PER_TOKEN:

@@ -73,8 +73,9 @@ class DemoRank:
         )  # fmt: skip
         self.group = get_ep_group()
         self.manager = self.group.device_communicator.all2all_manager
-        self.op = self.manager.get_handle(settings.handle_kwargs(context.rank))
-        self.explanation = self.manager.explain(settings.gpus_per_node)
+        kwargs = settings.handle_kwargs(context.rank)
+        self.op = self.manager.get_handle(kwargs)
+        self.explanation = self.manager.explain(settings.gpus_per_node, kwargs["max_num_tokens_per_dp_rank"])
 
         first = sum(settings.tokens_per_rank[: context.rank])
         own = text_tokens[first : first + settings.tokens_per_rank[context.rank]]

@@ -14,19 +14,20 @@ MARK = "ep_a2a_facts:"
 COMMAND_SECS = 20.0
 
 
-def ask(name: str, timeout_secs: float) -> dict[str, Any]:
+def ask(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
     """The facts that `asks_<name>.py` prints; where it does not come to that, `problem` says why.
 
     Args:
-        name: torch, triton or driver.
+        name: torch, triton, driver or backend.
         timeout_secs: how long to wait.
+        arguments: of the program.
     """
     program = Path(__file__).with_name(f"asks_{name}.py")
     # -P: this folder must not be on the import path, where its modules could stand for others.
     flags = ["-P"] + ["-S"] * bool(sys.flags.no_site) + ["-E"] * bool(sys.flags.ignore_environment)
     try:
         done = subprocess.run(
-            [sys.executable, *flags, str(program)], capture_output=True, text=True, errors="replace",
+            [sys.executable, *flags, str(program), *arguments], capture_output=True, text=True, errors="replace",
             timeout=timeout_secs, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.doctor import checks_engines, checks_gpu, checks_links, checks_software, checks_variables
+from ep_a2a.doctor import checks_backend, checks_engines, checks_gpu, checks_links, checks_software, checks_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,7 @@ CHECKS: dict[str, tuple[Callable[[Machine], list[Finding]], ...]] = {
         checks_software.check_torch,
         checks_software.check_triton,
         checks_software.check_packages,
+        checks_backend.check_library,
     ),
     "GPUs": (
         checks_gpu.check_gpus,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.doctor.finding import Finding, error, note, ok
+from ep_a2a import env
+from ep_a2a.doctor.finding import Finding, error, note, ok, warning
 
 if TYPE_CHECKING:
     from ep_a2a.doctor.machine import Machine
 
 PLUGIN = "ep_a2a"
+ATOM_PLUGIN = "ep_a2a_atom"
+ATOM_LAUNCHER = "ep_a2a.integrations.atom.serve"
 
 
 def check_vllm(machine: Machine) -> list[Finding]:
@@ -42,15 +45,41 @@ def check_vllm(machine: Machine) -> list[Finding]:
 
 
 def check_atom(machine: Machine) -> list[Finding]:
-    """Whether ATOM will find this package."""
+    """Whether ATOM's layers will use a backend of this package (docs/atom.md)."""
     atom = machine.atom
     if atom.version is None and atom.aiter is None:
         return [note("ATOM", "not in this environment")]
     found = ", ".join(
         f"{name} {version}" for name, version in (("ATOM", atom.version), ("AITER", atom.aiter)) if version
     )
-    if not atom.has_integration:
-        return [note("ATOM", f"{found}; this version of ep_a2a has no plugin for it")]
-    if atom.version is not None and atom.aiter is None:
+    if atom.version is None:
+        return [note("ATOM", f"not in this environment; {found}")]
+    if atom.aiter is None:
         return [error("ATOM", f"{found}, without AITER, from which it takes its managers", "Install AITER.")]
-    return [ok("ATOM", found)]
+    backend = machine.environment.get(env.BACKEND.name)
+    if not backend:
+        return [
+            note("ATOM", f"{found}; it runs as it is, since {env.BACKEND.name} is not set",
+                 f"To change that: {env.BACKEND.name}=BACKEND python -m {ATOM_LAUNCHER} MODULE ... (docs/atom.md)")
+        ]  # fmt: skip
+    said = f"{found}; {env.BACKEND.name}={backend} is for processes that {ATOM_LAUNCHER} or activate() reaches"
+    return [note("ATOM", f"{said}; this has not run inside ATOM yet"), *_atom_as_plugin(machine)]
+
+
+def _atom_as_plugin(machine: Machine) -> list[Finding]:
+    """What keeps the switch from processes of vLLM in which ATOM is a plugin."""
+    if machine.vllm.version is None:
+        return []
+    what = "the switch does not reach ATOM as vLLM's plugin"
+    if not machine.installation.atom_entry_point:
+        return [
+            warning("ATOM in vLLM", f"{ATOM_PLUGIN} is not among vLLM's plugins: {what}",
+                    "Install this package in vLLM's environment: pip install ep-a2a")
+        ]  # fmt: skip
+    allowed = machine.environment.get("VLLM_PLUGINS")
+    if allowed is not None and ATOM_PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        return [
+            warning("ATOM in vLLM", f"VLLM_PLUGINS={allowed} does not name {ATOM_PLUGIN}: {what}",
+                    f"Unset it, or add {ATOM_PLUGIN} to it.")
+        ]  # fmt: skip
+    return []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a.config_file import DEFAULT_BACKEND
+from ep_a2a.doctor.checks_backend import AMD, COLLECTIVE_BACKENDS
 from ep_a2a.doctor.finding import Finding, error, note, ok, warning
 
 if TYPE_CHECKING:
@@ -20,10 +22,7 @@ def check_gpus(machine: Machine) -> list[Finding]:
     """Whether there are GPUs, and whether torch can use them."""
     torch, driver = machine.torch, machine.driver
     if torch.hip_build:
-        return [
-            error("GPUs", f"torch is built for ROCm {torch.hip_build}; the kernels hold PTX instructions",
-                  "Use NVIDIA GPUs, or the allgather_reducescatter backend.")
-        ]  # fmt: skip
+        return _use_of_rocm(machine)
     if not machine.has_gpus:
         return [note("GPUs", f"none ({driver.problem or 'the driver lists none'}): ranks are CPU processes")]
     listed = [
@@ -31,6 +30,25 @@ def check_gpus(machine: Machine) -> list[Finding]:
         for index, gpu in enumerate(driver.gpus)
     ]
     return [*listed, *_use_by_torch(machine)]
+
+
+def _use_of_rocm(machine: Machine) -> list[Finding]:
+    """Whether the backend that is asked for is one for AMD's GPUs; ep_a2a's own kernels are not."""
+    torch, backend = machine.torch, machine.backend
+    built = f"torch is built for ROCm {torch.hip_build}"
+    if backend.capabilities is not None and AMD in backend.capabilities.gpus:
+        if torch.num_gpus:
+            return [ok("GPUs", f"{torch.num_gpus} visible to torch; {built}, which {backend.name} is for")]
+        return [
+            error("GPUs", f"{built}, and sees none: {torch.gpu_problem or 'it gives no reason'}",
+                  "rocm-smi must list them; start containers with --device=/dev/kfd --device=/dev/dri.")
+        ]  # fmt: skip
+    if backend.name in COLLECTIVE_BACKENDS:
+        return [note("GPUs", f"{built}; {backend.name} calls torch.distributed alone, and has not run there")]
+    return [
+        error("GPUs", f"{built}; the kernels of {backend.name or DEFAULT_BACKEND} hold NVIDIA's instructions",
+              "Use NVIDIA GPUs, or the backend mori or allgather_reducescatter.")
+    ]  # fmt: skip
 
 
 def _use_by_torch(machine: Machine) -> list[Finding]:
@@ -62,7 +80,7 @@ def _use_by_torch(machine: Machine) -> list[Finding]:
 def check_driver(machine: Machine) -> list[Finding]:
     """The driver and the CUDA version that it serves."""
     driver, build = machine.driver, machine.torch.cuda_build
-    if not machine.has_gpus:
+    if not machine.has_gpus or machine.torch.hip_build:
         return []
     if driver.cuda is None:
         return [error("driver", driver.problem, "nvidia-smi must work; in a container, start it with --gpus all.")]
@@ -125,8 +143,8 @@ def check_free_memory(machine: Machine) -> list[Finding]:
 
 
 def check_compilation(machine: Machine) -> list[Finding]:
-    """What Triton needs to build its launcher and to keep kernels."""
-    if not machine.has_gpus:
+    """What Triton needs to build its launcher and to keep kernels; with ROCm none of this package's are compiled."""
+    if not machine.has_gpus or machine.torch.hip_build:
         return []
     host, cache = machine.host, machine.host.triton_cache
     findings = []

@@ -50,7 +50,7 @@ def missing_pairs(matrix: tuple[tuple[bool, ...], ...]) -> list[tuple[int, int]]
 def check_symmetric_memory(machine: Machine) -> list[Finding]:
     """Ways to map memory of other ranks on GPUs."""
     torch = machine.torch
-    if not machine.has_gpus or torch.version is None or torch.problem:
+    if not machine.has_gpus or torch.version is None or torch.problem or torch.hip_build:
         return []
     if not torch.has_symmetric_memory:
         return [error("symmetric memory", "not in this torch", "Install a torch of 2.11 or later with CUDA.")]
@@ -152,7 +152,7 @@ def check_rdma(machine: Machine) -> list[Finding]:
             )  # fmt: skip
         else:
             findings.append(ok("RDMA", f"{name}: {port.link_layer}, {port.rate}"))
-    if machine.has_gpus and not machine.host.gpu_direct:
+    if machine.has_gpus and not machine.torch.hip_build and not machine.host.gpu_direct:
         findings.append(
             note("GPUDirect RDMA", "no nvidia_peermem: NCCL needs DMA-BUF, or copies by way of the host",
                  "modprobe nvidia_peermem")

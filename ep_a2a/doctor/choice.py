@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from ep_a2a import env
 from ep_a2a.config_file import DEFAULT_BACKEND, choose_backend, read_config_file
+from ep_a2a.doctor.checks_backend import COLLECTIVE_BACKENDS, check_needs
 from ep_a2a.doctor.checks_gpu import FP8_CAPABILITY
 from ep_a2a.doctor.checks_links import missing_pairs
 from ep_a2a.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.errors import EpA2AError
+from ep_a2a.kernel_choice import picked_kernel
 from ep_a2a.managers.registry import check_backend_name
 
 if TYPE_CHECKING:
-    from ep_a2a.doctor.machine import Machine
+    from ep_a2a.doctor.machine import Backend, Machine
 
 CPU_RANKS = 4
 PORTABLE = "allgather_reducescatter"
@@ -74,7 +76,7 @@ def choose(machine: Machine, request: Request) -> Choice:
     except EpA2AError as problem:
         findings = [error("backend", f"expected {problem.expected}; got {problem.got}", problem.remedy)]
         return Choice("", "", "", "", "cuda" if on_gpus else "cpu", ranks, tuple(findings))
-    kernel, why = _kernel(name, ranks)
+    kernel, why = _kernel(name, ranks, request.max_tokens, machine.backend)
     where = f"{sum(ranks)} ranks on {len(ranks)} node{'s' if len(ranks) > 1 else ''}"
     findings = [
         ok("backend", f"{name}: {reason}"),
@@ -83,17 +85,30 @@ def choose(machine: Machine, request: Request) -> Choice:
     ]
     if name == DEFAULT_BACKEND:
         findings += [*_node_problems(ranks, on_gpus=on_gpus), *(_gpu_problems(machine) if on_gpus else [])]
+    elif name == machine.backend.name:
+        findings += check_needs(machine, ranks, request.hidden_dim, request.max_tokens, request.quant)
     if on_gpus and max(ranks) > machine.torch.num_gpus:
         findings.append(
             error("ranks", f"{max(ranks)} on a node, {machine.torch.num_gpus} GPUs here", "Start one rank per GPU.")
         )
-    findings += _memory_problems(machine, request, ranks, on_gpus=on_gpus)
+    if name == DEFAULT_BACKEND:
+        findings += _memory_problems(machine, request, ranks, on_gpus=on_gpus)
+    elif request.max_tokens is not None:
+        findings.append(note("memory", f"not known for {name}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes"))
     return Choice(name, reason, kernel, why, "cuda" if on_gpus else "cpu", ranks, tuple(findings))
 
 
 def asked_ranks(machine: Machine, request: Request) -> tuple[int, ...]:
     """Ranks of each node: as asked, else one node with a rank per GPU, or CPU_RANKS processes."""
     return request.ranks_per_node or (machine.torch.num_gpus or CPU_RANKS,)
+
+
+def asked_backend(request: Request) -> str:
+    """Name of the backend that a request comes to; "" where there is no such backend, or no such config file."""
+    try:
+        return _backend(request)[0]
+    except EpA2AError:
+        return ""
 
 
 def _backend(request: Request) -> tuple[str, str]:
@@ -107,12 +122,15 @@ def _backend(request: Request) -> tuple[str, str]:
     return name, f"named by {env.BACKEND.name}" if env.BACKEND.get() else "the default"
 
 
-def _kernel(backend: str, ranks: tuple[int, ...]) -> tuple[str, str]:
-    if backend != DEFAULT_BACKEND:
-        return "torch.distributed", f"{backend} calls its collectives on any topology"
-    if len(ranks) > 1:
-        return "InterNodeV1", "one hop between nodes, one inside"
-    return "IntraNode", "ranks write into each other's memory"
+def _kernel(name: str, ranks: tuple[int, ...], max_tokens: int | None, backend: Backend) -> tuple[str, str]:
+    if name == DEFAULT_BACKEND:
+        return picked_kernel(len(ranks), max_tokens)
+    if name in COLLECTIVE_BACKENDS:
+        return "torch.distributed", f"{name} calls its collectives on any topology"
+    if backend.name != name or backend.capabilities is None:
+        return "not known", f"{name} runs kernels of a library, which could not be asked for"
+    kernel = backend.kernel_between_nodes if len(ranks) > 1 else backend.kernel
+    return kernel, f"{name} runs {backend.library}'s kernels"
 
 
 def _node_problems(ranks: tuple[int, ...], *, on_gpus: bool) -> list[Finding]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ep_a2a
+from ep_a2a.config_file import DEFAULT_BACKEND
 from ep_a2a.doctor.ask import plan_bytes
 from ep_a2a.doctor.checks import run_checks
-from ep_a2a.doctor.choice import Choice, Request, asked_ranks, choose
+from ep_a2a.doctor.choice import Choice, Request, asked_backend, asked_ranks, choose
 from ep_a2a.doctor.finding import Finding, error
 from ep_a2a.doctor.probe import ASK_SECS, find_machine
 from ep_a2a.doctor.report import render
@@ -31,9 +32,13 @@ DEFAULT_PAIR_SECS = 2.0
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns 1 where something prevents use, else 0."""
     options = _parser().parse_args(arguments)
-    machine = find_machine(options.ask_secs)
+    request = Request(
+        options.backend, options.config, options.ranks_per_node, options.hidden, options.quant, options.max_tokens
+    )
+    backend = asked_backend(request)
+    machine = find_machine(options.ask_secs, backend)
     sections = run_checks(machine)
-    choice = choose(machine, _request(machine, options))
+    choice = choose(machine, _with_bytes(machine, request, backend))
     sections["what a group gets"] = list(choice.findings)
     test: SelfTest | None = None
     if options.selftest:
@@ -81,14 +86,11 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
-def _request(machine: Machine, options: argparse.Namespace) -> Request:
-    request = Request(
-        options.backend, options.config, options.ranks_per_node, options.hidden, options.quant, options.max_tokens
-    )
-    if options.max_tokens is None:
+def _with_bytes(machine: Machine, request: Request, backend: str) -> Request:
+    if request.max_tokens is None or backend != DEFAULT_BACKEND:
         return request
     num_ranks = sum(asked_ranks(machine, request))
-    return replace(request, needed_bytes=plan_bytes(num_ranks, options.max_tokens, options.hidden, options.quant))
+    return replace(request, needed_bytes=plan_bytes(num_ranks, request.max_tokens, request.hidden_dim, request.quant))
 
 
 def _selftest(machine: Machine, choice: Choice, options: argparse.Namespace) -> tuple[SelfTest | None, list[Finding]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_a2a.managers.capabilities import Capabilities
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Installation:
 
     Attributes:
         version: of the code. installed_version: of the package's metadata, None where it is not installed.
-        vllm_entry_point: whether vLLM's list of plugins has ours.
+        vllm_entry_point: whether vLLM's list of plugins has ours. atom_entry_point: the one for ATOM as its plugin.
         packages: versions of other installed packages by name, only of those that are installed.
         tuned_tables: names of the files of tuned launch numbers that came with it.
     """
@@ -172,6 +176,7 @@ class Installation:
     version: str = ""
     installed_version: str | None = None
     vllm_entry_point: bool = False
+    atom_entry_point: bool = False
     packages: dict[str, str] = field(default_factory=dict)
     tuned_tables: tuple[str, ...] = ()
 
@@ -196,13 +201,37 @@ class Atom:
     """The ATOM of this environment.
 
     Attributes:
-        version, aiter: of ATOM and of AITER, from which it takes its managers; None where they are not installed.
-        has_integration: whether this version of our package has one for it.
+        version, aiter: of ATOM and of AITER, from which it takes its managers; None where they are not installed,
+            "?" where no package metadata says it.
     """
 
     version: str | None = None
     aiter: str | None = None
-    has_integration: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The backend that is asked for; but for its name all of it is of backends that stand on a library.
+
+    Attributes:
+        name: "" where none is named that there is.
+        declaration_problem: why nothing is known of it; "" where the following is.
+        library, install: the package it needs, and how to get it.
+        version: of the installed package, None where no metadata says it.
+        problem: why the library cannot be used; "" where it can.
+        kernel, kernel_between_nodes: what moves tokens on one node and on several.
+        capabilities: what it can do and needs.
+    """
+
+    name: str = ""
+    declaration_problem: str = ""
+    library: str = ""
+    install: str = ""
+    version: str | None = None
+    problem: str = ""
+    kernel: str = ""
+    kernel_between_nodes: str = ""
+    capabilities: Capabilities | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +239,7 @@ class Machine:
     """All that the checks look at.
 
     Attributes:
+        backend: the one that is asked for, as it is found here.
         environment: variables of this package and of libraries that it stands on, by name.
         variable_problems: by name, why a variable of this package cannot be used.
     """
@@ -222,6 +252,7 @@ class Machine:
     rdma: tuple[RdmaPort, ...] = ()
     vllm: Vllm = field(default_factory=Vllm)
     atom: Atom = field(default_factory=Atom)
+    backend: Backend = field(default_factory=Backend)
     environment: dict[str, str] = field(default_factory=dict)
     variable_problems: dict[str, str] = field(default_factory=dict)
 

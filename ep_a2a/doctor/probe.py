@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import ep_a2a
 from ep_a2a import env
 from ep_a2a.doctor.ask import ask
-from ep_a2a.doctor.machine import Driver, Gpu, Machine, Torch, Triton
+from ep_a2a.doctor.checks_backend import stands_on_library
+from ep_a2a.doctor.machine import Backend, Driver, Gpu, Machine, Torch, Triton
 from ep_a2a.doctor.probe_host import find_host, find_rdma_ports
 from ep_a2a.doctor.probe_nvidia import add_nvidia_smi
 from ep_a2a.doctor.probe_packages import find_atom, find_installation, find_vllm
 from ep_a2a.errors import EnvironmentVariableError
+from ep_a2a.managers.capabilities import Capabilities
 
 ASK_SECS = 120.0
 """How long a library may take to import: the first import of torch from a network drive is slow."""
 
 
-def find_machine(ask_secs: float = ASK_SECS) -> Machine:
-    """Describes the machine that this process runs on."""
+def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
+    """Describes the machine that this process runs on.
+
+    Args:
+        ask_secs: how long a library may take to import.
+        backend: name of the backend that is asked for, "" for none.
+    """
     with ThreadPoolExecutor() as asking:
+        found_backend = asking.submit(find_backend, backend, ask_secs)
         torch, triton, driver = asking.map(lambda name: ask(name, ask_secs), ("torch", "triton", "driver"))
     found_triton = _made(Triton, triton)
     return Machine(
@@ -32,9 +42,26 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
         atom=find_atom(),
+        backend=found_backend.result(),
         environment=env.variables_for_doctor(),
         variable_problems=find_variable_problems(),
     )
+
+
+def find_backend(name: str, ask_secs: float = ASK_SECS) -> Backend:
+    """A backend as it is found here; its manager and its library are asked by processes of their own."""
+    if not stands_on_library(name):
+        return Backend(name)
+    folder = str(Path(ep_a2a.__file__).parent)
+    with ThreadPoolExecutor() as asking:
+        declared, library = asking.map(
+            lambda what: ask("backend", ask_secs, folder, name, what), ("declared", "library")
+        )
+    if "capabilities" not in declared:
+        return Backend(name, declaration_problem=declared["problem"])
+    capabilities = _made(Capabilities, declared["capabilities"])
+    found: Backend = _made(Backend, {**declared, **library, "name": name, "capabilities": capabilities})
+    return found
 
 
 def find_variable_problems() -> dict[str, str]:

@@ -123,10 +123,16 @@ class All2AllManagerBase:
         """Whether the group spans several nodes. The first reading is collective: read it on every rank."""
         return self.topology().internode
 
-    def explain(self, gpu_per_node: int | None = None) -> dict[str, str]:
-        """What was picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`."""
+    def explain(self, gpu_per_node: int | None = None, max_num_tokens: int | None = None) -> dict[str, str]:
+        """What is picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`.
+
+        Args:
+            gpu_per_node: as of `topology`.
+            max_num_tokens: the op's `max_num_tokens_per_dp_rank`, by which some backends pick a kernel between nodes;
+                None names all that there can be.
+        """
         topology = self.topology(gpu_per_node)
-        kernel, kernel_reason = self._choose_kernel(topology)
+        kernel, kernel_reason = self.kernel_for(topology.num_nodes, max_num_tokens)
         found = topology.reason
         if topology.shared_memory_problem is not None:
             found = f"{found}; {topology.shared_memory_problem}"
@@ -138,9 +144,17 @@ class All2AllManagerBase:
             "topology": found,
         }
 
-    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
-        """Name of what moves the tokens on this topology, and why."""
-        raise self._unsupported("explain")
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """Name of what moves the tokens, and why. Local.
+
+        Args:
+            num_nodes: nodes of the group.
+            max_num_tokens: as of `explain`.
+        """
+        raise UnsupportedError(
+            "a backend that says what moves its tokens", f"{cls.backend!r}, which does not", "Define kernel_for."
+        )
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> Any:
         """The op for these handle kwargs (see config_from_handle_kwargs). Collective when it does not exist yet.

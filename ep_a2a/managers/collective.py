@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
     from ep_a2a.managers.row_exchange import RowExchange
-    from ep_a2a.topology import Topology
 
 
 class CollectiveAll2AllManager(All2AllManagerBase):
@@ -158,8 +157,10 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         """Forgets a dispatch that will not be combined; local, to be called on every rank."""
         self._counts = None
 
-    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
-        return "torch.distributed", f"{self.backend} uses collectives only, on {topology.num_nodes} node(s)"
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """torch.distributed; see the base class."""
+        return "torch.distributed", f"{cls.backend} uses collectives only, on {num_nodes} node(s)"
 
     def _release(self) -> None:
         if self._groups is not None:

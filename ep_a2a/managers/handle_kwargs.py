@@ -16,8 +16,8 @@ from ep_a2a.config import (
     parse_enum,
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.kernel_choice import inter_node_kernel
 from ep_a2a.managers.names import did_you_mean
-from ep_a2a.policy import inter_node_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

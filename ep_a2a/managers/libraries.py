@@ -6,10 +6,13 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from ep_a2a.errors import MissingPackageError
+
+OWN_PACKAGE = "ep_a2a"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,20 @@ class Library:
             return None
 
     def problem(self) -> str | None:
-        """What is wrong with it on this machine, None if nothing. Imports it; found out once per process."""
-        return _problem(self)
+        """What is wrong with it on this machine, None if nothing. Imports it; found out once per process.
+
+        A module of this package under the library's name (`ep_a2a.compat.mori.install()`) is not the library, and may
+        come and go, so that it is looked for in each call. Who wants a manager on this package's own modules gives it a
+        Library that names them, `Library("ep_a2a", ...)`.
+        """
+        return self.stand_in_problem() or _problem(self)
+
+    def stand_in_problem(self) -> str | None:
+        """What stands under its name in this process, if that is this package's own; imports nothing."""
+        found = getattr(sys.modules.get(self.module), "__name__", "")
+        if self.module.partition(".")[0] == OWN_PACKAGE or found.partition(".")[0] != OWN_PACKAGE:
+            return None
+        return f"{self.module} is {OWN_PACKAGE}'s own stand-in in this process, {found}, not the library"
 
     def load(self, name: str = "") -> Any:
         """The module `module[.name]`.

@@ -98,8 +98,10 @@ class LibraryAll2AllManager(All2AllManagerBase):
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
         """The op; collective. What the library allocates it allocates here, apart from that of other indices."""
 
-    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
-        return self.library.module, f"{self.backend} uses {self.library.distribution} {self.library.version or ''}"
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """The library; see the base class."""
+        return cls.library.module, f"{cls.backend} uses {cls.library.distribution} {cls.library.version or ''}".rstrip()
 
     def _release(self) -> None:
         if self._groups is not None:

@@ -114,9 +114,10 @@ class MoriAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
-        kernel = self.inter_node_kernel if topology.internode else "IntraNode"
-        return f"mori {kernel}", f"{topology.num_nodes} node(s)"
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """One of MORI's; see the base class."""
+        return f"mori {cls.inter_node_kernel if num_nodes > 1 else 'IntraNode'}", f"{num_nodes} node(s)"
 
 
 class MoriLowLatencyAll2AllManager(MoriAll2AllManager):

@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 
 from ep_a2a.config import MAX_TOPK
 from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
+from ep_a2a.kernel_choice import picked_kernel
 from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
@@ -112,10 +113,10 @@ class NativeAll2AllManager(All2AllManagerBase):
                 "Start the containers with --ipc=host or one common /dev/shm.",
             )  # fmt: skip
 
-    def _choose_kernel(self, topology: Topology) -> tuple[str, str]:
-        if topology.internode:
-            return "InterNodeV1", f"{topology.num_nodes} nodes: one hop between them, one inside (V1LL for few tokens)"
-        return "IntraNode", "all ranks on one node"
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """IntraNode, InterNodeV1 or InterNodeV1LL; see the base class."""
+        return picked_kernel(num_nodes, max_num_tokens)
 
     def set_num_sms(self, num_sms: int) -> None:
         """Bounds the multiprocessors of ops made from now on, and of living ones that can change it; 0 = no bound.

@@ -120,7 +120,7 @@ def test_heat_map(small: tuple[str, ...], tmp_path: Path) -> None:
 def test_virtual_nodes(small: tuple[str, ...]) -> None:
     report = checked_json(*small, "--ranks", "4", "--gpus-per-node", "2")
     assert "virtual" in report["topology"]
-    assert report["kernel"] == "InterNodeV1"
+    assert report["kernel"] == "InterNodeV1LL"
 
 
 def test_nodes_of_unlike_sizes_are_refused(small: tuple[str, ...]) -> None:

@@ -88,13 +88,15 @@ def through_the_manager(context: RankContext, rail: str) -> tuple[str, int, bool
         same = manager.get_handle({**kwargs, "gpu_per_node": 2, "rail": rail}) is across
         by_rings = isinstance(across, EpDispatchCombineOp)
         assert by_rings == (rail == "auto")
-        return manager.explain(gpu_per_node=2)["kernel"], manager.num_buffer_bytes, same
+        explained = manager.explain(2, kwargs["max_num_tokens_per_dp_rank"])["kernel"]
+        assert explained == across.config.kernel_type.name
+        return explained, manager.num_buffer_bytes, same
 
 
 @pytest.mark.parametrize("rail", ["auto", "torch.distributed"])
 def test_the_manager_picks_it_for_several_nodes(ranks: Any, rail: str) -> None:
     for kernel, num_buffer_bytes, same in ranks(through_the_manager, 4, rail):
-        assert kernel == "InterNodeV1"
+        assert kernel == "InterNodeV1LL"
         assert num_buffer_bytes > 0
         assert same
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a.compat.mori import uninstall
 from ep_a2a.compat.mori.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import atom as integration
 from ep_a2a.integrations.atom.options import check_options, why_inactive
-from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs
+from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs, make_prepare_finalize
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
@@ -52,6 +55,33 @@ def test_what_was_read_is_named_and_found():
         assert re.fullmatch("[0-9a-f]{40}", table["version"])
         assert MISSING not in [text for names in table["files"].values() for text in names.values()]
         assert table["version"][:8] in (PACKAGE.parents[2] / "docs" / "atom.md").read_text()
+
+
+# --- the switch, on the shape of ATOM ---
+
+
+@pytest.mark.parametrize("first_call", ["before the import", "after the import"])
+def test_layers_are_changed_once_however_often_it_is_activated(monkeypatch, first_call):
+    monkeypatch.syspath_prepend(str(SHAPE))
+    monkeypatch.setenv("EP_A2A_BACKEND", "ep_a2a")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
+    try:
+        if first_call == "before the import":
+            assert integration.activate()
+            assert integration.activate()
+        base = importlib.import_module("atom.model_ops.moe").FusedMoEMethodBase
+        assert integration.activate()
+        changed = base.maybe_make_prepare_finalize
+        assert integration.activate()
+        assert base.maybe_make_prepare_finalize is changed
+        assert changed.__wrapped__.__module__ == "atom.model_ops.moe"
+        assert not hasattr(changed.__wrapped__, "__wrapped__")
+        assert base._maybe_make_prepare_finalize is make_prepare_finalize
+    finally:
+        uninstall()
+        for name in [name for name in set(sys.modules) - before if name.partition(".")[0] in ("atom", "aiter")]:
+            del sys.modules[name]
 
 
 # --- ATOM's prepare/finalize ---

@@ -13,19 +13,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ep_a2a.bench.deepep import DeepEPContender
+from ep_a2a.bench.workload import Workload
 from ep_a2a.cli.app import make_app
+from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.managers import received_rows
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
 from ep_a2a.managers.checked_op import CheckedDispatchCombineOp
+from ep_a2a.managers.deepep_buffers import BUFFER, ELASTIC_BUFFER
 from ep_a2a.managers.deepep_high_throughput import DeepEPHighThroughputOp
 from ep_a2a.managers.deepep_low_latency import DeepEPLowLatencyOp
 from ep_a2a.managers.deepep_v2 import DeepEPV2Op
 from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedOp
 from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedOp
 from ep_a2a.managers.libraries import Library
+from ep_a2a.managers.mori import LIBRARY as MORI
 from ep_a2a.managers.mori import MoriOp
 from ep_a2a.managers.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
@@ -186,6 +191,35 @@ def test_a_library_that_is_too_old_or_lacks_something_is_named(folder):
         "old_peer 0.9.post1 is installed, and has no old_peer.gone"
     )
     assert Library("old_peer", "old_peer", "").load().there == 1
+
+
+def test_our_mori_is_not_mori(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mori", raising=False)
+    before = MORI.problem()
+    mori.install()
+    try:
+        assert MORI.problem() == "mori is ep_a2a's own stand-in in this process, ep_a2a.compat.mori, not the library"
+        with pytest.raises(MissingPackageError, match=r"own stand-in.*pip install 'ep-a2a\[mori\]'"):
+            create_manager("mori", None)  # type: ignore[arg-type]
+        with pytest.raises(MissingPackageError, match="own stand-in"):
+            MORI.load("ops")
+    finally:
+        mori.uninstall()
+    assert MORI.problem() == before
+
+
+def test_our_deep_ep_is_not_deep_ep(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)  # as docs/deepep.md says
+    for library in (BUFFER, ELASTIC_BUFFER):
+        assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
+    # nor is it measured under the name
+    reason = DeepEPContender().unavailable(Workload(2, 1, 1), torch.device("cuda"))
+    assert reason == BUFFER.problem()
+
+
+def test_a_manager_on_our_modules_names_them():
+    """As MORI's manager on CPU does in tests/multiprocess/test_backend_parity.py."""
+    assert Library("ep_a2a", "ep-a2a", "", needs=MORI.needs).problem() is None
 
 
 @pytest.mark.parametrize("name", available_backends())

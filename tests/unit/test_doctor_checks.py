@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ep_a2a.doctor.checks import run_checks
+from ep_a2a.doctor.checks_backend import check_library
 from ep_a2a.doctor.checks_variables import RAILS
 from ep_a2a.doctor.choice import Request, choose
 from ep_a2a.doctor.finding import Level
+from ep_a2a.doctor.machine import Atom, Backend, Driver
+from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.rail_choice import RAIL_TRANSPORTS
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
 
@@ -39,8 +42,19 @@ def old(capability: tuple[int, int]) -> dict[str, object]:
     return {"gpus": (replace(H200, name="an older GPU", capability=capability),) * 2}
 
 
+WITH_ATOM = replace(H200_HOST, atom=Atom(version="0.2", aiter="0.1"))
+
+
 def with_variable(name: str, value: str, base: Machine = H200_HOST) -> Machine:
     return changed(base, environment={name: value})
+
+
+def with_backend(base: Machine, name: str, can: Capabilities, **facts: object) -> Machine:
+    backend = Backend(
+        name, library="some-library", install="pip install some-library", version="1.0", kernel="its own",
+        kernel_between_nodes="its own between nodes", capabilities=can,
+    )  # fmt: skip
+    return replace(base, backend=replace(backend, **facts))
 
 
 SHM = H200_HOST.host.shared_memory
@@ -98,7 +112,7 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
     "ROCm (vLLM issue 57029: illegal access at world size 2)": (
         changed(H200_HOST, torch={"cuda_build": None, "hip_build": "7.2"}),
         "ROCm 7.2",
-        "NVIDIA",
+        "NVIDIA GPUs, or the backend mori",
     ),
     "the driver is older than torch's CUDA": (
         changed(
@@ -207,7 +221,7 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
     ),
     "VLLM_PLUGINS leaves it out": (with_variable("VLLM_PLUGINS", "lora_resolver"), "does not name ep_a2a", "Unset it"),
     "ATOM without AITER": (
-        replace(H200_HOST, atom=replace(H200_HOST.atom, version="0.2", has_integration=True)),
+        replace(H200_HOST, atom=Atom(version="0.2")),
         "without AITER",
         "AITER",
     ),
@@ -310,6 +324,16 @@ WARNINGS: dict[str, tuple[Machine, str, str]] = {
         "may wait for each other",
         "Unset it",
     ),
+    "ATOM as vLLM's plugin, where ours is not installed": (
+        changed(with_variable("EP_A2A_BACKEND", "ep_a2a", WITH_ATOM), installation={"atom_entry_point": False}),
+        "ep_a2a_atom is not among vLLM's plugins",
+        "pip install ep-a2a",
+    ),
+    "ATOM as vLLM's plugin, and VLLM_PLUGINS leaves ours out": (
+        changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom, ep_a2a"}),
+        "does not name ep_a2a_atom",
+        "add ep_a2a_atom",
+    ),
     "launches are waited for": (with_variable("CUDA_LAUNCH_BLOCKING", "1"), "slow", "Unset it"),
 }
 
@@ -331,10 +355,12 @@ NOTES: dict[str, tuple[Machine, str]] = {
     "RDMA without GPUDirect": (changed(H200_HOST, host={"gpu_direct": ""}), "nvidia_peermem"),
     "the host's name is a loopback address": (changed(H200_HOST, host={"addresses": ("127.0.1.1",)}), "cannot reach"),
     "imported from a folder": (changed(CPU_HOST, installation={"installed_version": None}), "not installed"),
-    "ATOM, for which there is no plugin yet": (
-        replace(H200_HOST, atom=replace(H200_HOST.atom, version="0.2", aiter="0.1")),
-        "no plugin",
+    "ATOM without the switch": (WITH_ATOM, "ATOM 0.2, AITER 0.1; it runs as it is, since EP_A2A_BACKEND is not set"),
+    "ATOM with the switch": (
+        with_variable("EP_A2A_BACKEND", "ep_a2a", WITH_ATOM),
+        "EP_A2A_BACKEND=ep_a2a is for processes that ep_a2a.integrations.atom.serve",
     ),
+    "AITER alone": (replace(H200_HOST, atom=Atom(aiter="0.1")), "not in this environment; AITER 0.1"),
     "the links cannot be asked for": (changed(H200_HOST, driver={"access": (), "atomics": ()}), "not known"),
 }
 
@@ -404,7 +430,9 @@ def test_the_portable_backend_needs_no_peer_access():
 
 def test_several_nodes():
     two = choose(CPU_HOST, Request(ranks_per_node=(2, 2)))
-    assert two.kernel == "InterNodeV1"
+    assert two.kernel == "InterNodeV1LL or InterNodeV1"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=256)).kernel == "InterNodeV1LL"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=257)).kernel == "InterNodeV1"
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 2))) == []
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 1))) == ["nodes"]
     assert errors_of(CPU_HOST, Request("allgather_reducescatter", ranks_per_node=(2, 1))) == []
@@ -428,6 +456,106 @@ def test_several_nodes():
 )  # fmt: skip
 def test_shapes_and_memory(request_, subjects):
     assert errors_of(H200_HOST, request_) == subjects
+
+
+# --- backends on other projects' libraries ---
+
+SOME_SIZES = Capabilities(
+    hidden_sizes=(4096, 7168), hidden_multiple=512, rank_counts=(2, 16), min_ranks=2, max_ranks=16, max_tokens=511,
+    dispatch_casts=("none", "fp8_per_1x128"),
+)  # fmt: skip
+
+
+def test_a_library_backend_runs_its_own_kernels():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
+    one, two = (choose(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
+    assert (one.kernel, two.kernel) == ("its own", "its own between nodes")
+    assert "some-library's kernels" in one.kernel_reason
+    assert "torch.distributed" not in one.kernel_reason
+    assert errors_of(machine, Request("pplx")) == errors_of(machine, Request("pplx", ranks_per_node=(2, 2))) == []
+    assert [each.level for each in check_library(machine)] == [Level.OK]
+
+
+def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(), problem="some-library is not installed")
+    (finding,) = check_library(machine)
+    assert finding.prevents_use
+    assert "some-library is not installed" in finding.found
+    assert "pip install some-library" in finding.remedy
+    assert finding in run_checks(machine)["software"]
+    unknown = replace(machine, backend=Backend("pplx", declaration_problem="ImportError: no"))
+    assert check_library(unknown)[0].prevents_use
+    assert choose(unknown, Request("pplx")).kernel == "not known"
+    (finding,) = check_library(changed(unknown, torch={"version": None}))
+    assert finding.level is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("can", "request_", "found"),
+    [
+        (Capabilities(gpus=("AMD",)), Request(), "NVIDIA here; pplx needs AMD GPUs"),
+        (Capabilities(single_node=True), Request(ranks_per_node=(1, 1)), "2 nodes; pplx takes one"),
+        (SOME_SIZES, Request(hidden_dim=2048), "hidden size 2048; pplx takes hidden sizes 4096, 7168"),
+        (SOME_SIZES, Request(ranks_per_node=(1,)), "1 ranks; pplx takes 2, 16 ranks"),
+        (Capabilities(min_ranks=2), Request(ranks_per_node=(1,)), "1 rank; pplx takes 2 or more"),
+        (Capabilities(max_ranks=2), Request(ranks_per_node=(2, 2)), "4 ranks; pplx takes at most 2"),
+        (Capabilities(hidden_multiple=512), Request(hidden_dim=256), "hidden size 256; pplx takes multiples of 512"),
+        (SOME_SIZES, Request(max_tokens=512), "512 tokens of a rank; pplx takes at most 511"),
+        (SOME_SIZES, Request(quant="fp8_per_token"), "the cast fp8_per_token; pplx takes the casts none"),
+    ],
+)
+def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
+    machine = with_backend(H200_HOST, "pplx", can)
+    errors = [each for each in choose(machine, replace(request_, backend="pplx")).findings if each.prevents_use]
+    assert [each for each in errors if found in each.found and "allgather_reducescatter" in each.remedy], errors
+    fits = Request("pplx", hidden_dim=7168, max_tokens=511, quant="fp8_per_1x128")
+    assert errors_of(with_backend(H200_HOST, "pplx", SOME_SIZES), fits) == []
+
+
+FOR_AMD = Capabilities(gpus=("AMD",), rdma="across nodes")
+
+
+def rocm(name: str, can: Capabilities | None = None, **torch: object) -> Machine:
+    """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of; a backend is asked for on it."""
+    machine = changed(
+        H200_HOST, torch={"cuda_build": None, "hip_build": "7.2", "nccl": None, "has_symmetric_memory": False, **torch},
+        host={"gpu_direct": "", "compiler": ""}, driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
+    )  # fmt: skip
+    return replace(machine, backend=Backend(name)) if can is None else with_backend(machine, name, can)
+
+
+@pytest.mark.parametrize("name", ["mori", "mori_high_throughput", "mori_low_latency"])
+def test_rocm_is_no_error_for_backends_that_are_for_it(name):
+    everything = findings_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
+    assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
+    assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
+    hidden = rocm(name, FOR_AMD, num_gpus=0, gpu_problem="no HIP GPUs")
+    assert any("no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden, Request(name)))
+
+
+def test_rocm_with_other_backends():
+    collective = findings_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
+    assert [each for each in collective if each.prevents_use] == []
+    assert [each for each in collective if "has not run there" in each.found]
+    for name, can in (("ep_a2a", None), ("pplx", Capabilities())):
+        errors = [each for each in findings_of(rocm(name, can), Request(name)) if each.prevents_use]
+        assert f"the kernels of {name} hold NVIDIA's instructions" in errors[0].found
+
+
+def test_a_library_backend_without_gpus():
+    assert errors_of(with_backend(CPU_HOST, "pplx", Capabilities()), Request("pplx")) == ["GPUs of the backend"]
+    assert errors_of(with_backend(CPU_HOST, "pplx", Capabilities(runs_on_cpu=True)), Request("pplx")) == []
+
+
+def test_rdma_is_asked_for_where_the_backend_needs_it():
+    machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
+    two, none = Request("pplx", ranks_per_node=(2, 2)), replace(machine, rdma=())
+    assert errors_of(none, two) == ["network"]
+    assert errors_of(replace(machine, rdma=(replace(PORT, state="DOWN"),)), two) == ["network"]
+    assert errors_of(none, Request("pplx")) == []
+    assert errors_of(with_backend(none, "pplx", Capabilities()), two) == []
+    warned = choose(changed(machine, host={"gpu_direct": ""}), two).findings
+    assert [each.remedy for each in warned if each.level is Level.WARNING and "nvidia_peermem" in each.found]
 
 
 def test_fp8_needs_newer_gpus():

@@ -18,7 +18,7 @@ def doctor(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
-        monkeypatch.setattr(command, "find_machine", lambda ask_secs: machine)
+        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: machine)
         return command.main(arguments), capsys.readouterr().out
 
     return run
@@ -42,10 +42,20 @@ def test_all_is_in_the_json(doctor):
     assert code == 0
     assert report["usable"] is True
     assert report["selftest"] is None
-    assert report["choice"]["kernel"] == "InterNodeV1"
+    assert report["choice"]["kernel"] == "InterNodeV1LL or InterNodeV1"
     assert report["choice"]["ranks_per_node"] == [2, 2]
     assert report["machine"]["host"]["shared_memory"]["path"] == "/dev/shm"
     assert {"section", "subject", "level", "found", "remedy"} == set(report["findings"][0])
+
+
+def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
+    asked: list[str] = []
+    monkeypatch.setattr(command, "plan_bytes", lambda *sizes: 1 << 20)
+    for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
+        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: asked.append(backend) or CPU_HOST)
+        command.main(arguments)
+    assert asked == ["ep_a2a", "mori_high_throughput", ""]
+    assert "not known for mori_high_throughput" in capsys.readouterr().out
 
 
 def test_bytes_are_asked_for_only_where_tokens_are_named(doctor, monkeypatch):

@@ -12,12 +12,16 @@ import pytest
 
 from ep_a2a.doctor import ask as asking
 from ep_a2a.doctor import report
+from ep_a2a.doctor.checks_backend import stands_on_library
 from ep_a2a.doctor.finding import error, note, ok, warning
-from ep_a2a.doctor.probe import find_variable_problems
+from ep_a2a.doctor.machine import Atom, Backend
+from ep_a2a.doctor.probe import find_backend, find_variable_problems
 from ep_a2a.doctor.probe_host import find_folder, find_rdma_ports
 from ep_a2a.doctor.probe_nvidia import read_links, read_query
-from ep_a2a.doctor.probe_packages import find_vllm
+from ep_a2a.doctor.probe_packages import find_atom, find_vllm
+from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.trusted_folders import why_unsafe
+from tests.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "doctor"
@@ -78,6 +82,51 @@ def test_this_torch_is_described():
     found = asking.ask("torch", 120.0)
     assert "problem" not in found
     assert found["has_gloo"]
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Makes a package that new processes can import."""
+
+    def make(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("Buffer = 1", ""),
+    ],
+)
+def test_a_broken_library_is_described_and_what_its_backend_needs_is_known(library, source, problem):
+    library("deep_ep", source)
+    found = find_backend("deepep_low_latency")
+    assert problem in found.problem
+    assert bool(found.problem) == bool(problem)
+    assert (found.declaration_problem, found.library) == ("", "deep_ep")
+    assert "github.com/deepseek-ai/DeepEP" in found.install
+    manager = manager_type("deepep_low_latency")
+    assert manager is not None
+    assert found.capabilities == manager.capabilities
+    assert found.kernel == manager.kernel_for(1)[0]
+
+
+def test_without_torch_nothing_is_known_of_a_backend(broken_torch):
+    broken_torch("raise ImportError('libtorch.so')")
+    found = find_backend("pplx")
+    assert found.capabilities is None
+    assert "libtorch.so" in found.declaration_problem
+
+
+def test_backends_without_a_library_need_no_asking():
+    libraries = {name for name in available_backends() if getattr(manager_type(name), "library", None) is not None}
+    assert libraries == {name for name in available_backends() if stands_on_library(name)}
+    assert find_backend("naive", 0.0) == Backend("naive")
+    assert find_backend("") == Backend("")
 
 
 def test_commands_that_fail_say_nothing():
@@ -168,6 +217,21 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     assert any("has no" in text for text in found.differences)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
     assert "0.9.1 is not vLLM 0.24 to 0.33" in find_vllm().version_problem
+
+
+def test_an_atom_is_described_and_not_imported(tmp_path, monkeypatch):
+    assert find_atom() == Atom()
+    monkeypatch.syspath_prepend(str(SHAPE))
+    assert find_atom() == Atom("?", "?")
+    info = tmp_path / "amd_aiter-0.1.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_atom() == Atom("?", "0.1.9")
+    (tmp_path / "atom").mkdir()
+    (tmp_path / "atom" / "__init__.py").write_text("raise RuntimeError('another package of that name')")
+    assert find_atom() == Atom(None, "0.1.9")
+    assert not {"atom", "aiter"} & set(sys.modules)
 
 
 # --- whom a folder belongs to ---

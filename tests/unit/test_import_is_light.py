@@ -24,7 +24,7 @@ MAX_IMPORT_SECS = 0.2
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "ep_a2a", "ep_a2a.config", "ep_a2a.config_enums",
-        "ep_a2a.config_fields", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
+        "ep_a2a.config_fields", "ep_a2a.kernel_choice", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
         "ep_a2a.topology_report",
         "ep_a2a.routing", "ep_a2a.reference", "ep_a2a.quantization", "ep_a2a.policy", "ep_a2a.tuning",
         "ep_a2a.tuning_parse", "ep_a2a.trusted_folders", "ep_a2a.versions",

@@ -416,6 +416,16 @@ def test_explain(manager):
     assert set(explained) == {"backend", "kernel", "kernel_reason", "device", "topology"}
 
 
+def test_every_backend_names_its_kernels_without_its_library():
+    managers = {name: registry.manager_type(name) for name in registry.available_backends()}
+    kernels = {name: [kind.kernel_for(nodes)[0] for nodes in (1, 2)] for name, kind in managers.items() if kind}
+    assert set(kernels) == set(managers)
+    assert kernels["mori"] == ["mori IntraNode", "mori InterNodeV1"]
+    assert kernels["mori_low_latency"] == ["mori IntraNode", "mori InterNodeV1LL"]
+    assert kernels["naive"] == ["torch.distributed"] * 2
+    assert kernels["pplx"] == ["pplx_kernels"] * 2
+
+
 def test_every_op_has_the_same_interface():
     from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
     from ep_a2a.ops import EpDispatchCombineOp
@@ -438,7 +448,12 @@ def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts
     manager._report = TopologyReport(facts, shared)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):
         manager.get_handle(small_kwargs())
-    assert manager.explain()["kernel"] == "InterNodeV1"
+    for max_num_tokens, kernel in ((256, "InterNodeV1LL"), (257, "InterNodeV1")):
+        explained = manager.explain(max_num_tokens=max_num_tokens)
+        assert explained["kernel"] == kernel
+        assert f"ops of {max_num_tokens} tokens" in explained["kernel_reason"]
+    assert manager.explain()["kernel"] == "InterNodeV1LL or InterNodeV1"
+    assert "at most 256 tokens" in manager.explain()["kernel_reason"]
     assert len(manager.handle_cache) == 0
 
 

@@ -36,12 +36,14 @@ def provide_mori() -> None:
 
 
 def patch_layers(module: Any) -> None:
-    """Changes the layers of atom.model_ops.moe.
+    """Changes the layers of atom.model_ops.moe; those that have been changed stay as they are.
 
     Raises:
         UnsupportedError: they are not those of an ATOM that this integration was read against.
     """
     base = module.FusedMoEMethodBase
+    if getattr(base, "_maybe_make_prepare_finalize", None) is make_prepare_finalize:
+        return
     for name, expected in EXPECTED_PARAMETERS.items():
         method = getattr(base, name, None)
         found = None if method is None else list(inspect.signature(method).parameters)

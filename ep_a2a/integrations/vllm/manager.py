@@ -60,7 +60,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:
-                found = self.explain()
+                found = self.explain(kwargs.get("gpu_per_node"), op.config.max_num_inp_token_per_rank)
                 logger.info(
                     "%s: %s kernels (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
                     found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
