@@ -15,8 +15,8 @@ from ep_a2a.config import (
     num_owned_experts,
 )
 from ep_a2a.errors import EpA2AError
+from ep_a2a.kernel_choice import inter_node_kernel
 from ep_a2a.memory.arena import Arena
-from ep_a2a.policy import inter_node_kernel
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class WeightExchange:
             num_tokens, max_num_tokens: the step's.
 
         Raises:
-            DtypeError, DeviceError, ContiguityError, ShapeError: weights are not such a tensor on this device; nothing is launched.
+            DtypeError, DeviceError, ContiguityError, ShapeError: what their names say, before anything is launched.
         """
         check_tensor("weights", weights, (torch.float32,), self._device)
         if tuple(weights.shape) != (num_tokens, self._config.topk):
