@@ -85,7 +85,18 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         "p99 µs",
     ]
     headings += ["host µs", "GB/s", "of limit", *(f"{name} ÷ this" for name in baselines)]
-    return headings, [_cells(record, varying, baselines) for record in shown]
+    rows = [_cells(record, varying, baselines) for record in shown]
+    crossing = [_rows_between_nodes(record) for record in shown]
+    if any(crossing):
+        headings.append("rows between nodes")
+        rows = [[*row, cell] for row, cell in zip(rows, crossing)]
+    return headings, rows
+
+
+def _rows_between_nodes(record: Record) -> str:
+    details = record.get("details", {})
+    padding = details.get("padding_between_nodes", 0)
+    return f"{details.get('rows_between_nodes', '')}" + (f" + {padding} empty" if padding else "")
 
 
 def _without_repeats(records: Sequence[Record]) -> list[Record]:

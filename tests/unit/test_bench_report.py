@@ -118,6 +118,19 @@ def test_json_lines_grow_behind_their_header(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *records]
 
 
+def test_the_table_shows_what_crosses_between_nodes():
+    found = {"ep_a2a_v1": {"rows_between_nodes": 5}, "ep_a2a": {},
+             "ep_a2a_rail": {"rows_between_nodes": 5, "padding_between_nodes": 3}}  # fmt: skip
+    rows = [
+        Row(workload_of(4, gpus_per_node=1), name, Status.OK, timing=timing_of(1, 1, 2), details=details)
+        for name, details in found.items()
+    ]
+    headings, cells = make_table(make_records(rows))
+    assert headings[-1] == "rows between nodes"
+    assert [row[-1] for row in cells] == ["5", "", "5 + 3 empty"]
+    assert {len(row) for row in cells} == {len(headings)}
+
+
 def test_markdown_is_one_table(tmp_path):
     path = tmp_path / "result.md"
     write_markdown(path, HEADER, make_records(rows_of(workload_of(8))))
