@@ -654,7 +654,7 @@ def post_and_wait(table, out, REGION: tl.constexpr, WORLD_SIZE: tl.constexpr, LA
     rank, epoch = tl.program_id(0), -5
     post_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS)
     if rank == WORLD_SIZE - 1:
-        tl.store(out, wait_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS))
+        tl.store(out, wait_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS, 1))
 
 
 @ORDERS
