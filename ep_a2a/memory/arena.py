@@ -194,15 +194,22 @@ class Arena:
         if self.closed:
             raise ClosedError("an open arena", "a closed one")
         if (key, index) not in self._memory:
-            slot = self._slots.setdefault(index, Slot())
-            symmetric = {
-                role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
-                for role, num_bytes in sizes.shared.items()
-            }
-            symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
-            self._memory[key, index] = self._with_local_memory(symmetric, slot, sizes)
+            try:
+                self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
+            except EpA2AError:
+                # on every rank: what there is of the index's memory serves the next op
+                self.give_back(index)
+                raise
             logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
         return self._memory[key, index]
+
+    def _allocate(self, slot: Slot, sizes: BlockSizes) -> OpMemory:
+        symmetric = {
+            role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
+            for role, num_bytes in sizes.shared.items()
+        }
+        symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
+        return self._with_local_memory(symmetric, slot, sizes)
 
     def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
         """Allocates what only this rank reaches, on every rank or on none: one that fails must not be waited for."""
