@@ -18,11 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import CLOSE_TIMEOUT_SECS, Arena
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext
 from tests.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
@@ -34,12 +37,13 @@ if TYPE_CHECKING:
     from ep_a2a.ops import EpDispatchCombineOp
 
 VICTIM = 1
-TIMEOUT_SECS = 6.0
+TIMEOUT_SECS = 5.0
 """Longer than a step of three interpreted ranks takes that start together."""
 SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
-SHORT_STOP_SECS = 2.0
-LONG_STOP_SECS = TIMEOUT_SECS + 5.0
+SHORT_STOP_SECS = 1.5
+LONG_STOP_SECS = TIMEOUT_SECS + 4.0
+LATE_SECS = 1.5
 LOCAL_SECS = CLOSE_TIMEOUT_SECS / 2
 """A close that waits for a rank in vain takes longer than this, one that waits for nobody far less."""
 MARKER_TIMEOUT_SECS = 60.0
@@ -182,8 +186,10 @@ def await_file(path: Path) -> None:
 # --- SIGSTOP ---
 
 
-def stop_itself(secs: float) -> None:
+def stop_itself(secs: float, marker: Path | None = None) -> None:
     """Stops this process; a child of it lets it go on."""
+    if marker is not None:
+        marker.touch()
     child = subprocess.Popen(["sh", "-c", f"sleep {secs}; kill -CONT {os.getpid()}"])
     start = time.monotonic()
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -191,16 +197,18 @@ def stop_itself(secs: float) -> None:
     assert time.monotonic() - start >= secs
 
 
-def stopped_for_a_while(context: RankContext, case: Case, place_names: tuple[str, ...]) -> None:
+def stopped_for_a_while(context: RankContext, case: Case, place_names: tuple[str, ...], folder: str) -> None:
     """A rank stops for less than the timeout: nobody notices, all results are right."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena, timeout_secs=TIMEOUT_SECS + SLACK_SECS)
         for number, name in enumerate(place_names):
-            arena.rendezvous.barrier("before the stop")
+            marker = Path(folder, f"stops {number}")
             if context.rank == VICTIM:
                 place = place_of(name, case.options["flagged_max_tokens"])
-                step_with_fault(case, op, number, place, lambda: stop_itself(SHORT_STOP_SECS))
+                step_with_fault(case, op, number, place, lambda marker=marker: stop_itself(SHORT_STOP_SECS, marker))
             else:
+                if name.startswith("waiting"):
+                    await_file(marker)
                 run_step(case, op, number, context.device)
             op.check()
 
@@ -294,6 +302,63 @@ def check_echo(case: Case, op: EpDispatchCombineOp, number: int, rank: int) -> N
     expected = [(tokens.float() * len(set(row))).to(tokens.dtype) for tokens, row in zip(inputs, owners.tolist())]
     for got, right in zip(result, expected):
         assert got.equal(right), (got, right)
+
+
+# --- close ---
+
+
+def close_together(context: RankContext, case: Case, folder: str) -> dict[str, Any]:
+    """How long close takes where all come, one late; where one has an error of its own; and where one never comes."""
+    seen: dict[str, Any] = {}
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        op.close()
+        arena.rendezvous.barrier("before close")
+        if context.rank == VICTIM:
+            time.sleep(LATE_SECS)
+        seen["one late"] = timed(arena.close)
+    marker = Path(folder, "left with an error")
+    with contextlib.suppress(ModelError), Arena(context.group, context.device):
+        if context.rank == VICTIM:
+            start = time.monotonic()
+            raise ModelError
+        start = time.monotonic()
+    seen["one error"] = time.monotonic() - start
+    with Arena(context.group, context.device) as arena:
+        if context.rank == VICTIM:
+            await_file(marker)
+        else:
+            arena_module.CLOSE_TIMEOUT_SECS = LATE_SECS
+            try:
+                seen["one absent"] = timed(arena.close)
+            finally:
+                arena_module.CLOSE_TIMEOUT_SECS = CLOSE_TIMEOUT_SECS
+            Path(folder, f"closed {context.rank}").touch()
+            for rank in range(context.world_size):
+                if rank != VICTIM:
+                    await_file(Path(folder, f"closed {rank}"))
+            marker.touch()
+    return seen
+
+
+def store_dies(context: RankContext, folder: str) -> None:
+    """The rank that holds the group's store dies: the others get an error at once, from a meeting and from close."""
+    meeting = Rendezvous(context.group)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if context.rank == VICTIM else None
+    port = meeting.exchange("port", None if store is None else store.port)[VICTIM]
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    arena = Arena(context.group, context.device)
+    arena.rendezvous._store = store
+    arena.rendezvous.barrier("before the store dies")
+    if context.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = {
+        "barrier": timed(lambda: raised(RankTimeoutError, lambda: arena.rendezvous.barrier("after"), "the store of"))
+    }
+    seen["close"] = timed(arena.close)
+    Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
 
 
 # --- memory that is not to be had ---
