@@ -58,14 +58,14 @@ def default_arena() -> Arena:
 
 
 def shmem_finalize() -> int:
-    """Gives all memory of the world back; local, and a second call does nothing. Returns 0."""
+    """Gives all memory of the world back, as Arena.close does; a second call does nothing. Returns 0."""
     global _arena
-    for memory in _allocations.values():
-        memory.close()
-    _allocations.clear()
     if _arena is not None:
         _arena.close()
         _arena = None
+    for memory in _allocations.values():
+        memory.close()
+    _allocations.clear()
     return 0
 
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ep_a2a.errors import AlternationError, ClosedError, StateError
+from ep_a2a.errors import (
+    AlternationError,
+    ClosedError,
+    DeviceMemoryError,
+    EpA2AError,
+    HostMemoryError,
+    RankTimeoutError,
+    StateError,
+)
 from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -23,6 +31,9 @@ if TYPE_CHECKING:
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_SECS = 10.0
+"""How long a rank that closes its arena waits for the others before it goes on without them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,11 @@ class Slot:
         self.streams = StreamOrder()
         self._fill_bytes: dict[str, int] = {}
         self._user: weakref.ref[object] | None = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an op has begun a step here that it has not ended."""
+        return self._user is not None
 
     def refill(self) -> None:
         """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
@@ -178,21 +194,47 @@ class Arena:
         if self.closed:
             raise ClosedError("an open arena", "a closed one")
         if (key, index) not in self._memory:
-            slot = self._slots.setdefault(index, Slot())
-            symmetric = {
-                role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
-                for role, num_bytes in sizes.shared.items()
-            }
-            symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
-            self._memory[key, index] = OpMemory(
+            try:
+                self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
+            except EpA2AError:
+                # on every rank: what there is of the index's memory serves the next op
+                self.give_back(index)
+                raise
+            logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
+        return self._memory[key, index]
+
+    def _allocate(self, slot: Slot, sizes: BlockSizes) -> OpMemory:
+        symmetric = {
+            role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
+            for role, num_bytes in sizes.shared.items()
+        }
+        symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
+        return self._with_local_memory(symmetric, slot, sizes)
+
+    def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
+        """Allocates what only this rank reaches, on every rank or on none: one that fails must not be waited for."""
+        memory: OpMemory | None = None
+        error: EpA2AError | None = None
+        try:
+            memory = OpMemory(
                 symmetric,
                 zeros_outside_pools(sizes.local_own, self.device),
                 {role: self._shared_local(slot, role, num_bytes) for role, num_bytes in sizes.local_shared.items()},
                 torch.zeros(sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"),
                 slot,
             )
-            logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
-        return self._memory[key, index]
+        except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
+            kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
+            error = kind(
+                "memory of this rank for an op", str(cause), "Free memory or lower max_num_inp_token_per_rank."
+            )
+            error.__cause__ = cause
+        try:
+            self.rendezvous.agree("allocating memory of each rank", error)
+        except EpA2AError:
+            symmetric["own"].close()
+            raise
+        return cast("OpMemory", memory)
 
     def _shared(self, slot: Slot, role: str, num_bytes: int, fill_byte: int | None) -> SymmetricMemory:
         blocks = slot.symmetric.setdefault(role, [])
@@ -239,13 +281,31 @@ class Arena:
             raise
         self.rendezvous.agree(label, None)
 
+    @property
+    def poisoned(self) -> bool:
+        """Whether a step of some op has failed here, or has begun and is not over: peers may never come then."""
+        failed = any(bool(memory.record[0]) for memory in self._memory.values())
+        return failed or any(slot.spoilt or slot.in_step for slot in self._slots.values())
+
     def close(self) -> None:
-        """Gives all memory back; local, and a second call does nothing. No op of this arena may be used afterwards."""
+        """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
+
+        Ranks wait for each other, so that nobody writes into memory that is gone, but at most CLOSE_TIMEOUT_SECS. A
+        rank where a step has failed or is not over waits for nobody.
+        """
+        self._close(alone=False)
+
+    def _close(self, *, alone: bool) -> None:
         if self.closed:
             return
         self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        bound_secs = min(CLOSE_TIMEOUT_SECS, self.rendezvous.timeout_secs)
+        try:
+            self.rendezvous.part(0.0 if alone or self.poisoned else bound_secs)
+        except RankTimeoutError as error:
+            logger.warning("memory is given back without waiting any longer: %s", error)
         for block in self._all_symmetric():
             block.close()
         self._slots.clear()
@@ -254,5 +314,6 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # an error that only this rank has keeps the others elsewhere
+        self._close(alone=kind is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import timedelta
@@ -14,7 +15,7 @@ from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
 from ep_a2a.versions import require_one_version, with_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 DEFAULT_TIMEOUT_SECS = 300.0
 
@@ -42,7 +43,8 @@ class Rendezvous:
         self.timeout_secs = timeout_secs
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
         self._store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
-        self._sequence = int(self._store.add(f"generation/{self.rank}", 1)) << 32
+        self._generation = int(self._store.add(f"generation/{self.rank}", 1))
+        self._sequence = self._generation << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
         """Every rank's message, in the order of `members`.
@@ -57,11 +59,11 @@ class Rendezvous:
         """
         self._sequence += 1
         answer = with_version({"label": label, "message": message})
-        self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
-        deadline = time.monotonic() + self.timeout_secs
-        answers = [json.loads(self._wait(rank, label, deadline)) for rank in range(self.world_size)]
-        # whoever takes part in exchange n has read all of exchange n - 2
-        self._store.delete_key(self._key(self._sequence - 2, self.rank))
+        with self._store_must_answer(label):
+            self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
+            answers = [json.loads(text) for text in self._texts(label)]
+            # whoever takes part in exchange n has read all of exchange n - 2
+            self._store.delete_key(self._key(self._sequence - 2, self.rank))
         require_one_version(answers, self.members)
         labels = [answer["label"] for answer in answers]
         if len(set(labels)) > 1:
@@ -90,24 +92,57 @@ class Rendezvous:
                 "See above.",
             )
 
+    def part(self, timeout_secs: float) -> None:
+        """Says that this rank comes no more, and waits until every rank has said so; in no order with other calls.
+
+        Args:
+            timeout_secs: how long to wait; with 0 for nobody.
+
+        Raises:
+            RankTimeoutError: ranks have not said so, or the store is gone.
+        """
+        label = "the end"
+        keys = [f"parted/{self._generation}/{place}" for place in range(self.world_size)]
+        with self._store_must_answer(label):
+            self._store.set(keys[self.rank], "")
+            if timeout_secs > 0:
+                self._wait(keys, keys, label, timeout_secs, timeout_secs)
+
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
 
-    def _wait(self, rank: int, label: str, deadline: float) -> bytes:
-        key = self._key(self._sequence, rank)
-        remaining_secs = max(0.001, deadline - time.monotonic())
+    def _texts(self, label: str) -> list[bytes]:
+        """What every member has said in this exchange."""
+        deadline = time.monotonic() + self.timeout_secs
+        keys = [self._key(self._sequence, place) for place in range(self.world_size)]
+        for key in keys:
+            self._wait([key], keys, label, max(0.001, deadline - time.monotonic()), self.timeout_secs)
+        return [bytes(self._store.get(key)) for key in keys]
+
+    def _wait(
+        self, keys: list[str], keys_of_all: list[str], label: str, remaining_secs: float, timeout_secs: float
+    ) -> None:
+        """Returns when these keys are there; `keys_of_all`, one of each member, says who has not come."""
         try:
-            self._store.wait([key], timedelta(seconds=remaining_secs))
+            self._store.wait(keys, timedelta(seconds=remaining_secs))
+        except dist.DistNetworkError:
+            raise
         except RuntimeError as error:
-            missing = tuple(
-                member
-                for place, member in enumerate(self.members)
-                if not self._store.check([self._key(self._sequence, place)])
-            )
+            missing = tuple(member for member, key in zip(self.members, keys_of_all) if not self._store.check([key]))
             raise RankTimeoutError(
-                f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
+                f"all {self.world_size} ranks at {label!r} within {timeout_secs:g} s",
                 f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",
                 "Check that these ranks are alive and make the same calls in the same order.",
                 missing_ranks=missing,
             ) from error
-        return bytes(self._store.get(key))
+
+    @contextlib.contextmanager
+    def _store_must_answer(self, label: str) -> Iterator[None]:
+        """Turns the end of the process that holds the store into an error that says so."""
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise RankTimeoutError(
+                f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
+                "The process that holds the store has ended, as a rule that of rank 0. Start the job again.",
+            ) from error  # fmt: skip

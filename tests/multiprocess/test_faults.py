@@ -1,0 +1,124 @@
+"""Faults of processes, of the order of calls and of memory, on CPU processes (docs/reliability.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_a2a.testing import RankFailure, RankPool
+from tests import fault_cases
+from tests.fault_cases import LATE_SECS, LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.multiprocess.test_memory import files_of, process_id
+from tests.op_cases import Case
+
+SURVIVORS = (0, 2)
+FLAGGED, DIRECT = 128, 0
+
+
+def case_of(flagged_max_tokens: int, **changes: Any) -> Case:
+    options = {"flagged_max_tokens": flagged_max_tokens}
+    return Case(
+        world_size=3, hidden_dim=32, num_experts=6, tokens=((4, 3, 5),), max_tokens=5, options=options, **changes
+    )
+
+
+def check_error(seen: dict[str, Any], call: str) -> None:
+    assert seen["call"] == call
+    assert seen["missing"] == [VICTIM]
+    assert seen["secs"] < TIMEOUT_SECS + SLACK_SECS
+
+
+@pytest.mark.parametrize(
+    ("place", "flagged_max_tokens", "call"),
+    [
+        ("before dispatch", FLAGGED, "dispatch 0"),
+        ("sending dispatch", FLAGGED, "dispatch 0"),
+        ("waiting in dispatch", FLAGGED, "combine 0"),
+        ("waiting in dispatch", DIRECT, "dispatch 0"),
+        ("before combine", DIRECT, "combine 0"),
+        ("sending combine", FLAGGED, "combine 0"),
+        ("waiting in combine", DIRECT, "dispatch 1"),
+    ],
+)
+def test_a_killed_rank_is_named_and_what_is_left_closes(
+    place: str, flagged_max_tokens: int, call: str, tmp_path: Path
+) -> None:
+    case = case_of(flagged_max_tokens)
+    with RankPool(3, timeout_secs=90, grace_secs=60) as pool:
+        processes = pool.run(process_id)
+        with pytest.raises(RankFailure) as caught:
+            pool.run(fault_cases.killed, case, place, str(tmp_path), place == "before combine")
+    assert "exit code -9" in caught.value.tracebacks[VICTIM]
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    for rank in SURVIVORS:
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        check_error(seen, call)
+        assert seen["close_secs"] < LOCAL_SECS
+        assert seen["files"] == []
+    assert files_of(*processes) == []
+    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("places", "flagged_max_tokens"),
+    [
+        (("sending dispatch", "waiting in dispatch", "before combine"), FLAGGED),
+        (("waiting in dispatch", "sending dispatch", "sending combine"), DIRECT),
+    ],
+)
+def test_a_rank_that_stops_for_a_while_is_waited_for(
+    ranks: Any, places: tuple[str, ...], flagged_max_tokens: int, tmp_path: Path
+) -> None:
+    ranks(fault_cases.stopped_for_a_while, 3, case_of(flagged_max_tokens), places, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("place", "flagged_max_tokens", "call"),
+    [("sending dispatch", FLAGGED, "dispatch 0"), ("sending combine", DIRECT, "combine 0")],
+)
+def test_a_rank_that_stops_for_long_is_named_by_all(ranks: Any, place: str, flagged_max_tokens: int, call: str) -> None:
+    answers = ranks(fault_cases.stopped_for_long, 3, case_of(flagged_max_tokens), place)
+    for rank, seen in enumerate(answers):
+        check_error(seen, "any" if rank == VICTIM else call)
+
+
+def test_an_exception_between_dispatch_and_combine(ranks: Any) -> None:
+    for rank, seen in enumerate(ranks(fault_cases.raises_between, 3, case_of(FLAGGED))):
+        assert seen["close_secs"] < LOCAL_SECS
+        if rank != VICTIM:
+            check_error(seen, "combine 0")
+
+
+def test_a_rank_that_leaves_a_step_out(ranks: Any) -> None:
+    case = case_of(FLAGGED, with_weights=False, combine_weights=False)
+    for rank, seen in enumerate(ranks(fault_cases.skips_a_step, 3, case)):
+        if rank != VICTIM:
+            check_error(seen, "step 3")
+
+
+@pytest.mark.parametrize(("kind", "number"), [("shared", 1), ("shared", 3), ("local", 1), ("local", 3)])
+def test_no_memory_on_one_rank_is_an_error_on_all(ranks: Any, kind: str, number: int) -> None:
+    for rank, seen in enumerate(ranks(fault_cases.no_memory, 3, case_of(FLAGGED), kind, number)):
+        assert seen["secs"] < SLACK_SECS
+        if rank != VICTIM:
+            assert f"rank {VICTIM} failed with HostMemoryError" in seen["text"]
+
+
+def test_ranks_close_an_arena_together_where_nothing_has_failed(ranks: Any, tmp_path: Path) -> None:
+    for rank, seen in enumerate(ranks(fault_cases.close_together, 3, case_of(FLAGGED), str(tmp_path))):
+        assert seen["one error"] < LOCAL_SECS
+        if rank != VICTIM:
+            assert LATE_SECS - 0.2 < seen["one late"] < LATE_SECS + LOCAL_SECS
+            assert LATE_SECS - 0.2 < seen["one absent"] < LATE_SECS + LOCAL_SECS
+
+
+def test_a_store_that_dies_is_an_error_at_once(tmp_path: Path) -> None:
+    with RankPool(3, timeout_secs=60, grace_secs=30) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(fault_cases.store_dies, str(tmp_path))
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    for rank in SURVIVORS:
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert max(seen.values()) < LOCAL_SECS
