@@ -42,7 +42,6 @@ TIMEOUT_SECS = 5.0
 SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
 SHORT_STOP_SECS = 1.5
-LONG_STOP_SECS = TIMEOUT_SECS + 4.0
 LATE_SECS = 1.5
 LOCAL_SECS = CLOSE_TIMEOUT_SECS / 2
 """A close that waits for a rank in vain takes longer than this, one that waits for nobody far less."""
@@ -215,28 +214,44 @@ def stopped_for_a_while(context: RankContext, case: Case, place_names: tuple[str
             op.check()
 
 
-def stopped_for_long(context: RankContext, case: Case, place_name: str) -> dict[str, Any]:
-    """A rank stops for longer than the timeout: all name it, itself too once it goes on; reset makes the op usable."""
+def stopped_for_long(context: RankContext, case: Case, place_name: str, folder: str) -> dict[str, Any]:
+    """A rank stops until the others have given up: all name it, itself too; reset makes the op usable."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         op.set_timeout(TIMEOUT_SECS)
-        arena.rendezvous.barrier("before the stop")
+        process = arena.rendezvous.exchange("before the stop", os.getpid())[VICTIM]
+        goes_on = Path(folder, "goes on")
         if context.rank == VICTIM:
-            place = place_of(place_name, case.options["flagged_max_tokens"])
-            error = raised(
-                RankTimeoutError,
-                lambda: (step_with_fault(case, op, 1, place, lambda: stop_itself(LONG_STOP_SECS)),
-                         run_step(case, op, 2, context.device)),
-            )  # fmt: skip
-            assert isinstance(error, RankTimeoutError)
-            seen: dict[str, Any] = {"call": "any", "missing": list(error.missing_ranks), "secs": 0.0}
+            seen = stop_until_let_go(case, op, place_name, goes_on)
         else:
             seen = steps_until_error(case, op, 1, {})
+            Path(folder, f"gave up {context.rank}").touch()
+            await_file(Path(folder, f"gave up {2 - context.rank}"))
+            # again and again: it may be about to stop only now
+            while not goes_on.exists():
+                os.kill(process, signal.SIGCONT)
+                time.sleep(0.2)
         op.reset()
         for number in range(3, 5):
             run_step(case, op, number, context.device)
         return seen
+
+
+def stop_until_let_go(case: Case, op: EpDispatchCombineOp, place_name: str, goes_on: Path) -> dict[str, Any]:
+    """The rank that stops: its step may end, since it has what it needs, but not the one after it."""
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        goes_on.touch()
+
+    def two_steps() -> None:
+        step_with_fault(case, op, 1, place_of(place_name, case.options["flagged_max_tokens"]), stop)
+        run_step(case, op, 2, op.device)
+
+    error = raised(RankTimeoutError, two_steps)
+    assert isinstance(error, RankTimeoutError)
+    return {"call": "any", "missing": list(error.missing_ranks), "secs": 0.0}
 
 
 # --- ranks that leave the order of calls ---

@@ -79,8 +79,10 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(
     ("place", "flagged_max_tokens", "call"),
     [("sending dispatch", FLAGGED, "dispatch 0"), ("sending combine", DIRECT, "combine 0")],
 )
-def test_a_rank_that_stops_for_long_is_named_by_all(ranks: Any, place: str, flagged_max_tokens: int, call: str) -> None:
-    answers = ranks(fault_cases.stopped_for_long, 3, case_of(flagged_max_tokens), place)
+def test_a_rank_that_stops_for_long_is_named_by_all(
+    ranks: Any, place: str, flagged_max_tokens: int, call: str, tmp_path: Path
+) -> None:
+    answers = ranks(fault_cases.stopped_for_long, 3, case_of(flagged_max_tokens), place, str(tmp_path))
     for rank, seen in enumerate(answers):
         check_error(seen, "any" if rank == VICTIM else call)
 
