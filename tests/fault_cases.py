@@ -24,7 +24,7 @@ from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, Rank
 from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.arena import CLOSE_TIMEOUT_SECS, Arena
+from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext
@@ -43,7 +43,7 @@ SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
 SHORT_STOP_SECS = 1.5
 LATE_SECS = 1.5
-LOCAL_SECS = CLOSE_TIMEOUT_SECS / 2
+LOCAL_SECS = 5.0
 """A close that waits for a rank in vain takes longer than this, one that waits for nobody far less."""
 MARKER_TIMEOUT_SECS = 60.0
 
@@ -319,44 +319,6 @@ def check_echo(case: Case, op: EpDispatchCombineOp, number: int, rank: int) -> N
     expected = [(tokens.float() * len(set(row))).to(tokens.dtype) for tokens, row in zip(inputs, owners.tolist())]
     for got, right in zip(result, expected):
         assert got.equal(right), (got, right)
-
-
-# --- close ---
-
-
-def close_together(context: RankContext, case: Case, folder: str) -> dict[str, Any]:
-    """How long close takes where all come, one late; where one has an error of its own; and where one never comes."""
-    seen: dict[str, Any] = {}
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
-        op.close()
-        arena.rendezvous.barrier("before close")
-        if context.rank == VICTIM:
-            time.sleep(LATE_SECS)
-        seen["one late"] = timed(arena.close)
-    marker = Path(folder, "left with an error")
-    with contextlib.suppress(ModelError), Arena(context.group, context.device):
-        if context.rank == VICTIM:
-            start = time.monotonic()
-            raise ModelError
-        start = time.monotonic()
-    seen["one error"] = time.monotonic() - start
-    with Arena(context.group, context.device) as arena:
-        if context.rank == VICTIM:
-            await_file(marker)
-        else:
-            arena_module.CLOSE_TIMEOUT_SECS = LATE_SECS
-            try:
-                seen["one absent"] = timed(arena.close)
-            finally:
-                arena_module.CLOSE_TIMEOUT_SECS = CLOSE_TIMEOUT_SECS
-            Path(folder, f"closed {context.rank}").touch()
-            for rank in range(context.world_size):
-                if rank != VICTIM:
-                    await_file(Path(folder, f"closed {rank}"))
-            marker.touch()
-    return seen
 
 
 def store_dies(context: RankContext, folder: str) -> None:

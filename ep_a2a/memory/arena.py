@@ -15,7 +15,6 @@ from ep_a2a.errors import (
     DeviceMemoryError,
     EpA2AError,
     HostMemoryError,
-    RankTimeoutError,
     StateError,
 )
 from ep_a2a.memory.allocate import allocate_symmetric
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_SECS = 10.0
-"""How long a rank that closes its arena waits for the others before it goes on without them."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,6 @@ class Slot:
         self.streams = StreamOrder()
         self._fill_bytes: dict[str, int] = {}
         self._user: weakref.ref[object] | None = None
-
-    @property
-    def in_step(self) -> bool:
-        """Whether an op has begun a step here that it has not ended."""
-        return self._user is not None
 
     def refill(self) -> None:
         """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
@@ -281,31 +272,16 @@ class Arena:
             raise
         self.rendezvous.agree(label, None)
 
-    @property
-    def poisoned(self) -> bool:
-        """Whether a step of some op has failed here, or has begun and is not over: peers may never come then."""
-        failed = any(bool(memory.record[0]) for memory in self._memory.values())
-        return failed or any(slot.spoilt or slot.in_step for slot in self._slots.values())
-
     def close(self) -> None:
-        """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
+        """Gives all memory back; local, and a second call does nothing. No op of this arena may be used afterwards.
 
-        Ranks wait for each other, so that nobody writes into memory that is gone, but at most CLOSE_TIMEOUT_SECS. A
-        rank where a step has failed or is not over waits for nobody.
+        It asks no other rank: the group's store may lie behind a link that is cut, and would not answer.
         """
-        self._close(alone=False)
-
-    def _close(self, *, alone: bool) -> None:
         if self.closed:
             return
         self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        bound_secs = min(CLOSE_TIMEOUT_SECS, self.rendezvous.timeout_secs)
-        try:
-            self.rendezvous.part(0.0 if alone or self.poisoned else bound_secs)
-        except RankTimeoutError as error:
-            logger.warning("memory is given back without waiting any longer: %s", error)
         for block in self._all_symmetric():
             block.close()
         self._slots.clear()
@@ -314,6 +290,5 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # an error that only this rank has keeps the others elsewhere
-        self._close(alone=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        self.close()

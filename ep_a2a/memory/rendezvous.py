@@ -92,22 +92,6 @@ class Rendezvous:
                 "See above.",
             )
 
-    def part(self, timeout_secs: float) -> None:
-        """Says that this rank comes no more, and waits until every rank has said so; in no order with other calls.
-
-        Args:
-            timeout_secs: how long to wait; with 0 for nobody.
-
-        Raises:
-            RankTimeoutError: ranks have not said so, or the store is gone.
-        """
-        label = "the end"
-        keys = [f"parted/{self._generation}/{place}" for place in range(self.world_size)]
-        with self._store_must_answer(label):
-            self._store.set(keys[self.rank], "")
-            if timeout_secs > 0:
-                self._wait(keys, keys, label, timeout_secs, timeout_secs)
-
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
 
