@@ -43,8 +43,8 @@ class Rendezvous:
         self.timeout_secs = timeout_secs
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
         self._store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
-        self._generation = int(self._store.add(f"generation/{self.rank}", 1))
-        self._sequence = self._generation << 32
+        generation = int(self._store.add(f"generation/{self.rank}", 1))
+        self._sequence = generation << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
         """Every rank's message, in the order of `members`.
@@ -100,25 +100,23 @@ class Rendezvous:
         deadline = time.monotonic() + self.timeout_secs
         keys = [self._key(self._sequence, place) for place in range(self.world_size)]
         for key in keys:
-            self._wait([key], keys, label, max(0.001, deadline - time.monotonic()), self.timeout_secs)
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError as error:
+                raise self._not_all_came(keys, label) from error
         return [bytes(self._store.get(key)) for key in keys]
 
-    def _wait(
-        self, keys: list[str], keys_of_all: list[str], label: str, remaining_secs: float, timeout_secs: float
-    ) -> None:
-        """Returns when these keys are there; `keys_of_all`, one of each member, says who has not come."""
-        try:
-            self._store.wait(keys, timedelta(seconds=remaining_secs))
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError as error:
-            missing = tuple(member for member, key in zip(self.members, keys_of_all) if not self._store.check([key]))
-            raise RankTimeoutError(
-                f"all {self.world_size} ranks at {label!r} within {timeout_secs:g} s",
-                f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",
-                "Check that these ranks are alive and make the same calls in the same order.",
-                missing_ranks=missing,
-            ) from error
+    def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
+        """The error for members whose keys are not there."""
+        missing = tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
+        return RankTimeoutError(
+            f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
+            f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",
+            "Check that these ranks are alive and make the same calls in the same order.",
+            missing_ranks=missing,
+        )
 
     @contextlib.contextmanager
     def _store_must_answer(self, label: str) -> Iterator[None]:
