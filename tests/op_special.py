@@ -105,10 +105,11 @@ def graph(context: RankContext, case: Case) -> None:
         run_step(case, op, 0, device)
         dtype = op.config.combined_dtype
         held: list[Any] = [None, None]
+        all_rows = op.get_registered_combine_input_buffer(dtype)
 
         def body(call: Callable[[Callable[[], None]], None]) -> None:
             held[0] = op.dispatch(static[0], static[1], None, static[2], max_num_tokens=case.stride(0))
-            rows = op.get_registered_combine_input_buffer(dtype)[: held[0][0].numel() // case.hidden_dim]
+            rows = all_rows[: held[0][0].numel() // case.hidden_dim]
             call(lambda: rows.copy_((held[0][0].flatten(0, -2).float() * factor).to(dtype)))
             held[1] = op.combine(rows, None, static[2])
 

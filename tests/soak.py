@@ -93,8 +93,10 @@ def soak(context: RankContext, case: Case, num_steps: int) -> Soaked:
             step.move()
             call(step.compare)
 
+        # what a capture needs is made by the same calls before it
+        body(lambda work: work())
         captured = CapturedStep(step.op, body)
-        before, made = None, int(captured.ran_at_capture)
+        before, made = None, 1 + int(captured.ran_at_capture)
         while made < num_steps:
             for _ in range(min(REPLAYS_BETWEEN_LOOKS, num_steps - made)):
                 captured.replay()

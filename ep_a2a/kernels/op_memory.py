@@ -13,6 +13,7 @@ from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.pools import outside_pools
+from ep_a2a.memory.streams import is_capturing
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -141,7 +142,7 @@ class BoundMemory:
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = self._locals.get(role)
         if memory is None:
-            if self.memory.local_own.is_cuda and torch.cuda.is_current_stream_capturing():
+            if is_capturing(self.memory.local_own.device):
                 raise StateError(
                     f"memory for {role} to exist before a graph captures it", "the first need of it",
                     "Make the same calls once before the capture.",

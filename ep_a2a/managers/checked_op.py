@@ -13,6 +13,7 @@ from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, Un
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult
 from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
 from ep_a2a.managers.halves import FirstHalfDoesAll
+from ep_a2a.memory.streams import is_capturing
 from ep_a2a.quantization import quantize
 
 
@@ -167,7 +168,7 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         tensor, version = self._given
         if indices.data_ptr() == tensor.data_ptr() and _version(tensor) == _version(indices) == version:
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             raise UnsupportedError(
                 "combine's indices to be the tensor given to dispatch, or None, in a capture", "another tensor",
                 "Pass that tensor or None.",

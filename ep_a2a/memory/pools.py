@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a.memory.streams import is_capturing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,7 +19,7 @@ def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> tor
     Engines put what is allocated while they load weights into a pool that they unmap later, and may not restore (vLLM's
     sleep mode); pools are per thread, so another one allocates.
     """
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+    if device.type == "cpu" or is_capturing(device):
         return make()
     with ThreadPoolExecutor(max_workers=1) as other:
         tensor = other.submit(make).result()

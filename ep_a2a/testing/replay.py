@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.memory.streams import recording_on_cpu
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,8 @@ class _Recorder:
 class CapturedStep:
     """What `body` launched, ready to be replayed; the inputs that it used are read again at each replay.
 
-    A CUDA capture runs nothing; on CPU the capture is itself a run, so that its outputs can be looked at.
+    A CUDA capture runs nothing; on CPU the capture is itself a run, so that its outputs can be looked at. On both,
+    memory that is first needed inside is an error.
 
     Args:
         op: the op that `body` calls.
@@ -63,7 +66,8 @@ class CapturedStep:
         for owner, own in zip(owners, kernels):
             owner._kernels = _Recorder(own, self._calls)
         try:
-            body(self._call)
+            with recording_on_cpu():
+                body(self._call)
         finally:
             for owner, own in zip(owners, kernels):
                 owner._kernels = own
