@@ -45,6 +45,9 @@ class Phase(enum.Enum):
     FLAGGED_DISPATCH = "flagged_dispatch"
     COMBINE = "combine"
 
+    # every call looks things up by phase, and an Enum's own hash is a Python function
+    __hash__ = object.__hash__
+
 
 THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBINE: 640}
 """Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""

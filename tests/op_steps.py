@@ -199,7 +199,7 @@ def closed_in_the_middle(context: RankContext, case: Case) -> None:
 
 
 def _rows_shape(op: EpDispatchCombineOp) -> tuple[int, ...]:
-    return (*op._lead(op._max_num_tokens), op.config.hidden_dim)
+    return (*op.leads(op._accepted.max_num_tokens)[0], op.config.hidden_dim)
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:

@@ -34,17 +34,14 @@ class DispatchCombineBase:
         """R, rows that dispatch returns for a step's max_num_tokens."""
         return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
 
-    def _lead(self, max_num_tokens: int) -> tuple[int, ...]:
-        """Leading sizes of the received ids: (R,), or (W, max_num_tokens) in the other layouts than compact."""
-        if self.config.layout == Layout.COMPACT:
-            return (self.num_rows(max_num_tokens),)
-        return (self.config.world_size, max_num_tokens)
+    def leads(self, max_num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Leading sizes of what a step's dispatch returns: of the received ids, and of the rows for the experts.
 
-    def _expert_lead(self, max_num_tokens: int) -> tuple[int, ...]:
-        """Leading sizes of the rows that the experts work on: those of the ids, or (E, R) in layout expert_major."""
-        if self.config.layout == Layout.EXPERT_MAJOR:
-            return (self.config.num_local_experts, self.num_rows(max_num_tokens))
-        return self._lead(max_num_tokens)
+        (R,) in layout compact, else (W, max_num_tokens); the rows of layout expert_major have (E, R).
+        """
+        config, num_rows = self.config, self.num_rows(max_num_tokens)
+        lead = (num_rows,) if config.layout == Layout.COMPACT else (config.world_size, max_num_tokens)
+        return lead, (config.num_local_experts, num_rows) if config.layout == Layout.EXPERT_MAJOR else lead
 
     def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
         """(source rank, token) of a value of get_dispatch_src_token_pos."""

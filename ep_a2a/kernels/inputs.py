@@ -24,13 +24,12 @@ from ep_a2a.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.errors import EpA2AError
     from ep_a2a.memory.arena import Arena
 
-MAX_REMEMBERED = 1024
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
 
 
@@ -78,23 +77,7 @@ def signature(tensor: object) -> Hashable:
         return None
     if not isinstance(tensor, torch.Tensor):
         return object()
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-
-
-class Accepted:
-    """Remembers which arguments have passed the checks, so that a step like the one before costs little host time."""
-
-    def __init__(self) -> None:
-        self._seen: set[Hashable] = set()
-
-    def check(self, key: Hashable, check: Callable[[], None]) -> None:
-        """Runs `check` unless arguments of this key have passed it before."""
-        if key in self._seen:
-            return
-        check()
-        if len(self._seen) >= MAX_REMEMBERED:
-            self._seen.clear()
-        self._seen.add(key)
+    return tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous()
 
 
 def check_integer(name: str, value: int) -> None:
@@ -104,7 +87,9 @@ def check_integer(name: str, value: int) -> None:
 
 
 def check_launch(block_num: int, warp_per_block: int) -> None:
-    """A caller's launch numbers."""
+    """A caller's launch numbers; -1 stands for none."""
+    if block_num == warp_per_block == -1:
+        return
     check_integer("block_num", block_num)
     check_integer("warp_per_block", warp_per_block)
 

@@ -15,19 +15,19 @@ from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
+from ep_a2a.kernels.plans import Plan, make_plan
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
+from ep_a2a.kernels.remembered import Remembered
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
 from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
 from ep_a2a.policy import (
     COUNT_WARPS,
     MAX_COUNTED_ALONE,
-    SPEAKERS,
     Launch,
     Phase,
     choose_launch,
     dispatch_phase,
-    fit,
     launch_shapes,
 )
 from ep_a2a.tuning import TunedTables, arch_name, load_tables
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 FP8_CAPABILITY = (8, 9)
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-MAX_REMEMBERED_LAUNCHES = 4096
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own."""
 BLOCK_ROWS = 64
@@ -78,7 +77,7 @@ class IntraNodeKernels:
         )
         self._tables: TunedTables | None = None
         self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._plans: Remembered[Plan] = Remembered()
         self._variants: dict[tuple[Any, ...], Variant] = {}
         self._spans = False
         self._by_expert: ExpertMajorKernels | None = None
@@ -88,7 +87,7 @@ class IntraNodeKernels:
     def limit_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
         self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
-        self._launches.clear()
+        self._plans.forget()
         self.compile()
 
     @property
@@ -98,32 +97,19 @@ class IntraNodeKernels:
     def use_tables(self, tables: TunedTables) -> None:
         """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
         self._tables = tables
-        self._launches.clear()
+        self._plans.forget()
 
     def launch_of(
         self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
     ) -> Launch:
-        """Launch numbers of a call; remembered, since working them out costs host time."""
-        key = (phase, num_tokens, max_num_tokens, block_num, warp_per_block)
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) >= MAX_REMEMBERED_LAUNCHES:
-                self._launches.clear()
-            launch = choose_launch(
-                self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables,
-                self.max_sms,
-            )  # fmt: skip
-            if self._tables is not None:
-                self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
-            self._launches[key] = launch
+        """Launch numbers of a call."""
+        launch = choose_launch(
+            self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables,
+            self.max_sms,
+        )  # fmt: skip
+        if self._tables is not None:
+            self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
         return launch
-
-    def _fitted(self, launch: Launch, phase: Phase, variant: Variant) -> Launch:
-        """The launch cut down to what the registers of its kernel leave room for, once they are known."""
-        if variant.programs_per_sm is None:
-            return launch
-        most = min(filter(None, (self.max_sms, self.num_sms * variant.programs_per_sm)))
-        return launch if launch.num_programs <= most else fit(launch, phase, most)
 
     def dispatch_phase(self, max_num_tokens: int) -> Phase:
         """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
@@ -155,20 +141,39 @@ class IntraNodeKernels:
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
         """(kernel, run-time arguments, programs) of a dispatch, in order."""
         phase = self.dispatch_phase(args.max_num_tokens)
-        launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
-        for part in self._parts(phase, stages):
-            variant = self._dispatch_variant(args, phase, launch, part)
-            fitted = self._fitted(launch, phase, variant)
-            yield variant, self._dispatch_values(args, phase, fitted), _programs(fitted, phase, part)
+        key = (
+            phase, args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None,
+            stages, block_num, warp_per_block,
+        )  # fmt: skip
+        plan = self._plans.of(
+            key,
+            lambda: make_plan(
+                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+                lambda launch, part: self._dispatch_variant(args, phase, launch, part),
+                lambda launch: self._dispatch_values(args, phase, launch), self.num_sms, self.max_sms,
+            ),
+        )  # fmt: skip
+        for variant, launch, num_programs in plan:
+            yield variant, self._dispatch_values(args, phase, launch), num_programs
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
-        launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
-        for part in self._parts(Phase.COMBINE, stages):
-            variant = self._combine_variant(args, launch, part, in_place=stages == WHOLE)
-            fitted = self._fitted(launch, Phase.COMBINE, variant)
-            yield variant, self._combine_values(args, fitted), _programs(fitted, Phase.COMBINE, part)
+        phase = Phase.COMBINE
+        key = (
+            phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, stages,
+            block_num, warp_per_block,
+        )  # fmt: skip
+        plan = self._plans.of(
+            key,
+            lambda: make_plan(
+                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+                lambda launch, part: self._combine_variant(args, launch, part, in_place=stages == WHOLE),
+                lambda launch: self._combine_values(args, launch), self.num_sms, self.max_sms,
+            ),
+        )  # fmt: skip
+        for variant, launch, num_programs in plan:
+            yield variant, self._combine_values(args, launch), num_programs
 
     def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
@@ -195,6 +200,7 @@ class IntraNodeKernels:
     def record_spans(self) -> None:
         """Takes kernels that note when their programs begin and end what they do, from now on (kernels/spans.py)."""
         self._spans = True
+        self._plans.forget()
         if self._by_expert is not None:
             self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
         self.compile()
@@ -233,11 +239,6 @@ class IntraNodeKernels:
             yield self._count_variant(), (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
         if self._by_expert is not None:
             yield from self._by_expert.variants()
-
-    def _parts(self, phase: Phase, stages: Stages) -> tuple[Stages, ...]:
-        if self._interpreted and stages == WHOLE and phase is not Phase.DISPATCH:
-            return (SEND, RECEIVE)
-        return (stages,)
 
     def _casts(self, x: torch.Tensor) -> bool:
         return self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
@@ -374,12 +375,3 @@ class IntraNodeKernels:
 
     def _run(self, variant: Variant, num_programs: int, values: tuple[Any, ...]) -> None:
         variant.run(num_programs, values, self.device)
-
-
-def _programs(launch: Launch, phase: Phase, stages: Stages) -> int:
-    """Programs of a launch that does these stages."""
-    if stages == WHOLE:
-        return launch.num_programs
-    if phase is Phase.DISPATCH:
-        return launch.num_programs if stages.send else 1
-    return SPEAKERS[phase] + (launch.num_senders if stages.send else launch.num_receivers)

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, Layout
+from ep_a2a.config import Layout
 from ep_a2a.config_fields import checked_timeout_secs
 from ep_a2a.errors import AlternationError, ClosedError
 from ep_a2a.kernels import inputs
+from ep_a2a.kernels.accepted import Dispatches
 from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
-from ep_a2a.kernels.failures import Failure, wire_word
+from ep_a2a.kernels.failures import Failure
 from ep_a2a.kernels.inter_node import kernels_of
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
-from ep_a2a.kernels.op_views import DispatchViews
+from ep_a2a.kernels.remembered import Remembered
 from ep_a2a.policy import Phase
 
 if TYPE_CHECKING:
@@ -68,11 +69,11 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._memory.memory.user = weakref.ref(self)
         self._streams = self._memory.memory.slot.streams
         self._kernels = kernels_of(config, self._memory.table, arena.device)
-        self._accepted = inputs.Accepted()
+        self._combines: Remembered[None] = Remembered()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None
-        self._num_tokens, self._max_num_tokens = 0, config.max_num_inp_token_per_rank
-        self._dispatch_views = DispatchViews(self._memory)
+        self._dispatches = Dispatches(self, self._memory)
+        self._accepted = self._dispatches.nothing()
         self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)
         self.arena.together("initialising the op", self._initialize)
@@ -127,7 +128,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._stage = Stage.COMBINE_SEND
         if call_local_expert_count:
             self._kernels.count_local_experts(self.local_expert_count, self.config.first_expert, args.max_num_tokens)
-        return self._views(args)
+        return self._accepted.received
 
     def dispatch_send(
         self,
@@ -150,7 +151,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._kernels.dispatch(args, stages=SEND)
         self._sent = args
         self._stage = Stage.DISPATCH_RECEIVE
-        return self._views(args)
+        return self._accepted.received
 
     def dispatch_recv(self) -> DispatchResult:
         """The second half of `dispatch`: waits for the rows of all ranks and returns them.
@@ -164,7 +165,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._kernels.dispatch(args, stages=RECEIVE)
         self._sent = None
         self._stage = Stage.COMBINE_SEND
-        return self._views(args)
+        return self._accepted.received
 
     def _dispatch_arguments(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
@@ -172,20 +173,15 @@ class EpDispatchCombineOp(DispatchCombineBase):
     ) -> DispatchArguments:  # fmt: skip
         """Checks a dispatch and begins its step."""
         self._expect(Stage.DISPATCH_SEND, call)
-        config = self.config
-        limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        self._accepted.check(
-            (limit, pad_id, *map(inputs.signature, (tokens, weights, scales, indices))),
-            lambda: inputs.check_dispatch(config, self.device, tokens, weights, scales, indices, limit, pad_id),
-        )
+        limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        accepted = self._dispatches.accept(tokens, weights, scales, indices, limit, pad_id)
         inputs.check_alignment("input", tokens)
         self._memory.memory.slot.enter(self)
-        scales = inputs.travelling_scales(config, scales)
-        has_scales = config.casts_in_dispatch or scales is not None
-        word = wire_word(limit, weights is not None, has_scales, config.casts_in_dispatch and tokens.dtype != FP8_DTYPE)
-        self._num_tokens, self._max_num_tokens = tokens.shape[0], limit
-        row_limit = self.num_rows(limit)
-        return DispatchArguments(tokens, scales, weights, indices, tokens.shape[0], limit, word, pad_id, row_limit)
+        self._accepted = accepted
+        return DispatchArguments(
+            tokens, scales if accepted.scales_travel else None, weights, indices, accepted.num_tokens, limit,
+            accepted.wire_word, pad_id, accepted.row_limit,
+        )  # fmt: skip
 
     def combine(
         self,
@@ -269,12 +265,12 @@ class EpDispatchCombineOp(DispatchCombineBase):
     ) -> CombineArguments:  # fmt: skip
         """Checks a combine."""
         self._expect(Stage.COMBINE_SEND, call)
-        num_tokens, lead = self._num_tokens, self._expert_lead(self._max_num_tokens)
+        num_tokens, lead = self._accepted.num_tokens, self._accepted.lead
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        self._accepted.check(
+        self._combines.of(
             (lead, num_tokens, *map(inputs.signature, (rows, weights, indices))),
             lambda: inputs.check_combine(self.config, self.device, rows, weights, indices, lead, num_tokens),
         )
@@ -291,8 +287,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
             copies += more
         by_expert = self.config.layout == Layout.EXPERT_MAJOR
         return CombineArguments(
-            self._reduced_rows if by_expert else rows, weights, indices, result, num_tokens, self._max_num_tokens,
-            rows if by_expert else None, copies,
+            self._reduced_rows if by_expert else rows, weights, indices, result, num_tokens,
+            self._accepted.max_num_tokens, rows if by_expert else None, copies,
         )  # fmt: skip
 
     def _combine_result(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -303,10 +299,6 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self.check()
         if self._stage is not stage:
             raise AlternationError(f"{NEXT_CALL[self._stage]} next", call)
-
-    def _views(self, args: DispatchArguments) -> DispatchResult:
-        """What dispatch returns."""
-        return self._dispatch_views.of(args, self._lead(args.max_num_tokens), self._expert_lead(args.max_num_tokens))
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
@@ -331,7 +323,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
-        return self._dispatch_views.source_positions(self._max_num_tokens, self.recv_counts.tolist())
+        return self._dispatches.source_positions(self._accepted.max_num_tokens, self.recv_counts.tolist())
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1

@@ -44,6 +44,7 @@ class Variant:
     _compiled: Any = field(default=None, init=False)
     _launch: Any = field(default=None, init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
+    _tensors: tuple[int, ...] = field(default=(), init=False)
 
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
@@ -76,6 +77,7 @@ class Variant:
             launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers,
         )  # fmt: skip
         compiled._init_handles()
+        self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
         registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
@@ -90,9 +92,11 @@ class Variant:
         """
         if self._compiled is None:
             self.compile(args)
-        addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        values = list(args)
+        for place in self._tensors:
+            values[place] = args[place].data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         self._launch(
-            num_programs, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, *NO_HOOKS, *addresses,
+            num_programs, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, *NO_HOOKS, *values,
             *self._trailing,
         )  # fmt: skip

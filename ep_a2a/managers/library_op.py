@@ -42,7 +42,7 @@ class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
 
     @functools.cached_property
     def _combine_input(self) -> torch.Tensor:
-        lead = self._expert_lead(self.config.max_num_inp_token_per_rank)
+        lead = self.leads(self.config.max_num_inp_token_per_rank)[1]
         shape = (math.prod(lead), self.config.hidden_dim)
         return torch.empty(shape, dtype=self.config.combined_dtype, device=self.device)
 

@@ -40,7 +40,7 @@ class PplxOp(LibraryDispatchCombineOp):
     ) -> None:  # fmt: skip
         super().__init__(config, device, backend, capabilities)
         self._native = native
-        lead = self._expert_lead(config.max_num_inp_token_per_rank)
+        lead = self.leads(config.max_num_inp_token_per_rank)[1]
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
         self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
         most = config.max_num_inp_token_per_rank
