@@ -27,8 +27,10 @@ FEW_TOKENS = 64
 From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
 MAX_COUNTED_ALONE = 1023
 """Up to this max_num_tokens every program looks at the ids of all tokens, and learns nothing from other programs."""
-BULK_SENDERS = 32
-"""Programs that fill the wire then; more of them take from those that add."""
+BULK_SENDERS_PER_RANK = 16
+MOST_BULK_SENDERS = 64
+"""Programs that fill the wire then: more for more peers (32 of 2 ranks, 64 of 4: bench/results), up to where they take
+from those that add."""
 BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
 """The same for programs that also cast what they send: more of them, with fewer registers each."""
@@ -164,7 +166,8 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
         return wish
     if config.combine_quant != QuantType.NONE:
         return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
-    return replace(wish, num_senders=BULK_SENDERS, send_elements=SEND_ROW_ELEMENTS)
+    bulk_senders = min(BULK_SENDERS_PER_RANK * config.world_size, MOST_BULK_SENDERS)
+    return replace(wish, num_senders=bulk_senders, send_elements=SEND_ROW_ELEMENTS)
 
 
 def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,22 @@ def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
         run_step(case, again, 3, context.device)
     arena.close()
     raised(errors.ClosedError, lambda: again.check())
+
+
+def nothing_waits_for_garbage_collection(context: RankContext, case: Case) -> None:
+    """Symmetric memory must not be freed when garbage is collected: that may be while a graph is being captured."""
+    gc.disable()
+    try:
+        arena = Arena(context.group, context.device)
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        blocks = [weakref.ref(each.local) for each in op._memory.memory.symmetric.values()]
+        op.close()
+        arena.close()
+        del op, arena
+        assert [block() for block in blocks] == [None] * len(blocks)
+    finally:
+        gc.enable()
 
 
 def graph(context: RankContext, case: Case) -> None:
@@ -459,6 +476,7 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
         sequential_ops_share_memory,
         Case(layout="rank_major", tokens=((8, 5, 0, 3),)),
     ),
+    "nothing-waits-for-garbage-collection": (nothing_waits_for_garbage_collection, Case()),
     "graph-compact": (graph, Case(tokens=((8, 5, 0, 3),))),
     "graph-rank-major": (
         graph,

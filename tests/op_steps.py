@@ -9,6 +9,7 @@ import torch
 
 from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.kernels.base_op import leads
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing.replay import CapturedStep
@@ -199,7 +200,7 @@ def closed_in_the_middle(context: RankContext, case: Case) -> None:
 
 
 def _rows_shape(op: EpDispatchCombineOp) -> tuple[int, ...]:
-    return (*op.leads(op._accepted.max_num_tokens)[0], op.config.hidden_dim)
+    return (*leads(op.config, op._accepted.max_num_tokens)[0], op.config.hidden_dim)
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:

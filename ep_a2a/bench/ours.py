@@ -8,6 +8,7 @@ import torch
 
 from ep_a2a.bench.contender import Contender, Session, check_round_trip
 from ep_a2a.config import (
+    CompiledCalls,
     EpDispatchCombineConfig,
     EpDispatchCombineKernelType,
     Layout,
@@ -99,6 +100,8 @@ def make_config(
         num_experts=workload.num_experts,
         quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
         dispatch_quant_type=workload.quant_type if has_combine_cast else None,
+        # those are the calls made here; each form more is seconds of compiling
+        compiled_calls=CompiledCalls.SERVING,
         layout=workload.layout,
         max_sms=workload.max_sms,
         kernel_type=kernel_type,

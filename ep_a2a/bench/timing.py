@@ -7,6 +7,7 @@ On CPU the wall clock is read; such times say nothing about GPUs.
 from __future__ import annotations
 
 import abc
+import gc
 import math
 import statistics
 import time
@@ -234,6 +235,8 @@ def _capture(session: Session, clock: Clock, work: Any) -> torch.cuda.CUDAGraph:
     for _ in range(CAPTURE_WARMUPS):
         session.combine(session.dispatch())
     clock.synchronize()
+    # What earlier sessions have left must not be freed in the middle of the capture, which forbids that.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

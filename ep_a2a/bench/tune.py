@@ -142,12 +142,15 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
     })  # fmt: skip
 
 
-def analytic_launches(config: EpDispatchCombineConfig, num_sms: int) -> Launches:
-    """The policy's own numbers for steps of M tokens, as a table would have them."""
+def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None) -> Launches:
+    """What the policy gives steps of M tokens, as a table would have it: the analytic numbers, or those of tables.
+
+    What tables ask for beyond the device or the work is cut off.
+    """
     size = config.max_num_inp_token_per_rank
     launches = {}
     for phase in (dispatch_phase(config, size), Phase.COMBINE):
-        launch = choose_launch(config, phase, size, size, num_sms)
+        launch = choose_launch(config, phase, size, size, num_sms, tables=tables)
         launches[phase.value] = TunedLaunch(**{name: getattr(launch, name) for name in LAUNCH_FIELDS[phase.value]})
     return launches
 
@@ -179,7 +182,7 @@ def search_point(
         session.use_tables(tables_of(config, launches))
         return _checked_time(session, rendezvous, lambda: time_round_trips(session, clock, settings, in_graph=True))
 
-    default = analytic_launches(config, num_sms)
+    default = chosen_launches(config, num_sms)
     search = Search(
         time_of,
         lambda launches: effect_of(config, launches, num_sms),
@@ -192,6 +195,7 @@ def search_point(
         raise CheckFailedError("right results with analytic launches", "wrong ones", "Run ep-a2a bench; it says more.")
     if best_us >= default_us:
         best, best_us = default, default_us
+    best = chosen_launches(config, num_sms, tables_of(config, best))
     session.close()
     arch = arch_name((properties.major, properties.minor))
     return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)
@@ -213,9 +217,10 @@ def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
     """The entries that an outcome becomes, by phase."""
     workload, config = outcome.workload, make_config(outcome.workload, 0)
     num_bytes = workload.dispatch_bytes + workload.combine_bytes
+    us = round(outcome.best_us, 2)
     evidence = Evidence(
-        us=round(outcome.best_us, 1),
-        gb_per_s=round(num_bytes / outcome.best_us / 1e3, 1),
+        us=us,
+        gb_per_s=round(num_bytes / us / 1e3, 1),
         remote_rows=workload.busiest_remote_rows,
         device=outcome.device,
         versions=_versions(),

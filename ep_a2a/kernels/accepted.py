@@ -8,12 +8,13 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.kernels import inputs
+from ep_a2a.kernels.base_op import leads, num_rows
 from ep_a2a.kernels.failures import wire_word
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.remembered import Remembered
 
 if TYPE_CHECKING:
-    from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult
+    from ep_a2a.kernels.base_op import DispatchResult
     from ep_a2a.kernels.op_memory import BoundMemory
 
 
@@ -40,12 +41,11 @@ class Dispatches:
     """The dispatches that an op has accepted.
 
     Args:
-        op: whose they are. memory: its.
+        memory: the op's. device: where its arguments must lie.
     """
 
-    def __init__(self, op: DispatchCombineBase, memory: BoundMemory) -> None:
-        self._memory, self._config, self._device = memory, op.config, op.device
-        self._num_rows, self._leads = op.num_rows, op.leads
+    def __init__(self, memory: BoundMemory, device: torch.device) -> None:
+        self._memory, self._config, self._device = memory, memory.config, device
         self._accepted: Remembered[AcceptedDispatch] = Remembered()
         self._views: Remembered[DispatchResult] = Remembered()
 
@@ -75,11 +75,11 @@ class Dispatches:
         scales = inputs.travelling_scales(config, scales)
         has_scales = config.casts_in_dispatch or scales is not None
         word = wire_word(limit, weights is not None, has_scales, config.casts_in_dispatch and tokens.dtype != FP8_DTYPE)
-        leads = self._leads(limit)
-        shapes = (*leads, weights is not None, has_scales, None if scales is None else scales.dtype)
+        lead, expert_lead = leads(config, limit)
+        shapes = (lead, expert_lead, weights is not None, has_scales, None if scales is None else scales.dtype)
         received = self._views.of(shapes, lambda: self._make_views(*shapes))
-        travel, num_rows = scales is not None, self._num_rows(limit)
-        return AcceptedDispatch(tokens.shape[0], limit, word, num_rows, travel, leads[1], received)
+        row_limit, travel = num_rows(config, limit), scales is not None
+        return AcceptedDispatch(tokens.shape[0], limit, word, row_limit, travel, expert_lead, received)
 
     def _make_views(
         self,

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 DispatchResult = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
+def num_rows(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+    """R, rows that dispatch returns for a step's max_num_tokens."""
+    return min(config.world_size * max_num_tokens, config.max_num_recv_tokens)
+
+
+def leads(config: EpDispatchCombineConfig, max_num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Leading sizes of what a step's dispatch returns: of the received ids, and of the rows for the experts.
+
+    (R,) in layout compact, else (W, max_num_tokens); the rows of layout expert_major have (E, R).
+    """
+    most_rows = num_rows(config, max_num_tokens)
+    lead = (most_rows,) if config.layout == Layout.COMPACT else (config.world_size, max_num_tokens)
+    return lead, (config.num_local_experts, most_rows) if config.layout == Layout.EXPERT_MAJOR else lead
+
+
 class DispatchCombineBase:
     """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
 
@@ -32,16 +47,7 @@ class DispatchCombineBase:
 
     def num_rows(self, max_num_tokens: int) -> int:
         """R, rows that dispatch returns for a step's max_num_tokens."""
-        return min(self.config.world_size * max_num_tokens, self.config.max_num_recv_tokens)
-
-    def leads(self, max_num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Leading sizes of what a step's dispatch returns: of the received ids, and of the rows for the experts.
-
-        (R,) in layout compact, else (W, max_num_tokens); the rows of layout expert_major have (E, R).
-        """
-        config, num_rows = self.config, self.num_rows(max_num_tokens)
-        lead = (num_rows,) if config.layout == Layout.COMPACT else (config.world_size, max_num_tokens)
-        return lead, (config.num_local_experts, num_rows) if config.layout == Layout.EXPERT_MAJOR else lead
+        return num_rows(self.config, max_num_tokens)
 
     def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
         """(source rank, token) of a value of get_dispatch_src_token_pos."""

@@ -72,7 +72,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._combines: Remembered[None] = Remembered()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None
-        self._dispatches = Dispatches(self, self._memory)
+        self._dispatches = Dispatches(self._memory, self.device)
         self._accepted = self._dispatches.nothing()
         self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.base_op import leads
 from ep_a2a.managers import received_rows
 from ep_a2a.managers.checked_op import CheckedDispatchCombineOp, StepInputs
 
@@ -42,7 +43,7 @@ class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
 
     @functools.cached_property
     def _combine_input(self) -> torch.Tensor:
-        lead = self.leads(self.config.max_num_inp_token_per_rank)[1]
+        lead = leads(self.config, self.config.max_num_inp_token_per_rank)[1]
         shape = (math.prod(lead), self.config.hidden_dim)
         return torch.empty(shape, dtype=self.config.combined_dtype, device=self.device)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.base_op import leads
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
@@ -40,7 +41,7 @@ class PplxOp(LibraryDispatchCombineOp):
     ) -> None:  # fmt: skip
         super().__init__(config, device, backend, capabilities)
         self._native = native
-        lead = self.leads(config.max_num_inp_token_per_rank)[1]
+        lead = leads(config, config.max_num_inp_token_per_rank)[1]
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
         self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
         most = config.max_num_inp_token_per_rank

@@ -63,7 +63,7 @@ def test_tables_go_to_the_users_folder_or_the_checkouts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [1, 64, 128, 4096])
 def test_the_search_starts_from_the_analytic_launch(size):
     config = config_of(max_num_inp_token_per_rank=size)
-    launches = tune.analytic_launches(config, H200_SMS)
+    launches = tune.chosen_launches(config, H200_SMS)
     assert list(launches) == [dispatch_phase(config, size).value, "combine"]
     analytic = [choose_launch(config, Phase(phase), size, size, H200_SMS) for phase in launches]
     assert tune.effect_of(config, launches, H200_SMS) == tuple(replace(one, reason="") for one in analytic)
@@ -83,11 +83,11 @@ def searched(best: TunedLaunch, budget: int = 10_000) -> tuple[tune.Launches, tu
     search = tune.Search(
         time_of, lambda launches: tune.effect_of(config, launches, H200_SMS), lambda: len(spent) < budget
     )
-    return search.run(tune.analytic_launches(config, H200_SMS)), search
+    return search.run(tune.chosen_launches(config, H200_SMS)), search
 
 
 def test_the_search_follows_what_is_faster_and_takes_nothing_wrong():
-    start = tune.analytic_launches(config_of(), H200_SMS)["combine"]
+    start = tune.chosen_launches(config_of(), H200_SMS)["combine"]
     best = TunedLaunch(start.num_warps // 2, 0, start.num_senders // 2, 1, start.send_elements // 4, 1)
     found_, search = searched(best)
     combine = found_["combine"]
@@ -102,13 +102,13 @@ def test_the_search_follows_what_is_faster_and_takes_nothing_wrong():
 
 def test_the_search_ends_with_its_budget():
     start, search = searched(TunedLaunch(2, 0, 32, 1, 2048, 1), budget=1)
-    assert start == tune.analytic_launches(config_of(), H200_SMS)
+    assert start == tune.chosen_launches(config_of(), H200_SMS)
     assert (search.num_trials, search.is_complete) == (1, False)
 
 
 def test_outcomes_become_entries_and_a_table_on_the_terminal(tmp_path, capsys):
     workload = Workload(4, 512, 512, quant_type="fp8_per_1x128")
-    default = tune.analytic_launches(config_of(max_num_inp_token_per_rank=512), H200_SMS)
+    default = tune.chosen_launches(config_of(max_num_inp_token_per_rank=512), H200_SMS)
     best = default | {"combine": replace(default["combine"], num_senders=48)}
     outcome = tune.Outcome(workload, default, best, 110.0, 99.0, 7, False, "sm_90", "a GPU")
     entries = tune.entries_of(outcome)
