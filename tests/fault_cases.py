@@ -165,10 +165,39 @@ def killed(context: RankContext, case: Case, place_name: str, folder: str, regro
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
 
 
-def run_without(context: RankContext, case: Case, absent: int) -> None:
+def host_of_the_store_killed(context: RankContext, case: Case, folder: str) -> None:
+    """The rank that holds the group's store kills itself; the others make a group that meets in a store of theirs."""
+    store = store_of(context.rank == VICTIM, Path(folder, "first store"))
+    group = make_subgroup(context.group, range(context.world_size), store=store)
+    arena = Arena(group, context.device)
+    op = make_op(context, case, arena)
+    run_step(case, op, 0, context.device)
+    op.set_timeout(TIMEOUT_SECS)
+    Rendezvous(context.group).barrier("before the kill")
+    if context.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = steps_until_error(case, op, 1, {})
+    seen["close_secs"] = timed(op.close) + timed(arena.close)
+    own = store_of(context.rank == 0, Path(folder, "second store"))
+    run_without(replace(context, group=group), case, VICTIM, store=own)
+    Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
+
+
+def store_of(is_host: bool, path: Path) -> dist.TCPStore:
+    """A store that one rank holds; the others learn of it by a file."""
+    if is_host:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    await_file(path)
+    return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False, wait_for_workers=False)
+
+
+def run_without(context: RankContext, case: Case, absent: int, *, store: dist.Store | None = None) -> None:
     """Those who are left make a group of their own and go on."""
     left = [rank for rank in range(context.world_size) if rank != absent]
-    group = make_subgroup(context.group, left)
+    group = make_subgroup(context.group, left, store=store)
     run_case(RankContext(left.index(context.rank), len(left), context.device, group),
              replace(case, world_size=len(left)))  # fmt: skip
     destroy_subgroup(group)

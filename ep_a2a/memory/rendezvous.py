@@ -28,6 +28,7 @@ class Rendezvous:
         timeout_secs: how long to wait for the slowest rank of one exchange.
         members: the ranks of `group` that meet, equal on all of them; None is all. `rank` and `world_size` are then
             this rank's place among them and their number; errors name ranks of `group`.
+        store: where they meet; None is the group's own.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Rendezvous:
         group: dist.ProcessGroup,
         timeout_secs: float = DEFAULT_TIMEOUT_SECS,
         members: Sequence[int] | None = None,
+        store: distributed_c10d.Store | None = None,
     ) -> None:
         self.group = group
         self.members = tuple(range(dist.get_world_size(group)) if members is None else members)
@@ -42,7 +44,8 @@ class Rendezvous:
         self.world_size = len(self.members)
         self.timeout_secs = timeout_secs
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
-        self._store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
+        store = distributed_c10d._get_process_group_store(group) if store is None else store
+        self._store = distributed_c10d.PrefixStore(prefix, store)
         generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = generation << 32
 
@@ -126,5 +129,5 @@ class Rendezvous:
         except dist.DistNetworkError as error:
             raise RankTimeoutError(
                 f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
-                "The process that holds the store has ended, as a rule that of rank 0. Start the job again.",
+                "The process that holds the store has ended, as a rule that of rank 0. Regroup in another: make_subgroup(store=).",
             ) from error  # fmt: skip

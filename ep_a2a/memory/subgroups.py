@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def make_subgroup(
-    parent: dist.ProcessGroup, ranks: Sequence[int], timeout_secs: float = DEFAULT_TIMEOUT_SECS
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    timeout_secs: float = DEFAULT_TIMEOUT_SECS,
+    *,
+    store: distributed_c10d.Store | None = None,
 ) -> dist.ProcessGroup:
     """A gloo group of some ranks of `parent`. Collective over these ranks; the others need not know.
 
@@ -35,6 +39,8 @@ def make_subgroup(
         ranks: ranks of `parent`, this one among them; `ranks[i]` becomes rank i. Equal on all members, which make
             the groups of these ranks in the same order. Disjoint groups may be made at the same time.
         timeout_secs: how long to wait for the last member, and the default bound of the group's collectives.
+        store: where the members meet, from now on; None is the parent's. Survivors of the process that held the
+            parent's need another, a TCPStore of one of them.
 
     Raises:
         ConfigError: `ranks` is not a list of distinct ranks of `parent` with this rank among them.
@@ -48,12 +54,12 @@ def make_subgroup(
             f"distinct ranks below {world_size}, rank {own} among them", str(list(ranks)),
             "Call make_subgroup on the ranks of the subgroup only.",
         )  # fmt: skip
-    meeting = Rendezvous(parent, timeout_secs, members=ranks)
+    meeting = Rendezvous(parent, timeout_secs, members=ranks, store=store)
     # A random name is new even where an earlier life of this job used the same store or the same numbers: torch keeps
     # what it knows of a group's symmetric memory by name, beyond the end of the group.
     name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
     try:
-        return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs))
+        return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs), store)
     except RuntimeError as error:
         if not is_rank_gone(error):
             raise
@@ -74,7 +80,13 @@ def destroy_subgroup(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup:
+def _make_group(
+    parent: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    name: str,
+    timeout: timedelta,
+    store: distributed_c10d.Store | None,
+) -> dist.ProcessGroup:
     """What new_group does after it has named the group, without its barrier."""
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
     arguments: dict[str, Any] = {
@@ -83,7 +95,7 @@ def _make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, ti
         "global_ranks_in_group": global_ranks,
         # Only gloo: with NCCL here, torch would split the default group's communicator, which all its ranks must do.
         "backend": dist.Backend("gloo"),
-        "store": distributed_c10d._get_process_group_store(parent),
+        "store": distributed_c10d._get_process_group_store(parent) if store is None else store,
         "group_name": name,
         "timeout": timeout,
         "group_desc": "ep_a2a subgroup",

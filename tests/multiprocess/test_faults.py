@@ -62,6 +62,16 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
 
+def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -> None:
+    with RankPool(3, timeout_secs=90, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(fault_cases.host_of_the_store_killed, case_of(FLAGGED), str(tmp_path))
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    for rank in SURVIVORS:
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        check_error(seen, "dispatch 0")
+        assert seen["close_secs"] < LOCAL_SECS
+
+
 @pytest.mark.parametrize(
     ("places", "flagged_max_tokens"),
     [
