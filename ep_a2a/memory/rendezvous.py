@@ -129,5 +129,6 @@ class Rendezvous:
         except dist.DistNetworkError as error:
             raise RankTimeoutError(
                 f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
-                "The process that holds the store has ended, as a rule that of rank 0. Regroup in another: make_subgroup(store=).",
+                "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
+                "another store: memory.subgroups.make_subgroup(..., store=).",
             ) from error  # fmt: skip
