@@ -8,14 +8,13 @@ the same gate and experts on rows that lie ready; communication is what the laye
 
 from __future__ import annotations
 
-import argparse
 import functools
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.bench.contender import Session
 from ep_a2a.bench.layer_experts import Received, run_experts
 from ep_a2a.bench.layer_model import Gate, MoEWeights, check_layer, make_weights
-from ep_a2a.bench.layer_report import add_layer_options, layer_workload, run_sweep, timing_settings
+from ep_a2a.bench.layer_report import layer_parser, layer_workload, parse_options, run_sweep, timing_settings
 from ep_a2a.bench.layer_transports import TRANSPORTS, Transport, check_transports
 from ep_a2a.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -136,10 +135,9 @@ def _run_transport(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m ep_a2a.bench.layer", description=__doc__.partition("\n")[0])
-    add_layer_options(parser)
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS))
-    options = parser.parse_args(arguments)
+    parser = layer_parser("python -m ep_a2a.bench.layer", __doc__.partition("\n")[0])
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS), help="which")
+    options = parse_options(parser, arguments)
     tasks = [
         (layer_workload(options, num_tokens), options.intermediate, tuple(options.transports), timing_settings(options))
         for num_tokens in options.tokens

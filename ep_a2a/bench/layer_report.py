@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ep_a2a.bench.environment import CPU_NOTE
 from ep_a2a.bench.timing import TimingSettings
 from ep_a2a.bench.workload import Workload
-from ep_a2a.testing.launch import RankPool
+from ep_a2a.errors import EpA2AError
+from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
 RUN_TIMEOUT_SECS = 500.0
 
 
-def add_layer_options(parser: argparse.ArgumentParser) -> None:
+def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Shapes, timing and output; the defaults are DeepSeek-V3's layer."""
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 4096], help="tokens of each rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--intermediate", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=256, help="over all ranks")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--quant", choices=("none", "fp8_per_1x128"), default="none", help="cast on the dispatch wire")
-    parser.add_argument("--layers", type=int, default=10, help="layers in a row, in one CUDA graph")
-    parser.add_argument("--warmups", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="append one line per row to this file")
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), default=4, help="processes, one per GPU")
+    add("--device", choices=("cpu", "cuda"), default="cuda", help="times on CPU say nothing about GPUs")
+    add("--tokens", type=at_least(1), nargs="+", default=[128, 512, 4096], help="tokens of each rank")
+    add("--hidden", type=at_least(1), default=7168, help="hidden size")
+    add("--intermediate", type=at_least(1), default=2048, help="intermediate size of an expert")
+    add("--experts", type=at_least(1), default=256, help="over all ranks")
+    add("--topk", type=at_least(1), default=8, help="experts per token")
+    add("--quant", choices=("none", "fp8_per_1x128"), default="none", help="cast on the dispatch wire")
+    add("--layers", type=at_least(1), default=10, help="layers in a row, in one CUDA graph")
+    add("--warmups", type=at_least(0), default=5, help="untimed runs")
+    add("--runs", type=at_least(1), default=20, help="timed runs")
+    add("--json", type=Path, help="append one line per row to this file")
+    return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return number
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, or an error before anything is started."""
+    options = parser.parse_args(arguments)
+    num_gpus = torch.cuda.device_count()
+    if options.device == "cuda" and options.ranks > num_gpus:
+        parser.error(
+            f"{options.ranks} ranks need as many GPUs, and there are {num_gpus}: lower --ranks, or --device cpu"
+        )
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"there is no folder {options.json.resolve().parent} for --json")
+    return options
 
 
 def layer_workload(options: argparse.Namespace, num_tokens: int) -> Workload:
@@ -57,13 +91,20 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """Runs `function(context, *task)` on all ranks for each task; writes and shows rank 0's rows as they come."""
     rows: list[dict[str, Any]] = []
-    with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
-        for task in tasks:
-            new = pool.run(function, *task)[0]
-            for row in new:
-                _write_line(options.json, row)
-            rows += new
-    sys.stdout.write(format_table(rows, columns) + "\n")
+    note = {"note": CPU_NOTE} if options.device == "cpu" else {}
+    try:
+        with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
+            for task in tasks:
+                new = pool.run(function, *task)[0]
+                for row in new:
+                    _write_line(options.json, row | note)
+                rows += new
+    except RankFailure as failure:
+        reasons = [error for error in failure.errors.values() if isinstance(error, EpA2AError)]
+        if not reasons:
+            raise
+        sys.exit(f"error: {reasons[0]}")
+    sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
     return rows
 
 

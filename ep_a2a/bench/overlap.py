@@ -8,7 +8,6 @@ Each is timed as CUDA graph replays in turn and overlapped; exposed = layer - th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from pathlib import Path
@@ -19,7 +18,14 @@ import torch
 from ep_a2a.bench.contender import Session
 from ep_a2a.bench.layer import ComputeSession, time_session
 from ep_a2a.bench.layer_model import check_layer, make_weights
-from ep_a2a.bench.layer_report import add_layer_options, layer_workload, run_sweep, timing_settings
+from ep_a2a.bench.layer_report import (
+    at_least,
+    layer_parser,
+    layer_workload,
+    parse_options,
+    run_sweep,
+    timing_settings,
+)
 from ep_a2a.bench.layer_transports import check_transports
 from ep_a2a.bench.overlap_schedules import (
     Batch,
@@ -230,12 +236,13 @@ def write_trace(session: Session, context: BenchContext, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m ep_a2a.bench.overlap", description=__doc__.partition("\n")[0])
-    add_layer_options(parser)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
-    parser.add_argument("--comm-sms", type=int, default=24, help="multiprocessors of ops beside computation; 0 = all")
+    parser = layer_parser("python -m ep_a2a.bench.overlap", __doc__.partition("\n")[0])
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES, help="which")
+    parser.add_argument(
+        "--comm-sms", type=at_least(0), default=24, help="multiprocessors of ops beside computation; 0 = all"
+    )
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces")
-    options = parser.parse_args(arguments)
+    options = parse_options(parser, arguments)
     settings = OverlapSettings(
         tuple(options.schedules), options.comm_sms, options.intermediate, timing_settings(options), options.traces
     )

@@ -128,6 +128,8 @@ def _check(workload: Workload) -> None:
     if workload.topk > workload.num_experts:
         raise TopKError(f"topk <= {workload.num_experts}, the number of experts", str(workload.topk), "Lower --topk.")
     casts = {workload.quant_type, workload.combine_quant}
-    step = FP8_GROUP_SIZE if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE} else ALIGNMENT_BYTES
+    step = ALIGNMENT_BYTES // (workload.dtype.itemsize if casts == {QuantType.NONE} else 1)
+    if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE}:
+        step = FP8_GROUP_SIZE
     if workload.hidden_dim % step:
         raise ConfigError(f"hidden_dim to be a multiple of {step} with these casts", str(workload.hidden_dim))

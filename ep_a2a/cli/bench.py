@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.cli.demo import Device
-from ep_a2a.cli.values import check_folder, numbers, texts
+from ep_a2a.cli.values import check_folder, different_files, distinct, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,10 +64,11 @@ def command(
     defaults = DEFAULTS[kind]
     nodes = numbers("gpus-per-node", gpus_per_node, ())
     usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
-    names = usual if contenders is None else texts(contenders)
+    names = usual if contenders is None else distinct("contenders", contenders)
     check_names(names)
     for path in (json_file, markdown):
         check_folder(path)
+    different_files(json_file, markdown, plot)
     if plot is not None:
         check_can_plot(plot)
     settings = replace(defaults.timing, num_runs=iterations or defaults.timing.num_runs)
@@ -78,12 +79,12 @@ def command(
             hidden_dim=numbers("hidden", hidden, (defaults.hidden_dim,)),
             topk=numbers("topk", topk, (defaults.topk,)),
             num_experts=numbers("experts", experts, (defaults.num_experts,)),
-            dtype=texts(dtype),
-            quant_type=texts(quant or defaults.quant_type),
-            combine_quant=texts(combine_quant),
-            layout=texts(layout),
-            routing=texts(routing),
-            max_num_tokens=texts(max_tokens),
+            dtype=distinct("dtype", dtype),
+            quant_type=distinct("quant", quant or defaults.quant_type),
+            combine_quant=distinct("combine-quant", combine_quant),
+            layout=distinct("layout", layout),
+            routing=distinct("routing", routing),
+            max_num_tokens=distinct("max-tokens", max_tokens),
             num_tokens=numbers("tokens", tokens, defaults.num_tokens),
             max_sms=numbers("max-sms", max_sms, ()),
             gpus_per_node=nodes,
@@ -139,6 +140,8 @@ def execute(
         if markdown is not None:
             write_markdown(markdown, header, records)
         if plot is not None:
+            if not any(record["status"] == Status.OK for record in records):
+                console.print("nothing was measured: the picture is empty", style="bold yellow", highlight=False)
             plot_round_trips(records, plot, header.get("note", ""))
         for path in filter(None, (json_file, plot, markdown)):
             console.print(f"written: {path}", markup=False, highlight=False)

@@ -5,11 +5,26 @@ from typing import Any
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
 """Options whose parameters are called otherwise."""
+REMEDY = "Correct the option; --help says what it takes."
 
 
 def texts(text: str) -> tuple[str, ...]:
     """What stands between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def distinct(option: str, text: str) -> tuple[str, ...]:
+    """Names separated by commas.
+
+    Raises:
+        ConfigError: there is none, or one stands twice.
+    """
+    from ep_a2a.errors import ConfigError
+
+    parts = texts(text)
+    if not parts or len(set(parts)) < len(parts):
+        raise ConfigError(f"--{option} to be one name or more, each once, separated by commas", repr(text), REMEDY)
+    return parts
 
 
 def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -24,8 +39,17 @@ def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[in
         return default
     parts = texts(text)
     if not parts or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--{option} to be numbers separated by commas", repr(text))
+        raise ConfigError(f"--{option} to be numbers separated by commas, each 0 or more", repr(text), REMEDY)
     return tuple(int(part) for part in parts)
+
+
+def different_files(*paths: Path | None) -> None:
+    """Raises ConfigError where two outputs would go to one file."""
+    from ep_a2a.errors import ConfigError
+
+    resolved = [path.resolve() for path in paths if path is not None]
+    if len(set(resolved)) < len(resolved):
+        raise ConfigError("a file of its own for each output", ", ".join(map(str, resolved)), "Name another.")
 
 
 def check_folder(path: Path | None) -> None:
