@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ep_a2a.bench.timing import TimingSettings
 
 EXIT_MISSING_ROWS = 1
+CONTENDER_NAMES = (
+    "wire_limit, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), ep_a2a_v1, "
+    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_rail, nccl_agrs, nccl_all_to_all, flashinfer, deepep"
+)
 
 
 def command(
@@ -38,7 +42,7 @@ def command(
     max_sms: Annotated[str, typer.Option(help="Bounds on multiprocessors (CTAs); 0 = none.")] = "0",
     gpus_per_node: Annotated[str, typer.Option(help="Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[
-        str | None, typer.Option(help="Default: all that make sense. Names: ep_a2a/bench/contenders.py.")
+        str | None, typer.Option(help=f"Default: all that make sense. Names: {CONTENDER_NAMES}.")
     ] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed runs; default: 50, on CPU 2.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write JSON lines.")] = None,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.bench.contender import check_round_trip
+from ep_a2a.bench.contenders import CONTENDERS
 from ep_a2a.bench.sweep import DEFAULTS, Sweep
 from ep_a2a.bench.workload import Workload
+from ep_a2a.cli.bench import CONTENDER_NAMES
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges
@@ -165,7 +168,8 @@ def test_only_weights_of_valid_ids_count():
         ({"num_tokens": (0,)}, ConfigError, "num_tokens >= 1"),
         ({"topk": (17,)}, TopKError, "topk <= 16"),
         ({"hidden_dim": (192,), "quant_type": ("fp8_per_1x128",)}, ConfigError, "multiple of 128"),
-        ({"hidden_dim": (100,)}, ConfigError, "multiple of 16"),
+        ({"hidden_dim": (100,)}, ConfigError, "multiple of 8"),
+        ({"hidden_dim": (104,), "quant_type": ("fp8_per_token",)}, ConfigError, "multiple of 16"),
     ],
 )
 def test_impossible_points_are_refused_before_anything_runs(changes, error, text):
@@ -178,3 +182,14 @@ def test_the_defaults_are_the_shapes_of_the_anchors():
     assert defaults.num_tokens == (1, 16, 32, 128, 512, 4096)
     assert (defaults.hidden_dim, defaults.topk, defaults.num_experts) == (7168, 8, 256)
     assert (defaults.timing.num_warmups, defaults.timing.num_runs, defaults.timing.num_round_trips) == (20, 50, 10)
+
+
+def test_the_help_names_every_contender():
+    words = re.findall(
+        r"\w+", CONTENDER_NAMES.replace("(max_num_tokens given)", "").replace("(tokens cast before)", "")
+    )
+    assert words == list(CONTENDERS)
+
+
+def test_hidden_sizes_that_the_op_takes_can_be_measured():
+    assert sweep_of(hidden_dim=(264,), quant_type=("none",)).points()[0].hidden_dim == 264
