@@ -151,6 +151,7 @@ class IntraNodeKernels:
                 phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
                 lambda launch, part: self._dispatch_variant(args, phase, launch, part),
                 lambda launch: self._dispatch_values(args, phase, launch), self.num_sms, self.max_sms,
+                is_interpreted=self._interpreted,
             ),
         )  # fmt: skip
         for variant, launch, num_programs in plan:
@@ -170,6 +171,7 @@ class IntraNodeKernels:
                 phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
                 lambda launch, part: self._combine_variant(args, launch, part, in_place=stages == WHOLE),
                 lambda launch: self._combine_values(args, launch), self.num_sms, self.max_sms,
+                is_interpreted=self._interpreted,
             ),
         )  # fmt: skip
         for variant, launch, num_programs in plan:

@@ -24,19 +24,21 @@ def make_plan(
     values_of: Callable[[Launch], tuple[Any, ...]],
     num_sms: int,
     max_sms: int,
+    *,
+    is_interpreted: bool,
 ) -> Plan:
     """The launches of a call that does `stages`. Kernels are compiled: the registers that they got bound the programs.
 
     Args:
         phase, launch: of the whole call, as the policy has them.
         variant_of: the kernel of a part. values_of: its run-time arguments.
-        num_sms: multiprocessors of the device; 0 means the interpreter.
-        max_sms: most of them that the call may occupy; 0 = all.
+        num_sms: multiprocessors of the device. max_sms: most of them that the call may occupy; 0 = all.
+        is_interpreted: nothing is compiled.
     """
     plan = []
-    for part in _parts(phase, stages, is_interpreted=num_sms == 0):
+    for part in _parts(phase, stages, is_interpreted=is_interpreted):
         variant = variant_of(launch, part)
-        if num_sms:
+        if not is_interpreted:
             variant.compile(values_of(launch))
         fitted = _fitted(launch, phase, variant, num_sms, max_sms)
         plan.append((variant, fitted, _num_programs(fitted, phase, part)))
