@@ -75,6 +75,8 @@ class EpDispatchCombineConfig:
             fp8_direct_cast and fp8_blockwise act on the combine wire.
         layout: one of Layout's values.
         timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
+        first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, but for
+            timeout_secs where that is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
         num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
         launch: "auto" takes launch numbers from the policy, "manual" from this config.
         max_sms: most multiprocessors a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
@@ -115,6 +117,7 @@ class EpDispatchCombineConfig:
     quant_type: str = "none"
     layout: str = field(default="compact", kw_only=True)
     timeout_secs: float | None = field(default=None, kw_only=True)
+    first_timeout_secs: float | None = field(default=None, kw_only=True)
     num_experts: int = field(default=0, kw_only=True)
     launch: str = field(default="auto", kw_only=True)
     max_sms: int = field(default=0, kw_only=True)
@@ -145,8 +148,9 @@ class EpDispatchCombineConfig:
         self._check_names()
         self._check_dtypes()
         self._check_experts()
-        if self.timeout_secs is not None:
-            checked_timeout_secs(self.timeout_secs)
+        for name in ("timeout_secs", "first_timeout_secs"):
+            if getattr(self, name) is not None:
+                checked_timeout_secs(getattr(self, name), name)
         _require(
             self.flagged_max_tokens <= FLAGGED_MAX_TOKENS,
             f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",
@@ -345,12 +349,18 @@ class EpDispatchCombineConfig:
         """Seconds that a wait for other ranks may take."""
         return env.TIMEOUT_SECS.get() if self.timeout_secs is None else self.timeout_secs
 
+    @property
+    def first_timeout(self) -> float:
+        """Seconds that a wait inside a kernel may take in an op's first step."""
+        first = env.FIRST_TIMEOUT_SECS.get() if self.first_timeout_secs is None else self.first_timeout_secs
+        return max(first, self.timeout)
+
     def shared_fields(self) -> dict[str, str]:
         """What all ranks must agree on, as text by field name."""
         own = ("rank", "num_experts_per_rank")
         shared = {f.name: _text(getattr(self, f.name)) for f in fields(self) if f.name not in own}
         resolved = {"num_experts": self.total_experts, "timeout_secs": self.timeout}
-        resolved |= {"wire_format_version": WIRE_FORMAT_VERSION}
+        resolved |= {"first_timeout_secs": self.first_timeout, "wire_format_version": WIRE_FORMAT_VERSION}
         return shared | {name: str(value) for name, value in resolved.items()}
 
     def digest(self) -> str:

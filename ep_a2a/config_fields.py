@@ -51,7 +51,7 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
     return number
 
 
-def checked_timeout_secs(value: Any) -> float:
+def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
     """A bound of waits, in seconds.
 
     Raises:
@@ -59,4 +59,4 @@ def checked_timeout_secs(value: Any) -> float:
     """
     if isinstance(value, int | float) and 0 < value <= env.MAX_TIMEOUT_SECS:
         return float(value)
-    raise ConfigError(f"timeout_secs to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))
+    raise ConfigError(f"{name} to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))

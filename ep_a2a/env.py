@@ -95,6 +95,13 @@ TIMEOUT_SECS: Variable[float] = Variable(
     "a positive number of seconds",
     "How long a kernel waits for other ranks when the op's config does not say (timeout_secs).",
 )
+FIRST_TIMEOUT_SECS: Variable[float] = Variable(
+    "EP_A2A_FIRST_TIMEOUT_SECS",
+    300.0,
+    _timeout_secs,
+    "a positive number of seconds",
+    "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs).",
+)
 TUNING_DIR: Variable[str] = Variable(
     "EP_A2A_TUNING_DIR",
     "",
@@ -131,6 +138,7 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
     BACKEND,
     CONFIG,
     TIMEOUT_SECS,
+    FIRST_TIMEOUT_SECS,
     TUNING_DIR,
     COUNTERS,
     RAIL,

@@ -136,7 +136,10 @@ class RankTimeoutError(EpA2AError, TimeoutError):
         missing_ranks: ranks of the group that had not arrived, in ascending order.
     """
 
-    remedy = "Look at the named ranks' logs; if they are only slow, raise timeout_secs (EP_A2A_TIMEOUT_SECS)."
+    remedy = (
+        "Look at the named ranks' logs; if they are only slow, raise timeout_secs (EP_A2A_TIMEOUT_SECS), or for "
+        "an op's first step first_timeout_secs (EP_A2A_FIRST_TIMEOUT_SECS)."
+    )
 
     def __init__(self, expected: str, got: str, remedy: str | None = None, missing_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(expected, got, remedy)

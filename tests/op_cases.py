@@ -92,6 +92,8 @@ class Case:
             "quant_type": self.quant_type,
             "scale_format": self.scale_format,
             "timeout_secs": 60.0,
+            # faults are tried in first steps, too
+            "first_timeout_secs": 1.0,
         }
         if self.num_nodes > 1:
             values["kernel_type"] = EpDispatchCombineKernelType[self.kernel]

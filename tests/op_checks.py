@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SHORT_TIMEOUT_SECS = 12.0
 """Long enough for an interpreted step of ranks that share busy cores."""
+BRIEF_TIMEOUT_SECS = 3.0
+"""Where nobody is waited for but a rank that sleeps."""
 
 
 def synchronize(context: RankContext) -> None:

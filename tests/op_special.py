@@ -33,7 +33,7 @@ from tests.op_cases import (
     run_step,
     same_bits,
 )
-from tests.op_checks import SHORT_TIMEOUT_SECS, raised, synchronize
+from tests.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised, synchronize
 from tests.op_steps import STEP_BODIES
 
 if TYPE_CHECKING:
@@ -202,6 +202,25 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         op.reset()
         for number in range(3, 6):
             run_step(case, op, number, context.device)
+
+
+def late_in_the_first_step(context: RankContext, case: Case) -> None:
+    """The last rank comes late: nobody minds in the op's first step, and all others do in the second."""
+    last = case.world_size - 1
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS, first_timeout_secs=60.0)
+        arena.rendezvous.barrier("before one is late")
+        if context.rank == last:
+            time.sleep(2 * BRIEF_TIMEOUT_SECS)
+        run_step(case, op, 0, context.device)
+        if context.rank != last:
+            inputs = make_inputs(case, 1, context.rank)
+            op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+            synchronize(context)
+            raised(errors.RankTimeoutError, op.check, f"rank {last}", f" timeout_secs = {BRIEF_TIMEOUT_SECS:g}")
+        arena.rendezvous.barrier("the others have given up")
+        op.reset()
+        run_step(case, op, 2, context.device)
 
 
 def device_failures(context: RankContext, case: Case) -> None:
@@ -471,6 +490,8 @@ def fixed_addresses(context: RankContext, case: Case) -> None:
 DIRECT = {"flagged_max_tokens": 0}
 BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
+    "late-in-the-first-step": (late_in_the_first_step, Case(world_size=3, num_experts=6)),
+    "late-in-the-first-step-direct": (late_in_the_first_step, Case(world_size=2, options=DIRECT)),
     "two-interleaved-ops": (two_interleaved_ops, Case(tokens=((8, 5, 0, 3),))),
     "sequential-ops-share-memory": (
         sequential_ops_share_memory,

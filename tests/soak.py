@@ -1,12 +1,15 @@
 """Replayed round trips that draw their routing anew and check themselves on the device.
 
-`python -m tests.soak --steps 1000000` on GPUs; tests/multiprocess/test_soak.py runs a few steps on CPU.
+`python -m tests.soak --steps 1000000` on GPUs, with `--device cpu --ranks 2` in processes of the interpreter, on small
+shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -29,11 +32,19 @@ SOAKED = {
     "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
     "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
 }
+SMALL = Case(hidden_dim=16, topk=3, num_experts=6, max_tokens=4, layout="rank_major", with_weights=False)
+SOAKED_ON_CPU = {
+    "flagged": SMALL,
+    "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0}),
+}
 
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank has to tell: round trips made, elements that were wrong in any, and bytes of device memory gained."""
+    """What a rank has to tell: round trips made, elements that were wrong in any, and bytes of memory gained.
+
+    The memory is the device's; on CPU what the process has in RAM.
+    """
 
     num_round_trips: int
     num_wrong: int
@@ -83,7 +94,6 @@ class SelfCheckingStep:
 
 def soak(context: RankContext, case: Case, num_steps: int) -> Soaked:
     """Captures a self-checking round trip and replays it."""
-    on_gpu = context.device.type == "cuda"
     torch.manual_seed(case.seed * case.world_size + context.rank)
     with Arena(context.group, context.device) as arena:
         step = SelfCheckingStep(context, case, arena)
@@ -102,23 +112,31 @@ def soak(context: RankContext, case: Case, num_steps: int) -> Soaked:
                 captured.replay()
                 made += 1
             step.op.check()
-            if on_gpu:
-                free, _ = torch.cuda.mem_get_info()
-                before = free if before is None else before
-        gained = before - torch.cuda.mem_get_info()[0] if before is not None else 0
-        return Soaked(made, int(step.num_wrong), gained)
+            used = used_bytes(context.device)
+            before = used if before is None else before
+        return Soaked(made, int(step.num_wrong), used - before)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use: on a GPU all of the GPU's, on CPU what this process has in RAM."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def command(
     steps: Annotated[int, typer.Option(min=1, help="Round trips of each case.")] = 1_000_000,
-    ranks: Annotated[int, typer.Option(help="Processes, one per GPU; 0 = all GPUs.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes; 0 = one for each GPU.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 1,
 ) -> None:
     """Soaks each case and prints a line for it: round trips, wrong elements, memory gained, seconds."""
     world_size = ranks or torch.cuda.device_count()
-    for name, case in SOAKED.items():
+    for name, case in (SOAKED if device == "cuda" else SOAKED_ON_CPU).items():
         start = time.monotonic()
-        with RankPool(world_size, device="cuda", timeout_secs=3600) as pool:
+        with RankPool(world_size, device=device, timeout_secs=24 * 3600) as pool:
             found = pool.run(soak, replace(case, world_size=world_size, seed=seed), steps)
         wrong, gained = sum(each.num_wrong for each in found), max(each.gained_bytes for each in found)
         typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {time.monotonic() - start:.0f} |")

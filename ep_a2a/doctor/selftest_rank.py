@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a import env
 from ep_a2a.bench.wire_kernels import GAVE_UP
 from ep_a2a.bench.wire_limit import VECTOR_BYTES, Direction, make_direction, pattern
 from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
@@ -170,6 +171,8 @@ def _config(context: RankContext) -> EpDispatchCombineConfig:
         num_experts_per_rank=EXPERTS_PER_RANK,
         num_experts_per_token=TOPK,
         compiled_calls=CompiledCalls.SERVING,
+        # both ranks are there: a flag that does not come will not come
+        first_timeout_secs=env.TIMEOUT_SECS.get(),
     )
 
 

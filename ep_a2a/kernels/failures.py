@@ -18,6 +18,8 @@ from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ep_a2a.kernels.wait_bounds import WaitBounds
+
 RESET = "Then op.reset() on every rank makes the op usable again."
 PHASES = {1: "dispatch", 2: "combine"}
 
@@ -48,16 +50,14 @@ class Failure:
         per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
         return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
 
-    def exception(self, rank: int, timeout_secs: float) -> EpA2AError:
-        """The error to raise on this rank."""
+    def exception(self, rank: int, bounds: WaitBounds) -> EpA2AError:
+        """The error to raise on this rank, whose op had these bounds."""
         where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & 0xFFFFFFFF} on rank {rank}"
         if self.code == 1:
             absent = tuple(r for r, late in enumerate(self.per_rank) if late)
             missing = (self.accused,)
             seen = f"rank {self.accused} did not arrive (ranks {list(absent)} absent here when {where} gave up)"
-            return RankTimeoutError(
-                f"every rank within timeout_secs = {timeout_secs:g}", seen, None, missing_ranks=missing
-            )
+            return RankTimeoutError(f"every rank within {bounds.named(self.epoch)}", seen, None, missing_ranks=missing)
         if self.code == 2:
             return AlternationError(
                 "dispatch and combine to alternate on the device",

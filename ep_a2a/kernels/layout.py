@@ -222,7 +222,7 @@ class OpLayout:
             local=_block(
                 (Region.STATE, i32, (STATE_WORDS,)),
                 (Region.CHUNK_COUNTS, i64, (MAX_DISPATCH_PROGRAMS, world_size)),
-                (Region.LIMITS, i64, (1,)),
+                (Region.LIMITS, i64, (2,)),
                 (Region.ROUTES, i32, (max_tokens, world_size)),
                 (Region.SENT_INDICES, i32, (max_tokens, topk)),
                 (Region.RECV_COUNTS, i32, (world_size,)),

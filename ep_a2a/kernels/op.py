@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.config_fields import checked_timeout_secs
 from ep_a2a.errors import AlternationError, ClosedError
 from ep_a2a.kernels import inputs
 from ep_a2a.kernels.accepted import Dispatches
@@ -21,6 +20,7 @@ from ep_a2a.kernels.inter_node import kernels_of
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
 from ep_a2a.kernels.remembered import Remembered
+from ep_a2a.kernels.wait_bounds import WaitBounds
 from ep_a2a.policy import Phase
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         super().__init__(config, arena.device)
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
-        self._closed, self._timeout_secs = False, config.timeout
+        self._closed, self._bounds = False, WaitBounds.of(config)
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
@@ -79,7 +79,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self.arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
-        self._memory.initialize(self._timeout_secs, refill=False)
+        self._memory.initialize(self._bounds, refill=False)
         self._kernels.compile()
 
     def dispatch(
@@ -343,10 +343,10 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._kernels.record_spans()
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds the waits of calls and of graph replays from now on, in place of the config's timeout_secs. Local."""
-        self._timeout_secs = checked_timeout_secs(timeout_secs)
+        """Bounds the waits of calls and of graph replays from now on, those of a first step included. Local."""
+        self._bounds = WaitBounds.same(timeout_secs)
         self._streams.follow(self.device)
-        self._memory.set_timeout(timeout_secs)
+        self._memory.set_bounds(self._bounds)
 
     def check(self) -> None:
         """Raises what the kernels have recorded; does not wait for kernels that still run.
@@ -359,7 +359,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             raise ClosedError("an open op", "a closed one")
         if self._memory.failed:
             failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
-            raise failure.exception(self.config.rank, self._timeout_secs)
+            raise failure.exception(self.config.rank, self._bounds)
 
     @property
     def has_open_step(self) -> bool:
@@ -371,7 +371,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
         self._end_step()
-        self.arena.together("resetting the op", lambda: self._memory.initialize(self._timeout_secs, refill=True))
+        self.arena.together("resetting the op", lambda: self._memory.initialize(self._bounds, refill=True))
 
     def _end_step(self) -> None:
         self._stage, self._sent = Stage.DISPATCH_SEND, None

@@ -18,11 +18,11 @@ from ep_a2a.memory.streams import is_capturing
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Block
+    from ep_a2a.kernels.wait_bounds import WaitBounds
     from ep_a2a.memory.arena import Arena, OpMemory
 
 logger = logging.getLogger(__name__)
 
-NS_PER_SEC = 1_000_000_000
 FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
 STEP_SHIFT = 16
@@ -152,11 +152,11 @@ class BoundMemory:
             self._locals[role] = memory
         return memory
 
-    def initialize(self, timeout_secs: float, *, refill: bool) -> None:
+    def initialize(self, bounds: WaitBounds, *, refill: bool) -> None:
         """Brings the memory into the state before the first step. Ranks meet before and after.
 
         Args:
-            timeout_secs: bound of every wait.
+            bounds: of waits.
             refill: also the blocks that the op shares, which no step of any op may be using then.
         """
         self.memory.symmetric["own"].local.zero_()
@@ -164,7 +164,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.memory.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.set_timeout(timeout_secs)
+        self.set_bounds(bounds)
         self.steps.zero_()
         self.record.zero_()
         if refill or self.memory.slot.spoilt:
@@ -172,9 +172,11 @@ class BoundMemory:
         if self.memory.local_own.is_cuda:
             torch.cuda.synchronize(self.memory.local_own.device)
 
-    def set_timeout(self, timeout_secs: float) -> None:
+    def set_bounds(self, bounds: WaitBounds) -> None:
         """Bounds the waits of launches from now on, those of captured graphs included."""
-        self.view(Region.LIMITS).fill_(int(timeout_secs * NS_PER_SEC))
+        limits = self.view(Region.LIMITS)
+        for place, nanoseconds in enumerate(bounds.in_nanoseconds()):
+            limits[place].fill_(nanoseconds)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` (uint32) that of the last finished step, on every rank alike; for tests of the wrap."""

@@ -295,7 +295,10 @@ def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PAT
     now = clock_ns()
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
-        deadline = now + PATIENCE * tl.load(address(table, LIMITS, rank, WORLD_SIZE, tl.int64))
+        # no combine has ended in an op's first step, which has a bound of its own
+        num_ended = tl.load(table + NUM_REGIONS * WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
+        limits = address(table, LIMITS, rank, WORLD_SIZE, tl.int64)
+        deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
     verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
     poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline

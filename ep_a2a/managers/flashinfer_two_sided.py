@@ -55,7 +55,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         scales = None if step.scales is None else self._alltoallv(step.scales)
         counts = received_rows.counts_from_prefix(self._native_info.recv_rank_count_cumsum)
         recv_ids = received_rows.padded_ids(
-            torch.where(recv_ids == experts, -1, recv_ids), counts.sum(0, keepdim=True), step.pad_id
+            torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
         )
         self._arrived(step, counts, recv_ids)
         return tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv
@@ -96,10 +96,10 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_two_sided"
     library = TWO_SIDED
     capabilities = Capabilities(
-        layouts=("compact",), row_order="source", micro_batches=False, weight_sums=False,
+        layouts=("compact",), row_order="source", ids="local", micro_batches=False, weight_sums=False,
         source_positions="collective", experts_multiple=4,
         even_experts=True, min_ranks=2, single_node=True,
-        was_run="not run; arguments compared with flashinfer-python 0.7.2.post1's source",
+        was_run="two H200s, with flashinfer-python 0.7.2.post1",
         notes=(
             "rows of scales: a multiple of 16 bytes",
             "one group per process", "its class is deprecated since 0.7.1",

@@ -37,6 +37,7 @@ OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
 EXTRA_KWARGS = (
     "layout",
     "timeout_secs",
+    "first_timeout_secs",
     "num_experts",
     "launch",
     "max_sms",

@@ -52,6 +52,7 @@ MORI_FIELDS = [
 OWN_FIELDS = [
     ("layout", "compact"),
     ("timeout_secs", None),
+    ("first_timeout_secs", None),
     ("num_experts", 0),
     ("launch", "auto"),
     ("max_sms", 0),
@@ -289,16 +290,19 @@ def test_impossible_values_are_named(name):
         config_of(**changes)
 
 
-@pytest.mark.parametrize("timeout_secs", [0, -1.0, float("inf"), float("nan")])
-def test_timeouts_are_positive_and_finite(timeout_secs):
-    with pytest.raises(ConfigError, match="timeout_secs to be a number of seconds above 0"):
-        config_of(timeout_secs=timeout_secs)
+@pytest.mark.parametrize("name", ["timeout_secs", "first_timeout_secs"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", 1e10])
+def test_timeouts_are_positive_numbers_that_fit(name, value):
+    with pytest.raises(ConfigError, match=f"{name} to be a number of seconds above 0") as caught:
+        config_of(**{name: value})
+    assert caught.value.got == repr(value)
 
 
-@pytest.mark.parametrize("timeout_secs", ["30", 1e10])
-def test_timeouts_are_numbers_that_fit(timeout_secs):
-    with pytest.raises(ConfigError, match="timeout_secs"):
-        config_of(timeout_secs=timeout_secs)
+def test_the_first_step_may_take_at_least_as_long_as_any():
+    assert config_of().first_timeout == env.FIRST_TIMEOUT_SECS.default > config_of().timeout
+    assert config_of(timeout_secs=900.0).first_timeout == 900.0
+    assert config_of(timeout_secs=5.0, first_timeout_secs=7.0).first_timeout == 7.0
+    assert config_of(first_timeout_secs=1.0).first_timeout == config_of().timeout
 
 
 @pytest.mark.parametrize(
@@ -361,6 +365,7 @@ SHARED_CHANGES: dict[str, Any] = {
     "quant_type": "fp8_per_token",
     "layout": "rank_major",
     "timeout_secs": 5.0,
+    "first_timeout_secs": 77.0,
     "launch": "manual",
     "max_sms": 20,
     "dispatch_quant_type": "fp8_per_token",
@@ -414,6 +419,8 @@ def test_what_is_left_out_equals_what_it_stands_for(monkeypatch):
     assert config_of().timeout == 4.5
     assert config_of().shared_fields()["timeout_secs"] == "4.5"
     assert config_of(timeout_secs=4.5).digest() == config_of().digest()
+    monkeypatch.setenv("EP_A2A_FIRST_TIMEOUT_SECS", "45")
+    assert config_of(first_timeout_secs=45.0).digest() == config_of().digest()
     assert config_of(timeout_secs=30.0).digest() != config_of().digest()
 
 

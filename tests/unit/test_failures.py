@@ -18,6 +18,7 @@ from ep_a2a.errors import (
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.failures import Failure, describe_wire_word, wire_word
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+from ep_a2a.kernels.wait_bounds import WaitBounds
 
 DISPATCH, COMBINE = 1, 2
 TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6
@@ -30,12 +31,14 @@ STRIDES = (
 )
 
 
-def failure(code: int, accused: int, phase: int, detail: int = 0, per_rank: tuple[int, ...] = (0, 0, 0, 0)) -> Failure:
-    return Failure(code, accused, phase, 7, detail, per_rank)
+def failure(
+    code: int, accused: int, phase: int, detail: int = 0, per_rank: tuple[int, ...] = (0, 0, 0, 0), epoch: int = 7
+) -> Failure:
+    return Failure(code, accused, phase, epoch, detail, per_rank)
 
 
 def error_of(failed: Failure) -> EpA2AError:
-    return failed.exception(rank=1, timeout_secs=2.5)
+    return failed.exception(rank=1, bounds=WaitBounds(2.5, 40.0))
 
 
 def test_codes_are_those_of_the_kernels():
@@ -56,6 +59,11 @@ CASES = {
         failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 1, 1)),
         RankTimeoutError,
         ("timeout_secs = 2.5", "rank 3 did not arrive", "ranks [2, 3] absent here", "dispatch 7 on rank 1"),
+    ),
+    "timeout in the first step": (
+        failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 0, 1), epoch=1),
+        RankTimeoutError,
+        ("first_timeout_secs = 40", "rank 3 did not arrive", "dispatch 1 on rank 1", "EP_A2A_FIRST_TIMEOUT_SECS"),
     ),
     "timeout in combine": (
         failure(TIMEOUT, 0, COMBINE, per_rank=(1, 0, 0, 0)),
@@ -144,7 +152,7 @@ def test_a_timeout_accuses_the_rank_that_was_missing_first(name, missing):
 
 def test_epochs_beyond_2_to_31_are_shown_unsigned():
     failed = Failure.from_record([TIMEOUT, 0, DISPATCH, -(2**31) + 1, 0, 0, 0, 0, 1], 1)
-    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, 1.0))
+    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, WaitBounds.same(1.0)))
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])
