@@ -24,7 +24,7 @@ from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, Rank
 from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext
@@ -358,6 +358,7 @@ def store_dies(context: RankContext, folder: str) -> None:
     if store is None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     arena = Arena(context.group, context.device)
+    arena.acquire("key", 0, BlockSizes(512, {}, 64, {}, record_words=8))
     arena.rendezvous._store = store
     arena.rendezvous.barrier("through the store that is to die")
     meeting.barrier("all have been answered")

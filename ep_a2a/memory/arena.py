@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSE_PATIENCE_SECS = 5.0
+"""Peers that still use what they mapped of this rank's memory keep it alive: nothing breaks where one comes later."""
+
 
 @dataclass(frozen=True)
 class BlockSizes:
@@ -110,6 +113,11 @@ class Slot:
         """Ends an op's step."""
         if self._user is not None and self._user() is op:
             self._user = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an op is in the middle of a step."""
+        return self._user is not None and self._user() is not None
 
 
 @dataclass
@@ -272,16 +280,28 @@ class Arena:
             raise
         self.rendezvous.agree(label, None)
 
-    def close(self) -> None:
-        """Gives all memory back; local, and a second call does nothing. No op of this arena may be used afterwards.
+    @property
+    def healthy(self) -> bool:
+        """Whether no op has recorded a failure here and none was left in the middle of a step."""
+        failed = any(int(memory.record[0]) for memory in self._memory.values())
+        return not failed and not any(slot.spoilt or slot.in_use for slot in self._slots.values())
 
-        It asks no other rank: the group's store may lie behind a link that is cut, and would not answer.
+    def close(self) -> None:
+        """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
+
+        Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS with a warning
+        that names those who have not. Local where an op has failed here or is in the middle of a step.
         """
+        self._close(meets=True)
+
+    def _close(self, *, meets: bool) -> None:
         if self.closed:
             return
         self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if meets and self._memory and self.healthy and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
+            logger.warning("rank %d closes alone: %s", self.rendezvous.rank, absence)
         for block in self._all_symmetric():
             block.close()
         self._slots.clear()
@@ -290,5 +310,6 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # an exception may well be this rank's only
+        self._close(meets=kind is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 DEFAULT_TIMEOUT_SECS = 300.0
+STORE_PATIENCE_SECS = 1.0
+"""How long a store that works may take to answer."""
+LEAVERS_POLL_SECS = 0.005
 
 
 class Rendezvous:
@@ -46,8 +50,8 @@ class Rendezvous:
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
         store = distributed_c10d._get_process_group_store(group) if store is None else store
         self._store = distributed_c10d.PrefixStore(prefix, store)
-        generation = int(self._store.add(f"generation/{self.rank}", 1))
-        self._sequence = generation << 32
+        self._generation = int(self._store.add(f"generation/{self.rank}", 1))
+        self._sequence = self._generation << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
         """Every rank's message, in the order of `members`.
@@ -94,6 +98,37 @@ class Rendezvous:
                 f"rank {self.members[failed[0]]} failed with {texts[failed[0]]}",
                 "See above.",
             )
+
+    def leave(self, patience_secs: float) -> str | None:
+        """The last meeting: waits for the others to leave, too, but never for longer than patience_secs.
+
+        Returns:
+            None when all members have come; else why not all are known to have. Raises nothing.
+        """
+        said: list[str | None] = []
+
+        def meet() -> None:
+            try:
+                said.append(self._wait_for_leavers(time.monotonic() + patience_secs))
+            except RuntimeError as error:
+                said.append(f"the store of the process group does not answer: {str(error).partition(chr(10))[0]}")
+
+        # A store behind a cut link answers nobody and keeps to no bound: a thread of its own can be left behind there.
+        asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
+        asking.start()
+        asking.join(patience_secs + STORE_PATIENCE_SECS)
+        return said[0] if said else "the store of the process group does not answer"
+
+    def _wait_for_leavers(self, deadline: float) -> str | None:
+        keys = [f"left/{self._generation}/{place}" for place in range(self.world_size)]
+        self._store.set(keys[self.rank], "")
+        # the store's own wait takes up to twice as long as it is told to
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                absent = [str(member) for member, key in zip(self.members, keys) if not self._store.check([key])]
+                return f"no sign of ranks {', '.join(absent)}"
+            time.sleep(LEAVERS_POLL_SECS)
+        return None
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
