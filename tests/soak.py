@@ -32,7 +32,7 @@ SOAKED = {
     "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
     "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
 }
-SMALL = Case(hidden_dim=16, topk=3, num_experts=6, max_tokens=4, layout="rank_major", with_weights=False)
+SMALL = Case(hidden_dim=8, topk=2, num_experts=4, max_tokens=3, layout="rank_major", with_weights=False)
 SOAKED_ON_CPU = {
     "flagged": SMALL,
     "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0}),
