@@ -63,14 +63,17 @@ def arguments(model: Path, backend: str, **more: Any) -> dict[str, Any]:
 
 
 def run_engine(
-    folder: Path, engine: dict[str, Any], actions: list[Action], num_ranks: int, limit_secs: float, **variables: str
-) -> Run:
+    folder: Path, engine: dict[str, Any], actions: list[Action], num_ranks: int, limit_secs: float,
+    place: int = 0, num_engines: int = 1, **variables: str,
+) -> Run:  # fmt: skip
     """Runs one process per rank that does the actions, until all end, one fails, or the time is over.
 
-    `engine` are arguments of vllm.LLM, `variables` are added to the environment.
+    `engine` are arguments of vllm.LLM, `variables` are added to the environment. Engines whose folders lie in one
+    folder may take turns: `num_engines` with as many actions each, every one with a `place` of its own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = {"engine": engine, "actions": actions, "num_ranks": num_ranks}
+    turns = {"folder": str(folder.parent), "place": place, "num_engines": num_engines}
+    job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
     (folder / "job.json").write_text(json.dumps(job))
     port = _free_port()
     processes = [_start(folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,39 @@ FIRST_WORD = 2
 """Smaller tokens are the models' marks of begin and end."""
 
 
+@dataclass
+class Turns:
+    """Engines that are up at once act one after another: each starts and does one action in its turn.
+
+    Attributes:
+        folder: where a file says that a turn has come; the same for all engines.
+        place: of this engine among them. num_engines: how many there are.
+        number: of this engine's next turn.
+    """
+
+    folder: str
+    place: int
+    num_engines: int
+    number: int = 0
+
+    def wait(self) -> None:
+        """Waits for this engine's next turn."""
+        self._wait_for(self.number * self.num_engines + self.place)
+
+    def wait_for_all(self) -> None:
+        """Waits until the others have done as many actions as this one."""
+        self._wait_for(self.number * self.num_engines)
+
+    def give(self) -> None:
+        """Ends this engine's turn, from any of its ranks once all have come to its end."""
+        Path(self.folder, f"turn.{self.number * self.num_engines + self.place + 1}").touch()
+        self.number += 1
+
+    def _wait_for(self, turn: int) -> None:
+        while turn and not Path(self.folder, f"turn.{turn}").exists():
+            time.sleep(0.01)
+
+
 class Rank:
     """The engine of one rank, its way to meet the others, and the actions."""
 
@@ -30,18 +64,30 @@ class Rank:
         from vllm import LLM
 
         job = json.loads((folder / "job.json").read_text())
+        self.turns = Turns(**job["turns"])
         self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
         self.num_barriers = 0
         self.vocab_size = json.loads((Path(job["engine"]["model"]) / "config.json").read_text())["vocab_size"]
+        self.turns.wait()
         self.llm = LLM(**job["engine"])
+        self._give_turn()
 
     def run(self) -> None:
         for action in self.actions:
             name, label = action.pop("action"), action.pop("label", "")
+            self.turns.wait()
             result = getattr(self, name)(**action)
             with (self.folder / f"{self.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"label": label} | result) + "\n")
+            self._give_turn()
+        # an engine that ends would take time from one that is measured
+        self.turns.wait_for_all()
         self._settle()
+
+    def _give_turn(self) -> None:
+        if self.turns.num_engines > 1:
+            self._settle()
+        self.turns.give()
 
     # actions
 

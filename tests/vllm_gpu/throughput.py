@@ -2,16 +2,20 @@
 
     python -m tests.vllm_gpu.throughput --ranks 2 --layers 16 --workloads 64x64x128,256x64x128
 
-Engines run one after the other. Prints a line of JSON per backend and workload: the decode step lasts as long as it
-does on the slowest rank; output tokens are those of all ranks, their prompts' time included.
+Engines run one after the other; with `--rounds 5` all are up at once and are measured in turn, five times each, since
+the speed of a machine's processor changes from minute to minute. Prints a line of JSON per backend, workload and round:
+the decode step lasts as long as it does on the slowest rank; output tokens are those of all ranks, their prompts' time
+included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,41 +34,54 @@ def main() -> None:
     parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
     parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one engine, start included")
+    parser.add_argument("--rounds", type=int, default=0, help="0: one engine after the other, measured once")
     options = parser.parse_args()
     options.workloads = [tuple(map(int, workload.split("x"))) for workload in options.workloads.split(",")]
-    for backend in options.backends.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            for result in measure(options, backend, Path(folder)):
+    backends = options.backends.split(",")
+    at_once = len(backends) if options.rounds else 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        measured = pool.map(
+            lambda place: measure(options, backends[place], Path(folder), place % at_once, at_once),
+            range(len(backends)),
+        )
+        for results in measured:
+            for result in results:
                 sys.stdout.write(json.dumps(result) + "\n")
                 sys.stdout.flush()
 
 
-def measure(options: argparse.Namespace, backend: str, folder: Path) -> list[dict[str, Any]]:
-    """What one backend reaches, a result per workload."""
+def measure(
+    options: argparse.Namespace, backend: str, folder: Path, place: int, num_engines: int
+) -> list[dict[str, Any]]:
+    """What one backend reaches, a result per workload and round."""
     config = SHAPES[options.shape]
     config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
     batches, prompts, outputs = zip(*options.workloads)
     engine = arguments(
-        save_config(folder / "model", config), backend, load_format="dummy", gpu_memory_utilization=0.8,
+        save_config(folder / backend / "model", config), backend, load_format="dummy",
+        gpu_memory_utilization=0.8 / num_engines,
         max_model_len=max(map(sum, zip(prompts, outputs))), max_num_seqs=max(batches),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         compilation_config={"cudagraph_capture_sizes": sorted({1, *batches})},
     ) | options.engine  # fmt: skip
+    rounds = range(max(1, options.rounds))
     actions = [
-        {"action": "throughput", "label": str(number), "batch": batch, "prompt": prompt, "output": output}
-        for number, (batch, prompt, output) in enumerate(options.workloads)
-    ]
-    run = run_engine(folder / "engine", engine, actions, options.ranks, options.limit)
+        {"action": "throughput", "label": f"{number} {batch}x{prompt}x{output}", "batch": batch, "prompt": prompt,
+         "output": output}
+        for number in rounds for batch, prompt, output in options.workloads
+    ]  # fmt: skip
+    run = run_engine(folder / backend, engine, actions, options.ranks, options.limit, place, num_engines)
     results = []
-    for number, (batch, prompt, output) in enumerate(options.workloads):
-        ranks = run.of(str(number))
+    for number, (batch, prompt, output) in itertools.product(rounds, options.workloads):
+        ranks = run.of(f"{number} {batch}x{prompt}x{output}")
         secs, few_secs = (max(rank[name] for rank in ranks) for name in ("secs", "few_secs"))
         step_secs = (secs - few_secs) / (output - ranks[0]["few"])
         total = options.ranks * batch
         results.append({
             "backend": backend, "shape": options.shape, "layers": config["num_hidden_layers"], "ranks": options.ranks,
-            "batch": batch, "prompt": prompt, "output": output, "decode_step_ms": round(step_secs * 1e3, 3),
-            "decode_tokens_per_sec": round(total / step_secs), "output_tokens_per_sec": round(total * output / secs),
+            "round": number, "batch": batch, "prompt": prompt, "output": output,
+            "decode_step_ms": round(step_secs * 1e3, 3), "decode_tokens_per_sec": round(total / step_secs),
+            "output_tokens_per_sec": round(total * output / secs),
         })  # fmt: skip
     return results
 
