@@ -18,6 +18,8 @@ CONTENDERS = {
     OURS: ("ours", "OpContender"),
     "ep_a2a_bounded": ("ours", "BoundedOpContender"),
     "ep_a2a_precast": ("ours", "PrecastOpContender"),
+    "ep_low_latency": ("low_latency", "LowLatencyLayerContender"),
+    "ep_low_latency_traced": ("low_latency", "TracedLowLatencyLayerContender"),
     "ep_a2a_v1": ("nodes", "InterNodeV1Contender"),
     "ep_a2a_v1_ll": ("nodes", "InterNodeV1LLContender"),
     "ep_a2a_flat": ("nodes", "FlatContender"),
@@ -31,6 +33,9 @@ CONTENDERS = {
 
 BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
 """Kernels and transports that only several nodes have."""
+
+ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced")
+"""Not among the usual contenders: an interface on our op, not a way to move tokens."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""

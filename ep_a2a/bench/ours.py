@@ -180,20 +180,33 @@ class OpSession(Session):
         return EpDispatchCombineOp(config, arena=self._arena)
 
     def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
-        """Each received row as a row to combine, of dispatch's leading sizes; NaN where none was received."""
         tokens, _, scales, _, _ = dispatched
-        workload, num_rows = self._workload, tokens.shape[-2]
-        # Combine must not read what was not received, and the check would see it.
-        results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
-        flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
-        counts = self.op.expert_recv_count if workload.layout == Layout.EXPERT_MAJOR else self.op.recv_counts
-        if workload.layout == Layout.COMPACT:
+        layout = self._workload.layout
+        counts = self.op.expert_recv_count if layout == Layout.EXPERT_MAJOR else self.op.recv_counts
+        if layout == Layout.COMPACT:
             counts = counts.sum(0, keepdim=True)
-        for block, count in enumerate(counts.tolist()):
-            span = slice(block * num_rows, block * num_rows + count)
-            rows = flat_tokens[span]
-            if scales is not None:
-                flat_scales = scales.view(-1, scales.shape[-1])[span]
-                rows = dequantize(rows, flat_scales, workload.quant_type, workload.dtype)
-            flat_results[span] = rows
-        return results
+        return identity_experts(self._workload, tokens, scales, counts)
+
+
+def identity_experts(
+    workload: Workload, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    """Each received row as a row to combine; NaN where none was received.
+
+    Args:
+        workload: gives the cast and the dtype of the result.
+        tokens: [..., R, H], in blocks of R rows that are dense from the front. scales: [..., R, S], or None.
+        counts: rows of each block. Synchronises.
+    """
+    # Combine must not read what was not received, and the check would see it.
+    results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
+    flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
+    num_rows = tokens.shape[-2]
+    for block, count in enumerate(counts.tolist()):
+        span = slice(block * num_rows, block * num_rows + count)
+        rows = flat_tokens[span]
+        if scales is not None:
+            flat_scales = scales.view(-1, scales.shape[-1])[span]
+            rows = dequantize(rows, flat_scales, workload.quant_type, workload.dtype)
+        flat_results[span] = rows
+    return results

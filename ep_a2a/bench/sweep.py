@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ep_a2a.bench.contenders import BETWEEN_NODES, CONTENDERS, OURS
+from ep_a2a.bench.contenders import BETWEEN_NODES, CONTENDERS, ONLY_WHEN_NAMED, OURS
 from ep_a2a.bench.timing import TimingSettings
 from ep_a2a.bench.workload import Workload
 from ep_a2a.config import (
@@ -74,9 +74,9 @@ class Defaults:
     timing: TimingSettings
 
 
+_ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
 # In the interpreter a step of the op takes seconds: its variants only where they are asked for.
-_ON_CPU = tuple(name for name in CONTENDERS if not name.startswith(f"{OURS}_"))
-_ON_GPUS = tuple(name for name in CONTENDERS if name not in BETWEEN_NODES)
+_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{OURS}_"))
 
 DEFAULTS = {
     "cuda": Defaults(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
 ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
 NEED_GPUS = ("flashinfer", "deepep")
+LAYERS = ("ep_low_latency", "ep_low_latency_traced")
+"""Of layout expert_major."""
 
 
 def workload_of(world_size: int, **changes: Any) -> Workload:
@@ -37,7 +39,7 @@ def workload_of(world_size: int, **changes: Any) -> Workload:
 
 
 def test_every_contender_is_known_here():
-    assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS} == set(contenders.CONTENDERS)
+    assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS, *LAYERS} == set(contenders.CONTENDERS)
 
 
 @pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
@@ -77,7 +79,7 @@ def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
         assert not row.timing.in_graph
 
 
-@pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast"])
+@pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", *LAYERS])
 @pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant_type": "none", "num_experts": 2}], ids=str)
 def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     workload = workload_of(2, layout="expert_major", **changes)

@@ -185,9 +185,7 @@ def test_the_defaults_are_the_shapes_of_the_anchors():
 
 
 def test_the_help_names_every_contender():
-    words = re.findall(
-        r"\w+", CONTENDER_NAMES.replace("(max_num_tokens given)", "").replace("(tokens cast before)", "")
-    )
+    words = re.findall(r"\w+", re.sub(r"\([^)]*\)", "", CONTENDER_NAMES))
     assert words == list(CONTENDERS)
 
 
