@@ -100,7 +100,7 @@ FIRST_TIMEOUT_SECS: Variable[float] = Variable(
     300.0,
     _timeout_secs,
     "a positive number of seconds",
-    "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs).",
+    "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs), if it is longer.",
 )
 TUNING_DIR: Variable[str] = Variable(
     "EP_A2A_TUNING_DIR",

@@ -223,6 +223,24 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         run_step(case, op, 2, context.device)
 
 
+def dropped_in_a_step(context: RankContext, case: Case) -> None:
+    """One rank forgets its op after a dispatch, the other's combine sends to it: the next op there begins clean."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, index=0, timeout_secs=BRIEF_TIMEOUT_SECS)
+        step = Step.dispatch(case, op, 0, context.device)
+        if context.rank == 1:
+            del step, op
+        else:
+            op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype).fill_(3.0), None, None)
+            synchronize(context)
+            raised(errors.RankTimeoutError, op.check, "rank 1")
+            op.close()
+        arena.rendezvous.barrier("nothing runs any more")
+        again = make_op(context, case, arena, index=0)
+        for number in range(2):
+            run_step(case, again, number, context.device)
+
+
 def device_failures(context: RankContext, case: Case) -> None:
     """What only the device can know: recorded, raised at the next call, and over after reset."""
     with Arena(context.group, context.device) as arena:
@@ -492,6 +510,7 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
     "late-in-the-first-step": (late_in_the_first_step, Case(world_size=3, num_experts=6)),
     "late-in-the-first-step-direct": (late_in_the_first_step, Case(world_size=2, options=DIRECT)),
+    "dropped-in-a-step": (dropped_in_a_step, Case(world_size=2, tokens=((4, 3),), layout="rank_major")),
     "two-interleaved-ops": (two_interleaved_ops, Case(tokens=((8, 5, 0, 3),))),
     "sequential-ops-share-memory": (
         sequential_ops_share_memory,

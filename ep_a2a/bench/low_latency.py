@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ep_a2a.bench.contender import Contender, Session, check_round_trip
 from ep_a2a.bench.ours import identity_experts
 from ep_a2a.compat.ep_low_latency import EPLowLatencyAllToAllLayer
+from ep_a2a.compat.ep_low_latency.phases import make_config
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType
+from ep_a2a.errors import EpA2AError
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -33,7 +35,22 @@ class LowLatencyLayerContender(Contender):
             return "has layout expert_major only"
         if workload.combine_quant != QuantType.NONE or workload.max_sms or workload.num_nodes > 1:
             return "knows no cast in combine, no bound on multiprocessors and one node"
+        try:
+            make_config(**self.arguments(workload), rank=0)
+        except EpA2AError as error:
+            return str(error)
         return None
+
+    @staticmethod
+    def arguments(workload: Workload) -> dict[str, Any]:
+        """Of the layer, those that all ranks have alike."""
+        per_token = workload.quant_type == QuantType.FP8_PER_TOKEN
+        return {
+            "max_m": workload.max_num_tokens, "hidden": workload.hidden_dim, "topk": workload.topk,
+            "online_quant_fp8": workload.quant_type != QuantType.NONE, "num_experts": workload.num_experts,
+            "local_world_size": workload.world_size, "world_size": workload.world_size,
+            "fp8_gsize": workload.hidden_dim if per_token else FP8_GROUP_SIZE, "dtype": workload.dtype,
+        }  # fmt: skip
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the layer. Collective."""
@@ -56,12 +73,10 @@ class LowLatencyLayerSession(Session):
         inputs = workload.inputs(context.rank, context.device)
         self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
         self._arena = Arena(context.group, context.device)
-        group_size = workload.hidden_dim if workload.quant_type == QuantType.FP8_PER_TOKEN else FP8_GROUP_SIZE
         try:
             self._layer = EPLowLatencyAllToAllLayer(
-                workload.max_num_tokens, workload.hidden_dim, workload.topk, workload.quant_type != QuantType.NONE,
-                context.rank, workload.num_experts, workload.world_size, workload.world_size, group_size,
-                workload.dtype, contender.records_spans, arena=self._arena,
+                **contender.arguments(workload), rank=context.rank, enable_profiling=contender.records_spans,
+                arena=self._arena,
             )  # fmt: skip
         except Exception:
             self._arena.close()

@@ -118,9 +118,14 @@ def agree_on_config(
         ConfigMismatchError: a field that must be equal on all ranks is not; the error names it and the ranks.
         RankTimeoutError: ranks did not come.
     """
+    fields: dict[str, str] = {}
+    try:
+        # what the environment says counts, too, and may not be readable on this rank
+        fields = {} if config is None else config.shared_fields() | {"index": str(index)}
+    except EpA2AError as unreadable:
+        error = error or unreadable
     if config is not None and error is None:
         error = _own_error(config, rendezvous)
-    fields = {} if config is None else config.shared_fields() | {"index": str(index)}
     told = None if error is None else f"{type(error).__name__}: {error}"
     everyone = rendezvous.exchange("op configuration", {"fields": fields, "error": told})
     if error is not None:

@@ -63,8 +63,9 @@ class EpDispatchCombineOp(DispatchCombineBase):
         super().__init__(config, arena.device)
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
-        self._closed, self._bounds = False, WaitBounds.of(config)
+        self._closed = False
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
+        self._bounds = WaitBounds.of(config)
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
         self._streams = self._memory.memory.slot.streams
@@ -383,8 +384,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
             self._closed = True
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
-            if self.has_open_step or (not self.arena.closed and self._memory.failed):
-                self._memory.memory.slot.spoilt = True
+            if self.has_open_step or (not self.arena.closed and (self._memory.failed or self._memory.poisoned)):
+                self._memory.memory.slot.spoil()
             self._end_step()
             self._memory.memory.user = None
             self.arena.give_back(self.index)

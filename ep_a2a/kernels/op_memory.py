@@ -190,6 +190,11 @@ class BoundMemory:
         """Whether a kernel has recorded a failure; reads one word, without synchronising."""
         return bool(self._record_words[0])
 
+    @property
+    def poisoned(self) -> bool:
+        """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
+        return not is_capturing(self.memory.local_own.device) and bool(self.view(Region.POISON).any())
+
     def record_words(self) -> list[int]:
         """The whole error record, after the device has come to rest."""
         if self.memory.local_own.is_cuda:

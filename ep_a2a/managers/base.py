@@ -75,7 +75,7 @@ class All2AllManagerBase:
         self._device_in_use = False
         self._report: TopologyReport | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._closes_alone = False
 
     @property
     def dp_rank(self) -> int:
@@ -278,11 +278,16 @@ class All2AllManagerBase:
         """vLLM's elastic expert parallelism: within the context only this rank takes part."""
         raise self._unsupported("mask_remote_ranks")
 
-    def destroy(self) -> None:
-        """Closes every live op and gives all memory back; a second call does nothing. To be called on every rank."""
+    def destroy(self, *, alone: bool = False) -> None:
+        """Closes every live op and gives all memory back; a second call does nothing. To be called on every rank.
+
+        Args:
+            alone: waits for no other rank, as after an exception that may be this rank's only.
+        """
         if self._closed:
             return
         self._closed = True
+        self._closes_alone = alone
         for op in self.handle_cache.handles():
             op.close()
         self.handle_cache.clear()
@@ -295,8 +300,8 @@ class All2AllManagerBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.destroy(alone=kind is not None)
 
     def _release(self) -> None:
         """Gives back what a subclass owns besides ops; called once."""

@@ -97,7 +97,8 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
         scale_formats=("float32", "float32_power_of_two"), combine_dtypes=("bfloat16",),
         hidden_sizes=LOW_LATENCY_HIDDEN_SIZES, max_topk=LOW_LATENCY_MAX_TOPK, even_experts=True,
         max_tokens=LOW_LATENCY_MAX_TOKENS, rdma="across nodes",
-        was_run="two H200s of one node, with DeepEP dd758ca; failed once after deepep_high_throughput in the same processes",
+        was_run="two H200s of one node, with DeepEP dd758ca; failed once after deepep_high_throughput in the same "
+        "processes",
         notes=(
             "total_recv and recv_counts count a row per expert", "rows for M tokens whatever max_num_tokens is",
             "its documentation asks for RDMA between all ranks",

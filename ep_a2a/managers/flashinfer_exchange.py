@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'ep-a2a[flashinfer]'"
 ONE_SIDED = Library(
-    "flashinfer", "flashinfer-python", INSTALL, "0.6",
+    "flashinfer", "flashinfer-python", INSTALL, "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),
 )  # fmt: skip
 TWO_SIDED = Library(

@@ -141,5 +141,5 @@ class NativeAll2AllManager(All2AllManagerBase):
             self._factory.close()
             self._factory = None
         if self._arena is not None:
-            self._arena.close()
+            self._arena.close(alone=self._closes_alone)
             self._arena = None

@@ -48,7 +48,8 @@ class Nodes:
 
     def close(self) -> None:
         """Gives everything back; to be called on every rank."""
-        self.arena.close()
+        # the manager's own arena, which all ranks share, is where they meet
+        self.arena.close(alone=True)
         self.rail.close()
         destroy_subgroup(self._group)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_PATIENCE_SECS = 5.0
-"""Peers that still use what they mapped of this rank's memory keep it alive: nothing breaks where one comes later."""
+CLOSE_PATIENCE_SECS = 3.0
+"""Less than engines give their workers to end. Nothing breaks where a peer comes later: what it has mapped stays."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,35 @@ class Slot:
     """Memory that ops of one index share; at most one of them may be between dispatch and combine.
 
     Attributes:
-        spoilt: an op was closed in the middle of a step, so that shared blocks may not hold their fill byte.
+        spoilt: an op was closed or dropped in the middle of a step, so that shared blocks may not hold their fill byte.
         streams: order among the calls on this memory, whichever op makes them.
     """
 
     def __init__(self) -> None:
         self.symmetric: dict[str, list[SymmetricMemory]] = {}
         self.local: dict[str, list[torch.Tensor]] = {}
-        self.spoilt = False
         self.streams = StreamOrder()
         self._fill_bytes: dict[str, int] = {}
         self._user: weakref.ref[object] | None = None
+        self._was_left_open = False
 
     def refill(self) -> None:
         """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
         for role, value in self._fill_bytes.items():
             for block in self.symmetric.get(role, []):
                 block.local.fill_(value)
-        self.spoilt = False
+        self._was_left_open = False
+        if self._user is not None and self._user() is None:
+            self._user = None
+
+    @property
+    def spoilt(self) -> bool:
+        """See the class. An op that garbage collection took in the middle of a step has told nobody."""
+        return self._was_left_open or (self._user is not None and self._user() is None)
+
+    def spoil(self) -> None:
+        """Notes that an op is closed in the middle of a step, or after one that failed."""
+        self._was_left_open = True
 
     def fill_new(self, role: str, block: SymmetricMemory, value: int) -> None:
         """Fills a new block and remembers with what."""
@@ -97,7 +108,7 @@ class Slot:
         """
         if self.spoilt:
             raise StateError(
-                "memory between two steps", "an op that shared it was closed in the middle of a step",
+                "memory between two steps", "an op that shared it was closed or dropped in the middle of a step",
                 "Call reset() of this op on every rank.",
             )  # fmt: skip
         user = None if self._user is None else self._user()
@@ -286,30 +297,33 @@ class Arena:
         failed = any(int(memory.record[0]) for memory in self._memory.values())
         return not failed and not any(slot.spoilt or slot.in_use for slot in self._slots.values())
 
-    def close(self) -> None:
+    def close(self, *, alone: bool = False) -> None:
         """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
 
-        Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS with a warning
-        that names those who have not. Local where an op has failed here or is in the middle of a step.
-        """
-        self._close(meets=True)
+        Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS; the log names
+        those who have not. Local where an op has failed here or is in the middle of a step.
 
-    def _close(self, *, meets: bool) -> None:
+        Args:
+            alone: waits for nobody. Other ranks that use what they mapped of this memory can go on.
+        """
         if self.closed:
             return
         self.closed = True
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if meets and self._memory and self.healthy and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
-            logger.warning("rank %d closes alone: %s", self.rendezvous.rank, absence)
-        for block in self._all_symmetric():
-            block.close()
-        self._slots.clear()
-        self._memory.clear()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            meets = not alone and bool(self._memory) and self.healthy
+            if meets and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
+                logger.info("rank %d closes alone: %s", self.rendezvous.rank, absence)
+        finally:
+            for block in self._all_symmetric():
+                block.close()
+            self._slots.clear()
+            self._memory.clear()
 
     def __enter__(self) -> Arena:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # an exception may well be this rank's only
-        self._close(meets=kind is None)
+        self.close(alone=kind is not None)

@@ -115,7 +115,10 @@ class Rendezvous:
 
         # A store behind a cut link answers nobody and keeps to no bound: a thread of its own can be left behind there.
         asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
-        asking.start()
+        try:
+            asking.start()
+        except RuntimeError as error:
+            return f"no thread could be started: {error}"
         asking.join(patience_secs + STORE_PATIENCE_SECS)
         return said[0] if said else "the store of the process group does not answer"
 

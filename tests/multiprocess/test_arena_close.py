@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ep_a2a.kernels.layout import Region
+from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena, BlockSizes
 from tests.op_cases import Case, Step, make_op, run_step
@@ -51,20 +53,23 @@ def close_an_unused_arena(context: RankContext) -> bool:
     return timed_close(Arena(context.group, context.device)) < AT_ONCE_SECS
 
 
-class Warnings(logging.Handler):
-    """The texts of an arena's warnings."""
+class Messages(logging.Handler):
+    """The texts that an arena logs when it closes."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        if "closes" in record.getMessage():
+            self.texts.append(record.getMessage())
 
 
 def one_never_closes(context: RankContext) -> tuple[float, list[str], bool]:
-    warnings = Warnings()
-    arena_module.logger.addHandler(warnings)
+    messages = Messages()
+    arena_module.logger.addHandler(messages)
+    level = arena_module.logger.level
+    arena_module.logger.setLevel(logging.INFO)
     arena = Arena(context.group, context.device)
     block = arena.acquire("key", 0, SIZES).symmetric["own"]
     try:
@@ -72,12 +77,13 @@ def one_never_closes(context: RankContext) -> tuple[float, list[str], bool]:
             patch.setattr(arena_module, "CLOSE_PATIENCE_SECS", PATIENCE_SECS)
             seconds = 0.0 if context.rank == LATE_RANK else timed_close(arena)
     finally:
-        arena_module.logger.removeHandler(warnings)
+        arena_module.logger.removeHandler(messages)
+        arena_module.logger.setLevel(level)
     again = Arena(context.group, context.device)
     again.rendezvous.barrier("a later arena is not disturbed")
     closed = block.closed
-    arena._close(meets=False)
-    return seconds, warnings.texts, closed
+    arena.close(alone=True)
+    return seconds, messages.texts, closed
 
 
 def test_a_rank_that_does_not_close_is_named_and_not_waited_for_long(ranks):
@@ -102,6 +108,12 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> float:
         op.close()
     elif how == "failure":
         op._memory.record[0] = 1
+    elif how == "told by a peer":
+        op._memory.view(Region.POISON).fill_(1 << 16)
+        op.close()
+    elif how == "dropped in a step":
+        Step.dispatch(case, op, 1, context.device)
+        del op
     arena.rendezvous.barrier("before the close")
     if context.rank == LATE_RANK:
         time.sleep(LATE_SECS)
@@ -109,11 +121,27 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> float:
     if how == "exception":
         with pytest.raises(ZeroDivisionError), arena:
             _ = 1 / 0
+    elif how == "exception in manager":
+        manager = create_manager("ep_a2a", context.group)
+        manager._arena = arena
+        with pytest.raises(ZeroDivisionError), manager:
+            _ = 1 / 0
     else:
         arena.close()
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["open step", "closed in a step", "failure", "exception"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "open step",
+        "closed in a step",
+        "dropped in a step",
+        "failure",
+        "told by a peer",
+        "exception",
+        "exception in manager",
+    ],
+)
 def test_what_is_not_well_is_closed_alone(ranks: Any, how: str) -> None:
     assert max(ranks(close_in_the_middle, 2, Case(world_size=2), how)) < AT_ONCE_SECS

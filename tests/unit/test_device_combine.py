@@ -315,7 +315,7 @@ def test_rows_are_added_when_they_have_come_and_left_empty(
         Region.COMBINE_WEIGHTS: torch.full((RANKS * SLOTS, TOPK), EMPTY, dtype=torch.int32),
         Region.RESULT_WEIGHTS: torch.full((TOKENS, TOPK), 77.0),
         Region.POISON: torch.zeros(1, dtype=torch.int32),
-        Region.LIMITS: torch.tensor([10**15]),
+        Region.LIMITS: torch.tensor([10**15] * 2),
     }
     # rows of other ranks' tokens lie before this rank's own
     first_own_row = 2

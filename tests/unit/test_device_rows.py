@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.flagged_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
 from ep_a2a.kernels.layout import Region, Stage, padded
+from ep_a2a.kernels.op_memory import STEP_SHIFT
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import pause
 from ep_a2a.kernels.routing_kernels import (
@@ -240,7 +241,8 @@ class Arrival:
         self.count = torch.tensor([word(0, old)], dtype=torch.int64)
         if not late_row:
             self.rows[:ROW_WORDS] = torch.tensor(final.words)
-        self.poison, self.limit = torch.zeros(1, dtype=torch.int32), torch.tensor([10**15])
+        self.poison, self.limit = torch.zeros(1, dtype=torch.int32), torch.tensor([10**15] * 2)
+        self.num_ended = 0
         self.pending: list[tuple[str, int]] = []
 
     def arrive(self, kind: str, at: int) -> None:
@@ -272,6 +274,7 @@ class Arrival:
         words, sides = torch.zeros(WORD_LANES, dtype=torch.int32), torch.zeros(SIDE_LANES, dtype=torch.int64)
         out = torch.full((2,), 77, dtype=torch.int32)
         table = table_of(WORLD, {(Region.POISON, RANK): self.poison, (Region.LIMITS, RANK): self.limit})
+        table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = self.num_ended << STEP_SHIFT
         take.interpret(
             (1,), table, self.rows, self.sides, self.count, sent, words, sides, out, as_int32(row.epoch), index, RANK,
             SOURCE, WORLD_SIZE=WORLD, SIDE_WORDS=SIDE_WORDS, SIDE_LANES=SIDE_LANES, ROW_WORDS=ROW_WORDS,
@@ -371,10 +374,13 @@ def test_a_wait_ends_with_the_poison_of_another_rank(monkeypatch, index, sparse)
     assert arrival.poison.tolist() == [POISON_WORD]
 
 
+@pytest.mark.parametrize("num_ended", [0, 1, 2**32], ids=["first step", "second step", "later"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
-def test_a_wait_that_takes_too_long_accuses_the_rows_source(monkeypatch, sparse):
+def test_a_wait_that_takes_too_long_accuses_the_rows_source(monkeypatch, sparse, num_ended):
     arrival = Arrival(Row(5, ALL_SENT, cast=False, count=4))
-    arrival.limit[0] = -1
+    arrival.num_ended = num_ended
+    # the bound of the first step, or that of all others
+    arrival.limit[int(num_ended == 0)] = -1
     # the first look at the clock finds that time is up and says so; the next one finds what has been said
     _, _, poison = arrival.wait(monkeypatch, [("nothing", 0)] * 64, sparse=sparse)
     assert poison == 1 << 16 | SOURCE

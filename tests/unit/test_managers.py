@@ -265,6 +265,7 @@ def test_our_own_kwargs_are_passed_through():
     extra = {
         "layout": "rank_major",
         "timeout_secs": 2.5,
+        "first_timeout_secs": 25.0,
         "num_experts": 256,
         "launch": "manual",
         "max_sms": 20,

@@ -138,7 +138,8 @@ class Ops:
         """Gives all memory back; local, to be called on every rank; a second call does nothing."""
         self._ops.clear()
         self._num_sms.clear()
-        self.manager.destroy()
+        # garbage collection calls this, too, at a time of its own on every rank
+        self.manager.destroy(alone=True)
         self.groups.close()
         if self._own_group is not None:
             destroy_subgroup(self._own_group)

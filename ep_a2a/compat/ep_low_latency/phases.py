@@ -37,8 +37,11 @@ def make_config(
             f"all ranks on one node, local_world_size == world_size ({world_size})", str(local_world_size),
             "Across nodes use the manager's ops: get_ep_group().device_communicator.all2all_manager.get_handle(...).",
         )  # fmt: skip
-    if fp8_gsize < 1 or hidden % fp8_gsize:
-        raise ConfigError("hidden to be a multiple of fp8_gsize", f"hidden {hidden}, fp8_gsize {fp8_gsize}")
+    has_scales = online_quant_fp8 or dtype == FP8_DTYPE
+    if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):
+        raise ConfigError(
+            "fp8_gsize >= 1, and of fp8 tokens hidden a multiple of it", f"hidden {hidden}, fp8_gsize {fp8_gsize}"
+        )
     if num_experts < 1:
         raise ConfigError("num_experts >= 1", str(num_experts))
     quant_type, num_scales = QuantType.NONE, 0
