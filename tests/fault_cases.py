@@ -24,7 +24,7 @@ from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, Rank
 from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.arena import Arena, BlockSizes
+from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext
@@ -43,7 +43,7 @@ SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
 SHORT_STOP_SECS = 1.5
 LATE_SECS = 1.5
-LOCAL_SECS = 5.0
+LOCAL_SECS = CLOSE_PATIENCE_SECS - 0.5
 """A close that waits for a rank in vain takes longer than this, one that waits for nobody far less."""
 MARKER_TIMEOUT_SECS = 60.0
 
