@@ -256,7 +256,7 @@ def construction(context: RankContext, case: Case) -> None:
             raised(kind, lambda: make_layer(context, case, arena, **changes), *words)
 
         refused(errors.UnsupportedError, "local_world_size", local_world_size=case.world_size + 1)
-        refused(errors.ConfigError, "fp8_gsize", fp8_gsize=case.hidden_dim - 1)
+        refused(errors.ConfigError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim - 1)
         refused(errors.UnsupportedError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim // 2)
         refused(errors.ConfigError, "online_quant_fp8", online_quant_fp8=True, dtype=FP8_DTYPE)
         refused(errors.ConfigError, rank=case.world_size - 1 - context.rank)

@@ -32,6 +32,7 @@ def config_of(**changes: Any) -> Any:
         ({"fp8_gsize": 7168}, FP8_DTYPE, torch.bfloat16, 1),
         ({"dtype": torch.float32}, FP8_DTYPE, torch.float32, 56),
         ({"online_quant_fp8": False}, torch.bfloat16, torch.bfloat16, 0),
+        ({"online_quant_fp8": False, "hidden": 192}, torch.bfloat16, torch.bfloat16, 0),
         ({"online_quant_fp8": False, "dtype": FP8_DTYPE}, FP8_DTYPE, torch.bfloat16, 56),
         ({"online_quant_fp8": False, "dtype": FP8_DTYPE, "fp8_gsize": 64}, FP8_DTYPE, torch.bfloat16, 112),
     ],
