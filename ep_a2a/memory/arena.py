@@ -82,13 +82,13 @@ class Slot:
             for block in self.symmetric.get(role, []):
                 block.local.fill_(value)
         self._was_left_open = False
-        if self._user is not None and self._user() is None:
+        if not self.in_use:
             self._user = None
 
     @property
     def spoilt(self) -> bool:
         """See the class. An op that garbage collection took in the middle of a step has told nobody."""
-        return self._was_left_open or (self._user is not None and self._user() is None)
+        return self._was_left_open or (self._user is not None and not self.in_use)
 
     def spoil(self) -> None:
         """Notes that an op is closed in the middle of a step, or after one that failed."""
@@ -111,8 +111,7 @@ class Slot:
                 "memory between two steps", "an op that shared it was closed or dropped in the middle of a step",
                 "Call reset() of this op on every rank.",
             )  # fmt: skip
-        user = None if self._user is None else self._user()
-        if user is not None and user is not op:
+        if self.in_use and not self._is_user(op):
             raise AlternationError(
                 "one op at a time to be between dispatch and combine in the memory that ops of one index share",
                 "dispatch of a second op before combine of the first",
@@ -122,8 +121,11 @@ class Slot:
 
     def leave(self, op: object) -> None:
         """Ends an op's step."""
-        if self._user is not None and self._user() is op:
+        if self._is_user(op):
             self._user = None
+
+    def _is_user(self, op: object) -> bool:
+        return self._user is not None and self._user() is op
 
     @property
     def in_use(self) -> bool:

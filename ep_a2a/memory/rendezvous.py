@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 DEFAULT_TIMEOUT_SECS = 300.0
+NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """How long a store that works may take to answer."""
 LEAVERS_POLL_SECS = 0.005
@@ -111,7 +112,7 @@ class Rendezvous:
             try:
                 said.append(self._wait_for_leavers(time.monotonic() + patience_secs))
             except RuntimeError as error:
-                said.append(f"the store of the process group does not answer: {str(error).partition(chr(10))[0]}")
+                said.append(f"{NO_ANSWER}: {str(error).partition(chr(10))[0]}")
 
         # A store behind a cut link answers nobody and keeps to no bound: a thread of its own can be left behind there.
         asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
@@ -120,7 +121,7 @@ class Rendezvous:
         except RuntimeError as error:
             return f"no thread could be started: {error}"
         asking.join(patience_secs + STORE_PATIENCE_SECS)
-        return said[0] if said else "the store of the process group does not answer"
+        return said[0] if said else NO_ANSWER
 
     def _wait_for_leavers(self, deadline: float) -> str | None:
         keys = [f"left/{self._generation}/{place}" for place in range(self.world_size)]
@@ -128,10 +129,13 @@ class Rendezvous:
         # the store's own wait takes up to twice as long as it is told to
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                absent = [str(member) for member, key in zip(self.members, keys) if not self._store.check([key])]
-                return f"no sign of ranks {', '.join(absent)}"
+                return f"no sign of ranks {', '.join(map(str, self._absent(keys)))}"
             time.sleep(LEAVERS_POLL_SECS)
         return None
+
+    def _absent(self, keys: list[str]) -> tuple[int, ...]:
+        """The members whose keys are not there."""
+        return tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
@@ -151,7 +155,7 @@ class Rendezvous:
 
     def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
         """The error for members whose keys are not there."""
-        missing = tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
+        missing = self._absent(keys)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
             f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",

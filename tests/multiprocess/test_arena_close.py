@@ -12,6 +12,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena, BlockSizes
+from tests.messages import messages_of
 from tests.op_cases import Case, Step, make_op, run_step
 
 if TYPE_CHECKING:
@@ -53,37 +54,17 @@ def close_an_unused_arena(context: RankContext) -> bool:
     return timed_close(Arena(context.group, context.device)) < AT_ONCE_SECS
 
 
-class Messages(logging.Handler):
-    """The texts that an arena logs when it closes."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "closes" in record.getMessage():
-            self.texts.append(record.getMessage())
-
-
 def one_never_closes(context: RankContext) -> tuple[float, list[str], bool]:
-    messages = Messages()
-    arena_module.logger.addHandler(messages)
-    level = arena_module.logger.level
-    arena_module.logger.setLevel(logging.INFO)
     arena = Arena(context.group, context.device)
     block = arena.acquire("key", 0, SIZES).symmetric["own"]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arena_module, "CLOSE_PATIENCE_SECS", PATIENCE_SECS)
-            seconds = 0.0 if context.rank == LATE_RANK else timed_close(arena)
-    finally:
-        arena_module.logger.removeHandler(messages)
-        arena_module.logger.setLevel(level)
+    with pytest.MonkeyPatch.context() as patch, messages_of(arena_module.logger, logging.INFO) as texts:
+        patch.setattr(arena_module, "CLOSE_PATIENCE_SECS", PATIENCE_SECS)
+        seconds = 0.0 if context.rank == LATE_RANK else timed_close(arena)
     again = Arena(context.group, context.device)
     again.rendezvous.barrier("a later arena is not disturbed")
     closed = block.closed
     arena.close(alone=True)
-    return seconds, messages.texts, closed
+    return seconds, texts, closed
 
 
 def test_a_rank_that_does_not_close_is_named_and_not_waited_for_long(ranks):

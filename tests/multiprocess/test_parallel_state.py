@@ -23,6 +23,7 @@ from ep_a2a.errors import (
 from ep_a2a.managers.registry import register_manager
 from ep_a2a.parallel_state import GroupCoordinator, get_dp_group, get_tp_group, in_the_same_node_as, is_initialized
 from ep_a2a.testing import RankFailure, run_ranks
+from tests.messages import messages_of
 
 
 class FakeManager:
@@ -175,21 +176,18 @@ def wrong_world(context):
 def own_world(context, store_path):
     """Example 7.1 of AITER's guide, up to the manager, in a process without torch.distributed."""
     dist.destroy_process_group()
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("ep_a2a").addHandler(handler)
-    for number in range(2):
-        ep_a2a.init_dist_env(
-            tensor_model_parallel_size=1,
-            rankID=0,
-            backend="nccl",
-            distributed_init_method=f"file://{store_path}{number}",
-            data_parallel_size=context.world_size,
-            data_parallel_rank=context.rank,
-        )
-        ranks = ep_a2a.get_ep_group().ranks
-        ep_a2a.destroy_dist_env()
+    with messages_of(logging.getLogger("ep_a2a")) as messages:
+        for number in range(2):
+            ep_a2a.init_dist_env(
+                tensor_model_parallel_size=1,
+                rankID=0,
+                backend="nccl",
+                distributed_init_method=f"file://{store_path}{number}",
+                data_parallel_size=context.world_size,
+                data_parallel_rank=context.rank,
+            )
+            ranks = ep_a2a.get_ep_group().ranks
+            ep_a2a.destroy_dist_env()
     return ranks, dist.is_initialized(), len(distributed_c10d._world.pg_map), messages
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import time
@@ -15,6 +14,7 @@ from ep_a2a import topology_report
 from ep_a2a.errors import ConfigError
 from ep_a2a.testing import RankFailure, run_ranks
 from ep_a2a.topology import classify, gather_report, in_the_same_node_as
+from tests.messages import messages_of
 
 
 def subgroup(context, members):
@@ -42,20 +42,16 @@ def isolate_shared_memory(rank, isolated, directory):
 
 
 def report_with_isolated(context, isolated, directory, boot_ids=None):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    topology_report.logger.addHandler(handler)
     shm, boot_id_path = topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH
     isolate_shared_memory(context.rank, isolated, directory)
     if boot_ids:
         topology_report.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
         topology_report.BOOT_ID_PATH.write_text(boot_ids[context.rank])
     try:
-        return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
+        with messages_of(topology_report.logger) as messages:
+            return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
     finally:
         topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH = shm, boot_id_path
-        topology_report.logger.removeHandler(handler)
 
 
 def modes_of_offered_files(context):
