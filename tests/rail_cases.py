@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.rails import RailTransport, TorchDistributedRail
+from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from ep_a2a.memory.rails import RailTransport
+    from ep_a2a.testing import RankContext
 
 GUARD_BYTES = 64
 POISON = 0xA5
@@ -27,6 +29,15 @@ def grid_of(num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
         node_ranks=tuple(range(first, first + gpus_per_node)),
         rail_ranks=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
     )
+
+
+def rail_of(transport: str, context: RankContext, grid: NodeGrid, timeout_secs: float) -> RailTransport:
+    """A rail of the context's group."""
+    if transport == "nvshmem":
+        from ep_a2a.kernels.nvshmem_rail import NvshmemRail
+
+        return NvshmemRail(Rendezvous(context.group), grid, context.device, timeout_secs)
+    return TorchDistributedRail(context.group, grid, timeout_secs)
 
 
 def block(source: int, target: int, step: int, num_bytes: int) -> torch.Tensor:

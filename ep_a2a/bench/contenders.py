@@ -24,6 +24,7 @@ CONTENDERS = {
     "ep_a2a_v1_ll": ("nodes", "InterNodeV1LLContender"),
     "ep_a2a_flat": ("nodes", "FlatContender"),
     "ep_a2a_rail": ("nodes", "RailContender"),
+    "ep_a2a_nvshmem": ("nodes", "NvshmemContender"),
     "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
     "nccl_all_to_all": ("nccl", "AllToAllContender"),
     "flashinfer": ("flashinfer", "FlashInferContender"),
@@ -34,8 +35,8 @@ CONTENDERS = {
 BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
 """Kernels and transports that only several nodes have."""
 
-ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced")
-"""Not among the usual contenders: an interface on our op, not a way to move tokens."""
+ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem")
+"""Not among the usual contenders: interfaces on our op, no ways to move tokens, and what needs NVSHMEM."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""

@@ -77,6 +77,13 @@ class RailContender(NodesContender):
         return RailSession(workload, context, self)
 
 
+class NvshmemContender(RailContender):
+    """The same over NVSHMEM, whose puts are made by kernels."""
+
+    name: ClassVar[str] = "ep_a2a_nvshmem"
+    rail = "nvshmem"
+
+
 class RailSession(OpSession):
     """The op of a rail and a node."""
 

@@ -11,6 +11,8 @@ import triton.language as tl
 from ep_a2a.errors import StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.kernels.portable import PortableFunction
 
 
@@ -33,6 +35,7 @@ class Variant:
         constants: its compile-time arguments by name, for `num_warps` warps per program.
         num_warps: warps per program.
         max_registers: most registers per thread, so that more programs fit; None = as many as the compiler likes.
+        libraries: files of bitcode to link, by name; on_load: given the CUDA module of the kernel once it is loaded.
         programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
     """
 
@@ -40,6 +43,8 @@ class Variant:
     constants: dict[str, Any]
     num_warps: int
     max_registers: int | None = None
+    libraries: dict[str, str] | None = None
+    on_load: Callable[[int], None] | None = None
     programs_per_sm: int | None = field(default=None, init=False)
     _compiled: Any = field(default=None, init=False)
     _launch: Any = field(default=None, init=False)
@@ -71,12 +76,15 @@ class Variant:
                 "a form of the call that has run before a graph captures it", "its first use",
                 "Make the call once outside of the capture: kernels are compiled then.",
             )  # fmt: skip
+        linked = {} if self.libraries is None else {"extern_libs": self.libraries}
         # fused multiply-add would round once where the reference rounds twice
         compiled = self.kernel.warmup(
             *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
-            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers,
+            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers, **linked,
         )  # fmt: skip
         compiled._init_handles()
+        if self.on_load is not None:
+            self.on_load(compiled.module)
         self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
         registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY

@@ -236,7 +236,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     def set_timeout(self, timeout_secs: float) -> None:
         """Bounds the waits of calls from now on, in place of the config's timeout_secs. Local."""
         self._in_node.set_timeout(timeout_secs)
-        self._rail.timeout_secs = timeout_secs
+        self._rail.set_timeout(timeout_secs)
 
     @property
     def has_open_step(self) -> bool:
@@ -247,6 +247,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         """Raises what the kernels have recorded; does not wait for kernels that still run."""
         if self._closed:
             raise ClosedError("an open op", "a closed one")
+        self._rail.check()
         self._in_node.check()
 
     def reset(self) -> None:

@@ -16,11 +16,12 @@ from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.op import EpDispatchCombineOp
     from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
+    from ep_a2a.memory.rails import RailTransport
+    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.topology import Topology
 
     NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
@@ -32,19 +33,30 @@ class Nodes:
     """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
 
     Args:
-        group: all ranks.
+        rendezvous: all ranks.
         grid: the nodes, and where this rank is.
         device: where tensors lie.
-        timeout_secs: bound of a hop between nodes on CPU.
-        reason: why the rail's transport was chosen.
+        timeout_secs: bound of a hop between nodes.
+        transport, reason: what choose_transport says.
     """
 
     def __init__(
-        self, group: ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float, reason: str
-    ) -> None:
-        self._group = make_subgroup(group, grid.node_ranks)
-        self.rail = make_rail(reason, group, grid, device, timeout_secs)
+        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str,
+        reason: str,
+    ) -> None:  # fmt: skip
+        self._group = make_subgroup(rendezvous.group, grid.node_ranks)
+        self.rail = self._make_rail(rendezvous, grid, device, timeout_secs, transport, reason)
         self.arena = Arena(self._group, device)
+
+    def _make_rail(
+        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str,
+        reason: str,
+    ) -> RailTransport:  # fmt: skip
+        if transport == "nvshmem":
+            from ep_a2a.kernels.nvshmem_rail import NvshmemRail
+
+            return NvshmemRail(rendezvous, grid, device, timeout_secs, reason)
+        return make_rail(reason, rendezvous.group, grid, device, timeout_secs)
 
     def close(self) -> None:
         """Gives everything back; to be called on every rank."""
@@ -59,7 +71,7 @@ class OpFactory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._nodes: dict[int, Nodes] = {}
+        self._nodes: dict[tuple[int, str], Nodes] = {}
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> NativeOp:
         """The op of a config: kernels that write to all ranks where they can, else a hop over a rail and one inside.
@@ -84,7 +96,7 @@ class OpFactory:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 
-        nodes = self._nodes_of(grid, config.timeout, reason)
+        nodes = self._nodes_of(grid, config.timeout, config.rail, reason)
         index = nodes.arena.unshared_index() if index is None else index
         return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
 
@@ -107,11 +119,12 @@ class OpFactory:
         agree_on_config(config, self.arena.rendezvous, index or 0)
         return config, grid, reason
 
-    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, reason: str) -> Nodes:
-        if grid.num_nodes not in self._nodes:
-            group = self.arena.rendezvous.group
-            self._nodes[grid.num_nodes] = Nodes(group, grid, self.arena.device, timeout_secs, reason)
-        return self._nodes[grid.num_nodes]
+    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, transport: str, reason: str) -> Nodes:
+        key = grid.num_nodes, transport
+        if key not in self._nodes:
+            rendezvous, device = self.arena.rendezvous, self.arena.device
+            self._nodes[key] = Nodes(rendezvous, grid, device, timeout_secs, transport, reason)
+        return self._nodes[key]
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, PeerAccessError
 from ep_a2a.memory.pools import zeros_outside_pools
-from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
 
 if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
@@ -58,19 +58,6 @@ def _allocate_torch_symmetric(rendezvous: Rendezvous, device: torch.device, num_
     handle = symm_mem.rendezvous(tensor, rendezvous.group)
     held: list[Any] = [tensor, handle]
     return SymmetricMemory(tensor, tuple(handle.buffer_ptrs), "torch symmetric memory", held.clear)
-
-
-class _DeviceBytes:
-    """Memory of an address, as torch.as_tensor takes it."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
 
 
 def _runtime() -> Any:
@@ -122,7 +109,7 @@ def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) 
                 _checked(runtime.cudaIpcCloseMemHandle(peer_address), "cudaIpcCloseMemHandle")
             _checked(runtime.cudaFree(address), "cudaFree")
 
-    local = torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
+    local = bytes_at(address, num_bytes, device)
     addresses = tuple(opened.get(rank, address) for rank in range(rendezvous.world_size))
     return SymmetricMemory(local, addresses, "CUDA IPC", release)
 

@@ -30,20 +30,17 @@ def choose_transport(name: str, *, why_not_peer_memory: str | None) -> tuple[str
         why_not_peer_memory: why ranks of different nodes cannot write into each other's memory; None if they can.
 
     Returns:
-        (name, reason): "torch.distributed", or "peer_memory", with which kernels do all and there is no rail to make.
+        (name, reason): "torch.distributed" or "nvshmem", or "peer_memory", with which kernels do all and there is no
+            rail to make. "nvshmem" only if asked for: no network of real nodes has been had to compare the two.
 
     Raises:
         UnknownNameError: there is no transport of this name; the error lists those there are.
-        UnsupportedError: the transport is not in this version, or cannot be used here.
+        UnsupportedError: the transport cannot be used here.
     """
     asked = name if name != "auto" else env.RAIL.get()
     if asked not in ("auto", *RAIL_TRANSPORTS):
         known = ", ".join(map(repr, ("auto", *RAIL_TRANSPORTS)))
         raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
-    if asked == "nvshmem":
-        raise UnsupportedError(
-            "a transport that this version has", "'nvshmem', which it has not", "Use 'torch.distributed' or 'auto'."
-        )
     if asked == "peer_memory" and why_not_peer_memory is not None:
         raise UnsupportedError(
             "nodes that reach each other's memory, with transport 'peer_memory'", why_not_peer_memory,

@@ -57,6 +57,13 @@ class RailTransport(abc.ABC):
             StateError: an exchange has failed before, or the transport is closed.
         """
 
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds exchanges from now on. Local."""
+        self.timeout_secs = timeout_secs
+
+    def check(self) -> None:  # noqa: B027  NCCL has nothing to ask: it ends the process
+        """Raises RankTimeoutError if a peer did not come to an exchange that ran on a GPU; waits for nothing."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Gives up what the transport made; local, no exchange may be running. A second call does nothing."""
@@ -86,7 +93,7 @@ class TorchDistributedRail(RailTransport):
         """See the base class."""
         if self._state != "open":
             raise StateError("a rail that works", f"one that is {self._state}", "Make a new one on all ranks.")
-        _check_blocks(received, sent, self.grid.num_nodes)
+        check_blocks(received, sent, self.grid.num_nodes)
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
         if self.grid.num_nodes == 1:
             received.copy_(sent)
@@ -121,7 +128,8 @@ class TorchDistributedRail(RailTransport):
             destroy_subgroup(self._group)
 
 
-def _check_blocks(received: torch.Tensor, sent: torch.Tensor, num_nodes: int) -> None:
+def check_blocks(received: torch.Tensor, sent: torch.Tensor, num_nodes: int) -> None:
+    """Refuses what `RailTransport.exchange` cannot take."""
     for what, tensor in (("received", received), ("sent", sent)):
         if tensor.dim() == 0 or tensor.shape[0] != num_nodes:
             raise ShapeError(f"{what} to have one block for each of {num_nodes} nodes", str(tuple(tensor.shape)))

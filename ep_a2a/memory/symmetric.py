@@ -44,3 +44,23 @@ class SymmetricMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _DeviceBytes:
+    """Memory of an address, as torch.as_tensor takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU that torch did not allocate, as uint8 [num_bytes]; it is not freed with the tensor."""
+    import torch
+
+    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)

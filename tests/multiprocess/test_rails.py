@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
+from ep_a2a.kernels.nvshmem_rail import NvshmemRail
 from ep_a2a.memory import rail_choice
 from ep_a2a.memory.rail_choice import choose_transport, make_rail
 from ep_a2a.memory.rails import GLOO_PATIENCE_SECS, TorchDistributedRail
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
 from tests.rail_cases import exchange_and_check, grid_of
@@ -226,13 +228,20 @@ def test_choice_of_a_transport(monkeypatch):
     known = r"'auto', 'torch\.distributed', 'peer_memory', 'nvshmem'; got 'rdma'"
     with pytest.raises(UnknownNameError, match=known):
         choose_transport("rdma", why_not_peer_memory=None)
-    with pytest.raises(UnsupportedError, match="nvshmem") as caught:
-        choose_transport("nvshmem", why_not_peer_memory=None)
-    assert "torch.distributed" in caught.value.remedy
+    assert choose_transport("nvshmem", why_not_peer_memory=None)[0] == "nvshmem"
     with pytest.raises(UnsupportedError, match="nodes of several hosts"):
         choose_transport("peer_memory", why_not_peer_memory="nodes of several hosts")
     monkeypatch.setenv("EP_A2A_RAIL", "torch.distributed")
     assert choose_transport("auto", why_not_peer_memory=None) == ("torch.distributed", "asked for by name")
+
+
+def nvshmem_without_gpus(context: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match="GPUs, for rail transport 'nvshmem'"):
+        NvshmemRail(Rendezvous(context.group), grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+
+
+def test_nvshmem_asks_for_gpus(ranks):
+    ranks(nvshmem_without_gpus, 2)
 
 
 @pytest.mark.parametrize(

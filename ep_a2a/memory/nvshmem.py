@@ -1,0 +1,240 @@
+"""NVSHMEM by its host library, which CUDA builds of torch bring along: its start, symmetric memory, kernels' modules.
+
+The library is called by ctypes: each release of its Python packages asks for other releases of CUDA's. The layouts
+below are version 1 of NVSHMEM's own (host/nvshmemx_api.h), which 3.x accepts.
+
+One NVSHMEM serves a process for as long as it lives: it is never ended, and its memory never given back, since both
+wait for all ranks, one of which may be gone. What an owner gives up is lent to the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, UnsupportedError
+from ep_a2a.memory.symmetric import bytes_at
+
+if TYPE_CHECKING:
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+SIGNAL_ADD = 10
+"""NVSHMEM's number for adding to a signal (nvshmem_common_transport.h); comments in torch 2.11 give another."""
+COMPARE_GE = 5
+"""NVSHMEM's number for >= (nvshmem_constants.h)."""
+HOST_LIBRARY = "libnvshmem_host.so.3"
+DEVICES = "NVSHMEM_HCA_LIST"
+INIT_WITH_UNIQUE_ID = 8
+IS_INITIALIZED = 2
+UNIQUE_ID_BYTES = 128
+
+
+class _UniqueIdArguments(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_int), ("id", ctypes.c_void_p), ("rank", ctypes.c_int), ("ranks", ctypes.c_int))
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_int), ("unique_id", _UniqueIdArguments), ("content", ctypes.c_char * 96))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_int), ("mpi_communicator", ctypes.c_void_p), ("arguments", _Arguments))
+
+
+def _version(kind: type[ctypes.Structure] | int) -> int:
+    """What stands first in a structure of version 1."""
+    return (1 << 16) + (kind if isinstance(kind, int) else ctypes.sizeof(kind))
+
+
+def library_folder() -> Path | None:
+    """Where the package nvidia-nvshmem has its libraries; None without it."""
+    try:
+        found = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        return None
+    folders = [Path(place) / "lib" for place in (found.submodule_search_locations or ())] if found else []
+    return next((folder for folder in folders if (folder / HOST_LIBRARY).exists()), None)
+
+
+def device_library(device: torch.device) -> Path:
+    """NVSHMEM's device functions as LLVM bitcode, for a GPU.
+
+    Raises:
+        MissingPackageError: there is none.
+    """
+    folder = _folder()
+    major, minor = torch.cuda.get_device_capability(device)
+    names = (f"libnvshmem_device_sm_{major}{minor}.bc", f"libnvshmem_device_sm_{major}0.bc", "libnvshmem_device.bc")
+    found = next((folder / name for name in names if (folder / name).exists()), None)
+    if found is None:
+        raise _missing(f"none of {', '.join(names)} in {folder}")
+    return found
+
+
+def _missing(found: str) -> MissingPackageError:
+    major = (torch.version.cuda or "13").split(".")[0]
+    return MissingPackageError(
+        "NVSHMEM's libraries, for rail transport 'nvshmem'", found,
+        f"pip install nvidia-nvshmem-cu{major}, or use rail transport 'torch.distributed'.",
+    )  # fmt: skip
+
+
+def _folder() -> Path:
+    folder = library_folder()
+    if folder is None:
+        raise _missing("no package nvidia-nvshmem")
+    return folder
+
+
+@functools.cache
+def _host_library() -> ctypes.CDLL:
+    """The library, which is torch's own if torch has loaded it already."""
+    try:
+        library = ctypes.CDLL(str(_folder() / HOST_LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise _missing(str(error)) from error
+    library.nvshmem_malloc.restype = ctypes.c_void_p
+    library.nvshmem_malloc.argtypes = (ctypes.c_size_t,)
+    library.nvshmemx_cumodule_init.argtypes = (ctypes.c_void_p,)
+    return library
+
+
+@dataclass
+class Block:
+    """Symmetric memory: at the same place of the heap on every rank of a group.
+
+    Attributes:
+        address: on this rank.
+        num_bytes: its size.
+        is_lent: whether somebody uses it here.
+    """
+
+    address: int
+    num_bytes: int
+    is_lent: bool = True
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """All of it, uint8 [num_bytes]."""
+        return bytes_at(self.address, self.num_bytes, device)
+
+
+@dataclass
+class Nvshmem:
+    """A started NVSHMEM whose processing elements are exactly the ranks of a group.
+
+    Attributes:
+        elements: by rank of the group, its number in NVSHMEM.
+        blocks: all memory that was ever taken, in the order in which all ranks took it.
+    """
+
+    device: torch.device
+    elements: tuple[int, ...]
+    blocks: list[Block] = field(default_factory=list)
+
+    def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> Block:
+        """Zeroed memory on every rank of the group. Collective.
+
+        Args:
+            rendezvous: the ranks that NVSHMEM was started for.
+            num_bytes: equal on all ranks.
+
+        Raises:
+            DeviceMemoryError: a rank had not enough.
+        """
+        # a rank may not have given up yet what others have
+        free = rendezvous.exchange("NVSHMEM memory that is free", self._free(num_bytes))
+        again = sorted(set(free[0]).intersection(*free[1:]))
+        if again:
+            block: Block = self.blocks[again[0]]
+            block.is_lent = True
+        else:
+            block = self._take(rendezvous, num_bytes)
+        block.tensor(self.device).zero_()
+        torch.cuda.synchronize(self.device)
+        rendezvous.barrier("NVSHMEM memory is zeroed")
+        return block
+
+    def _free(self, num_bytes: int) -> list[int]:
+        return [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
+
+    def _take(self, rendezvous: Rendezvous, num_bytes: int) -> Block:
+        with torch.cuda.device(self.device):
+            address = _host_library().nvshmem_malloc(num_bytes)
+        wrong = None if address else DeviceMemoryError(f"{num_bytes} bytes of NVSHMEM's heap", "none")
+        rendezvous.agree("allocating NVSHMEM memory", wrong)
+        block = Block(int(address), num_bytes)
+        self.blocks.append(block)
+        return block
+
+    def load_into(self, module: int) -> None:
+        """Tells a loaded CUDA module (its CUmodule) of this NVSHMEM: kernels that call it must be in such a one."""
+        status = _host_library().nvshmemx_cumodule_init(module)
+        if status:
+            raise DeviceMemoryError("NVSHMEM to take a kernel's module", f"status {status}", "See NVSHMEM's own log.")
+
+
+_started: dict[tuple[int, ...], Nvshmem] = {}
+"""By processing elements of a group; one entry, since all elements must be in the group."""
+
+
+def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
+    """The NVSHMEM of a group, started by its first call in a process. Collective.
+
+    One that another library of this process has started (torch's symmetric memory, DeepEP) is used if the group is all
+    of it. EP_A2A_RDMA_DEVICES is handed on as NVSHMEM_HCA_LIST, unless that is set.
+
+    Raises:
+        MissingPackageError: no NVSHMEM on a rank.
+        UnsupportedError: it runs already, for other ranks than these.
+    """
+    own: list[int] | None = None
+    error: EpA2AError | None = None
+    try:
+        library = _host_library()
+        if library.nvshmemx_init_status() >= IS_INITIALIZED:
+            own = [library.nvshmem_my_pe(), library.nvshmem_n_pes()]
+    except EpA2AError as cause:
+        error = cause
+    rendezvous.agree("loading NVSHMEM", error)
+    found = rendezvous.exchange("NVSHMEM's state", own)
+    if all(each is None for each in found):
+        _initialize(rendezvous, device)
+        found = rendezvous.exchange("NVSHMEM's state", [library.nvshmem_my_pe(), library.nvshmem_n_pes()])
+    if {each and tuple(each) for each in found} != {(i, len(found)) for i in range(len(found))}:
+        raise UnsupportedError(
+            f"an NVSHMEM of exactly the {len(found)} ranks of the group", f"(element, of how many) by rank: {found}",
+            "Use rail transport 'torch.distributed', or make this group's manager before NVSHMEM's other user.",
+        )  # fmt: skip
+    elements = tuple(each[0] for each in found)
+    return _started.setdefault(elements, Nvshmem(device, elements))
+
+
+def _initialize(rendezvous: Rendezvous, device: torch.device) -> None:
+    if env.RDMA_DEVICES.get():
+        env.set_unless_set(DEVICES, env.RDMA_DEVICES.get())
+    library = _host_library()
+    unique_id = ctypes.create_string_buffer(UNIQUE_ID_BYTES)
+    ctypes.c_int.from_buffer(unique_id).value = _version(UNIQUE_ID_BYTES)
+    status = library.nvshmemx_get_uniqueid(unique_id) if rendezvous.rank == 0 else 0
+    texts = rendezvous.exchange("NVSHMEM's unique id", None if status else unique_id.raw.hex())
+    attributes = _Attributes(version=_version(_Attributes))
+    attributes.arguments.version = _version(_Arguments)
+    attributes.arguments.unique_id.version = _version(_UniqueIdArguments)
+    wrong: EpA2AError | None = None
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        unique_id.raw = bytes.fromhex(texts[0] or "")
+        status = status or library.nvshmemx_set_attr_uniqueid_args(
+            rendezvous.rank, rendezvous.world_size, unique_id, ctypes.byref(attributes)
+        )
+        status = status or library.nvshmemx_hostlib_init_attr(INIT_WITH_UNIQUE_ID, ctypes.byref(attributes))
+    if status:
+        wrong = UnsupportedError("NVSHMEM to start", f"status {status}", "NVSHMEM_DEBUG=INFO makes it say why.")
+    rendezvous.agree("starting NVSHMEM", wrong)
