@@ -30,22 +30,14 @@ GE = tl.constexpr(COMPARE_GE)
 
 @core.extern
 def _put_with_signal(target, source, num_bytes, signal, value, operation, element, _semantic=None):
-    """All threads of a program copy bytes to a symmetric address of an element, then signal it."""
+    """All threads of a program together copy bytes to a symmetric address of an element, then signal it once.
+
+    NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as a program has threads.
+    """
     types = ("int64", "int64", "int64", "int64", "uint64", "int32", "int32")
     return core.extern_elementwise(
         "", "", [target, source, num_bytes, signal, value, operation, element],
         {tuple(core.dtype(name) for name in types): ("nvshmemx_putmem_signal_block", core.dtype("int32"))},
-        is_pure=False, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@core.extern
-def _signal(signal, value, operation, element, _semantic=None):
-    """Signals an element."""
-    types = ("int64", "int64", "int32", "int32")
-    return core.extern_elementwise(
-        "", "", [signal, value, operation, element],
-        {tuple(core.dtype(name) for name in types): ("nvshmemx_signal_op", core.dtype("int32"))},
         is_pure=False, _semantic=_semantic,
     )  # fmt: skip
 
@@ -130,13 +122,21 @@ def await_blocks_kernel(
 
 @portable(do_not_specialize=["block_bytes", "piece_bytes", "node"])
 def release_blocks_kernel(
-    taken, elements, state, block_bytes, piece_bytes, node, NUM_NODES: tl.constexpr
+    taken, unread, elements, state, block_bytes, piece_bytes, node, NUM_NODES: tl.constexpr
 ):  # fmt: skip
-    """Tells the other nodes that their blocks have been copied out, and ends the exchange; one program."""
+    """Tells the other nodes that their blocks have been copied out, and ends the exchange; one program.
+
+    Args:
+        unread: symmetric int64 [NUM_NODES], which is put with the signals: they do not come without bytes.
+        others: as of put_blocks_kernel.
+    """
     if tl.load(state + STOPPED) == 0:
         for turn in range(1, NUM_NODES):
-            element = tl.load(elements + (node + turn) % NUM_NODES)
-            _signal((taken + node).to(tl.int64), tl.full((), 1, tl.int64), tl.full((), ADD, tl.int32), element)
+            own = (unread + node).to(tl.int64)
+            _put_with_signal(
+                own, own, tl.full((), 8, tl.int64), (taken + node).to(tl.int64), tl.full((), 1, tl.uint64),
+                tl.full((), ADD, tl.int32), tl.load(elements + (node + turn) % NUM_NODES),
+            )  # fmt: skip
         pieces = tl.load(state + PIECES) + (block_bytes + piece_bytes - 1) // piece_bytes
         rounds = tl.load(state + ROUNDS) + 1
         tl.debug_barrier()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 STAGING_BYTES = 128 << 20
 """Of the blocks for all nodes, and as much of those from them; larger exchanges go in rounds."""
 SIGNAL_BYTES = 8
-SMALLEST_PIECE_BYTES = 64 << 10
-MOST_PIECES = 32
+SMALLEST_PIECE_BYTES = 32 << 10
+MOST_PIECES = 128
 """Programs that put one block."""
 WARPS = 16
 
@@ -59,11 +59,11 @@ class NvshmemRail(RailTransport):
         nodes = grid.num_nodes
         self._capacity = STAGING_BYTES // nodes // SMALLEST_PIECE_BYTES * SMALLEST_PIECE_BYTES
         blocks_bytes = nodes * self._capacity
-        self._block = self._library.allocate(rendezvous, 2 * blocks_bytes + 2 * nodes * SIGNAL_BYTES)
+        self._block = self._library.allocate(rendezvous, 2 * blocks_bytes + 3 * nodes * SIGNAL_BYTES)
         memory = self._block.tensor(device)
         self._staged = memory[:blocks_bytes].view(nodes, self._capacity)
         self._landed = memory[blocks_bytes : 2 * blocks_bytes].view(nodes, self._capacity)
-        self._arrived, self._taken = memory[2 * blocks_bytes :].view(torch.int64).view(2, nodes)
+        self._arrived, self._taken, self._unread = memory[2 * blocks_bytes :].view(torch.int64).view(3, nodes)
         elements = [self._library.elements[rank] for rank in grid.rail_ranks]
         self._elements = torch.tensor(elements, dtype=torch.int32, device=device)
         self._state = zeros_outside_pools(NUM_WORDS * 8, device).view(torch.int64)
@@ -100,10 +100,10 @@ class NvshmemRail(RailTransport):
         piece_bytes = max(SMALLEST_PIECE_BYTES, -(-num_bytes // MOST_PIECES // 16) * 16)
         num_pieces = -(-num_bytes // piece_bytes)
         put, wait, release = self._values(num_bytes, piece_bytes)
-        self._staged[:, :num_bytes].copy_(sent)
+        _copy(self._staged[:, :num_bytes], sent)
         self._put.launch(others * num_pieces, put, self._device)
         self._await.launch(others, wait, self._device)
-        received.copy_(self._landed[:, :num_bytes])
+        _copy(received, self._landed[:, :num_bytes])
         self._release.launch(1, release, self._device)
 
     def _values(self, num_bytes: int, piece_bytes: int) -> tuple[tuple[Any, ...], ...]:
@@ -114,7 +114,7 @@ class NvshmemRail(RailTransport):
             piece_bytes, self._capacity, node,
         )  # fmt: skip
         wait = (self._arrived, state, stopped, num_bytes, piece_bytes, node)
-        return put, wait, (self._taken, self._elements, state, num_bytes, piece_bytes, node)
+        return put, wait, (self._taken, self._unread, self._elements, state, num_bytes, piece_bytes, node)
 
     def set_timeout(self, timeout_secs: float) -> None:
         """See the base class; holds for replays of graphs that exist, too."""
@@ -139,3 +139,10 @@ class NvshmemRail(RailTransport):
             self._is_open = False
             torch.cuda.synchronize(self._device)
             self._block.is_lent = False
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies rows of bytes, whose addresses and strides are multiples of 8 where their lengths are."""
+    if target.shape[1] % 8 == 0:
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
