@@ -39,7 +39,7 @@ class DeepEPV2Op(LibraryDispatchCombineOp):
         self._native_handle: Any = None
         self._max_num_tokens = config.max_num_inp_token_per_rank
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config = self.config
         self._max_num_tokens = step.max_num_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(

@@ -54,7 +54,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received: dict[str, torch.Tensor] = {}
         self._workspace_rows: torch.Tensor | None = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config, limit = self.config, step.max_num_tokens
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:

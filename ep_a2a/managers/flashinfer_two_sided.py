@@ -41,7 +41,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
         self._native_info: Any = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config, experts = self.config, self.config.total_experts
         # an id that is the number of experts belongs to no rank
         ids = torch.where(received_rows.valid_ids(step.ids, experts), step.ids, experts)
