@@ -15,6 +15,7 @@ from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.one_group import OneGroup
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -29,8 +30,8 @@ LIBRARY = Library(
 GROUP_NAME = "mori"
 NO_EXPERT = -1
 
-_joined: list[dist.ProcessGroup] = []
-"""The group of MORI's symmetric memory: one per process, for the life of it."""
+SYMMETRIC_MEMORY = OneGroup("MORI", by_ranks=False)
+"""MORI meets over the group whenever it allocates."""
 
 
 class MoriOp(LibraryDispatchCombineOp):
@@ -118,7 +119,6 @@ class MoriAll2AllManager(LibraryAll2AllManager):
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
         mori = self.library.load()
-        _join(mori, self.cpu_group)
         if topology.internode:
             kernel_type = EpDispatchCombineKernelType[self.inter_node_kernel]
             config = dataclasses.replace(config, kernel_type=kernel_type)
@@ -132,7 +132,27 @@ class MoriAll2AllManager(LibraryAll2AllManager):
                 f"{config.combine_quant.value} on {topology.num_nodes} node(s), {config.combined_dtype}",
                 "Pass quant_type='none'.",
             )  # fmt: skip
+        first = dist.get_global_rank(self.cpu_group, 0)
+        if first != 0:
+            return UnsupportedError(
+                "a group that begins with global rank 0, from which MORI broadcasts", f"{first}",
+                "Use the backend 'ep_a2a'.",
+            )  # fmt: skip
         return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return SYMMETRIC_MEMORY
+
+    def _set_up(self) -> None:
+        mori = self.library.load()
+        register: Any = torch._C._distributed_c10d._register_process_group
+        register(GROUP_NAME, self.cpu_group)
+        status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
+        if status:
+            raise DeviceMemoryError(
+                "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
+                "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
+            )  # fmt: skip
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
@@ -196,25 +216,3 @@ def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
         )  # fmt: skip
     names = {each.name for each in theirs}
     return {name: value for name, value in given.items() if name in names}
-
-
-def _join(mori: Any, group: dist.ProcessGroup) -> None:
-    """Sets up MORI's symmetric memory for the group; once per process. Collective."""
-    if _joined:
-        if _joined[0] is not group:
-            raise UnsupportedError("one process group for MORI in a process", "a second one", "Use the first group.")
-        return
-    if dist.get_global_rank(group, 0) != 0:
-        raise UnsupportedError(
-            "a group that begins with global rank 0, from which MORI broadcasts", f"{dist.get_global_rank(group, 0)}",
-            "Use the backend 'ep_a2a'.",
-        )  # fmt: skip
-    register: Any = torch._C._distributed_c10d._register_process_group
-    register(GROUP_NAME, group)
-    status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
-    if status:
-        raise DeviceMemoryError(
-            "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
-            "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
-        )  # fmt: skip
-    _joined.append(group)

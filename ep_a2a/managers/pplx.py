@@ -14,6 +14,7 @@ from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.one_group import OneGroup
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -26,8 +27,7 @@ LIBRARY = Library(
     needs=(":AllToAll", "nvshmem:nvshmem_init"),
 )  # fmt: skip
 
-_joined: list[dist.ProcessGroup] = []
-"""The group that NVSHMEM was set up for: one per process."""
+NVSHMEM = OneGroup("NVSHMEM", by_ranks=False)
 
 
 class PplxOp(LibraryDispatchCombineOp):
@@ -112,7 +112,6 @@ class PplxAll2AllManager(LibraryAll2AllManager):
             "hidden_dim_scale_bytes": config.num_scales * config.scale_bytes,
         }
         if topology.internode:
-            _join(self.library.load("nvshmem"), self.cpu_group)
             native = pplx_kernels.AllToAll.internode(**sizes)
         else:
             native = pplx_kernels.AllToAll.intranode(**sizes, group_name=self.cpu_group.group_name)
@@ -126,15 +125,11 @@ class PplxAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
+    def _one_group(self, topology: Topology) -> OneGroup | None:
+        return NVSHMEM if topology.internode else None
 
-def _join(nvshmem: Any, group: dist.ProcessGroup) -> None:
-    """Sets NVSHMEM up for the group; once per process. Collective."""
-    if _joined:
-        if _joined[0] is not group:
-            raise UnsupportedError("one process group for NVSHMEM in a process", "a second one", "Use the first group.")
-        return
-    rank = dist.get_rank(group)
-    unique = nvshmem.nvshmem_get_unique_id() if rank == 0 else nvshmem.nvshmem_alloc_empty_unique_id()
-    dist.broadcast(unique, group=group, group_src=0)
-    nvshmem.nvshmem_init(uid=unique, rank=rank, world_size=dist.get_world_size(group))
-    _joined.append(group)
+    def _set_up(self) -> None:
+        nvshmem, group = self.library.load("nvshmem"), self.cpu_group
+        unique = nvshmem.nvshmem_get_unique_id() if self.rank == 0 else nvshmem.nvshmem_alloc_empty_unique_id()
+        dist.broadcast(unique, group=group, group_src=0)
+        nvshmem.nvshmem_init(uid=unique, rank=self.rank, world_size=self.world_size)
