@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from ep_a2a.cli.app import make_app
+from ep_a2a.cli.trace import remove_earlier
+from ep_a2a.errors import TopKError
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import Span
 from ep_a2a.kernels.spans import clock_offset
@@ -64,6 +69,26 @@ def test_the_last_step_is_drawn(tmp_path: Path):
         plot_timeline(chosen, tmp_path / name, "a note")
         assert (tmp_path / name).stat().st_size > 1000
     plot_timeline({0: []}, tmp_path / "empty.png")
+
+
+def test_only_the_commands_own_files_are_removed(tmp_path: Path):
+    own = {"timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
+    others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json", "timeline.svg"}
+    for name in own | others:
+        (tmp_path / name).touch()
+    (tmp_path / "trace_RANK_3.json").mkdir()
+    assert set(remove_earlier(tmp_path)) == own
+    assert {each.name for each in tmp_path.iterdir()} == others | {"trace_RANK_3.json"}
+
+
+def test_more_experts_per_token_than_experts_are_refused_before_anything_is_done(tmp_path: Path):
+    options = ["--device", "cpu", "--experts", "4", "--topk", "5", "--output", str(tmp_path / "out")]
+    with mock.patch("ep_a2a.cli.trace.execute") as execute:
+        done = CliRunner().invoke(make_app(), ["trace", *options])
+    assert isinstance(done.exception, TopKError)
+    assert "--topk of at most 4" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    execute.assert_not_called()
 
 
 def test_the_interpreters_clock_is_the_hosts():
