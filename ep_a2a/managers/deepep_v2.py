@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class DeepEPV2Op(LibraryDispatchCombineOp):
     """Layout compact: as many rows as could come at most, W * max_num_tokens, so that the host never waits."""
 
+    takes = frozenset({"max_sms"})
+
     def __init__(
         self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
         deep_ep: Any, group: ProcessGroup,

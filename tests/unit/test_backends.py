@@ -23,17 +23,20 @@ from ep_a2a.managers import received_rows
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
 from ep_a2a.managers.checked_op import CheckedDispatchCombineOp
+from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
 from ep_a2a.managers.deepep_buffers import BUFFER, ELASTIC_BUFFER
 from ep_a2a.managers.deepep_high_throughput import DeepEPHighThroughputOp
 from ep_a2a.managers.deepep_low_latency import DeepEPLowLatencyOp
 from ep_a2a.managers.deepep_v2 import DeepEPV2Op
 from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedOp
 from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.mori import LIBRARY as MORI
 from ep_a2a.managers.mori import MoriOp
 from ep_a2a.managers.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
+from ep_a2a.managers.without_effect import KERNEL_FIELDS
 from ep_a2a.ops import EpDispatchCombineOp
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
@@ -144,6 +147,16 @@ def test_what_a_machine_lacks_is_said():
     assert device_problem(Capabilities(runs_on_cpu=True), "cpu") is None
     assert device_problem(Capabilities(gpus=("AMD",)), "cpu") == "does not run on CPU: needs AMD GPUs"
     assert device_problem(Capabilities(), "cuda") == "no GPU found: needs NVIDIA GPUs"
+
+
+def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():
+    everywhere = {
+        "layout", "num_experts", "dispatch_quant_type", "scale_format", "combine_dtype", "max_total_recv_tokens",
+        "use_external_inp_buf",
+    }  # fmt: skip
+    assert set(EXTRA_KWARGS) - everywhere == set(KERNEL_FIELDS)
+    assert not set(KERNEL_FIELDS) & everywhere
+    assert all(kind.takes <= set(KERNEL_FIELDS) for kind in (*OPS, CollectiveDispatchCombineOp))
 
 
 # --- libraries ---
