@@ -87,7 +87,7 @@ def _table(plan: Plan) -> Table:
 
 def _deep_ep_table(plan: Plan) -> Table:
     hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    table = Table(title="DeepEP for the same shape, by its formulas", title_justify="left")
+    table = Table(title="DeepEP for the same shape, by its formulas of early 2025", title_justify="left")
     table.add_column("")
     table.add_column("MiB", justify="right")
     table.add_column("bytes", justify="right")

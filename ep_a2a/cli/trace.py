@@ -1,5 +1,6 @@
 """`ep-a2a trace`: spans inside the kernels of dispatch and combine, as traces for Perfetto and as a picture."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ SIZES = {
 }
 """Where no option says otherwise; on GPUs at most as many ranks as there are."""
 RUN_TIMEOUT_SECS = 600.0
+WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
+"""Names of the files that the command writes."""
 
 
 def command(
@@ -39,12 +42,14 @@ def command(
     """Run dispatch and combine with kernels that note what they do, and write traces.
 
     Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens, and timeline.png.
+    Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
     from ep_a2a.bench.plot import check_can_plot
     from ep_a2a.bench.workload import Workload
     from ep_a2a.cli.demo_settings import choose_device
     from ep_a2a.config import Layout, parse_enum
+    from ep_a2a.errors import TopKError
 
     kind, _ = choose_device(device.value, 1)
     sizes = SIZES[kind]
@@ -55,6 +60,8 @@ def command(
         num_ranks, num_tokens, num_tokens, hidden or sizes["hidden"], topk or sizes["topk"],
         experts or sizes["experts"], quant_type=quant.value, layout=layout,
     )  # fmt: skip
+    if workload.topk > workload.num_experts:
+        raise TopKError(f"--topk of at most {workload.num_experts}, the experts", str(workload.topk), "Lower --topk.")
     output.mkdir(parents=True, exist_ok=True)
     if plot:
         check_can_plot(output / "timeline.png")
@@ -78,6 +85,7 @@ def execute(workload: "Workload", device: str, num_steps: int, folder: Path, *, 
         with stdout_to_stderr():
             call_ranks(pool, join)
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
+    removed = remove_earlier(folder)
     for rank, own in spans.items():
         write_trace({rank: own}, folder / f"trace_RANK_{rank}.json")
     write_trace(spans, folder / "trace.json")
@@ -88,6 +96,16 @@ def execute(workload: "Workload", device: str, num_steps: int, folder: Path, *, 
     _show(console, spans, device)
     written = "trace_RANK_*.json, trace.json" + (", timeline.png" if plot else "")
     console.print(f"{folder}: {written}", markup=False, soft_wrap=True)
+    if left_over := [name for name in removed if not (folder / name).exists()]:
+        console.print(f"removed there, of an earlier run: {', '.join(left_over)}", markup=False, soft_wrap=True)
+
+
+def remove_earlier(folder: Path) -> list[str]:
+    """Removes what this command has written into the folder before, nothing else; the names, sorted."""
+    earlier = sorted(each.name for each in folder.iterdir() if WRITTEN.fullmatch(each.name) and not each.is_dir())
+    for name in earlier:
+        (folder / name).unlink()
+    return earlier
 
 
 def _show(console: "Console", spans: "dict[int, list[TraceSpan]]", device: str) -> None:

@@ -1,8 +1,9 @@
 """DeepEP's buffer size hints, by its published formulas and without DeepEP: how much its buffers take for a shape.
 
-The formulas are those of DeepEP V1 in early 2025 (csrc/config.hpp); constants and chunk sizes are data,
-configs/deep_ep_sizes.toml. Later versions of V1 add a mebibyte to the RDMA hint and a pair of bf16 per 128 elements to
-messages of the low-latency combine.
+The formulas are those of DeepEP V1 in early 2025 (csrc/config.hpp) and, where they have changed, of July 2026 (dd758ca,
+csrc/legacy/config.hpp); constants and chunk sizes are data, configs/deep_ep_sizes.toml. The former are what
+`deep_ep_hints` and `ep-a2a plan` reckon with, the latter what `ep_a2a.compat.deep_ep` answers with. Rings are the same
+in both, but for the sizes of their chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.tuning import shipped_directory
 
 FILE_NAME = "deep_ep_sizes.toml"
+EARLY, CURRENT = "configs", "configs_2026"
+"""Tables of configs in the file: of early 2025, and of July 2026."""
 INT_BYTES, INT64_BYTES, FLOAT_BYTES, INT4_BYTES, BFLOAT16_BYTES = 4, 8, 4, 16, 2
 """`INT4` is CUDA's vector of four ints."""
 SCALE_GROUP = 128
@@ -59,21 +62,25 @@ def deep_ep_table() -> dict[str, Any]:
     return tomllib.loads((shipped_directory() / FILE_NAME).read_text(encoding="utf-8"))
 
 
-def known_ranks() -> tuple[int, ...]:
+def known_ranks(table: str = EARLY) -> tuple[int, ...]:
     """Numbers of ranks that DeepEP's table has configs for."""
-    return tuple(row["num_ranks"] for row in deep_ep_table()["configs"])
+    return tuple(row["num_ranks"] for row in deep_ep_table()[table])
 
 
-def chunk_configs(num_ranks: int) -> tuple[ChunkConfig, ChunkConfig]:
-    """Configs of dispatch and of combine (DeepEP, deep_ep/buffer.py, get_dispatch_config and get_combine_config).
+def chunk_configs(num_ranks: int, table: str = EARLY) -> tuple[ChunkConfig, ChunkConfig]:
+    """Configs of dispatch and of combine (DeepEP, get_dispatch_config and get_combine_config).
+
+    Args:
+        num_ranks: over all nodes.
+        table: EARLY or CURRENT.
 
     Raises:
         UnsupportedError: the table has no row for num_ranks.
     """
-    for row in deep_ep_table()["configs"]:
+    for row in deep_ep_table()[table]:
         if row["num_ranks"] == num_ranks:
             return ChunkConfig(row["num_sms"], *row["dispatch"]), ChunkConfig(row["num_sms"], *row["combine"])
-    known = ", ".join(map(str, known_ranks()))
+    known = ", ".join(map(str, known_ranks(table)))
     raise UnsupportedError(f"one of DeepEP's numbers of ranks: {known}", str(num_ranks), "Ask for one of these.")
 
 
@@ -122,13 +129,27 @@ def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) ->
         max_num_tokens: the most tokens that any rank brings (num_max_dispatch_tokens_per_rank).
         num_experts: over all ranks. The number of ranks has no part in it.
     """
-    fp8_bytes = hidden_dim + hidden_dim // SCALE_GROUP * FLOAT_BYTES
     combine_message_bytes = INT4_BYTES + hidden_dim * BFLOAT16_BYTES
+    return _low_latency_bytes(hidden_dim, max_num_tokens, num_experts, combine_message_bytes, num_experts * INT_BYTES)
+
+
+def current_low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) -> int:
+    """As low_latency_bytes, in July 2026: combine sends two bf16 per 128 elements, and counts are aligned."""
+    bounds_bytes = hidden_dim // SCALE_GROUP * 2 * BFLOAT16_BYTES
+    combine_message_bytes = bounds_bytes + hidden_dim * BFLOAT16_BYTES
+    count_bytes = _aligned(num_experts * INT_BYTES)
+    return _low_latency_bytes(hidden_dim, max_num_tokens, num_experts, combine_message_bytes, count_bytes)
+
+
+def _low_latency_bytes(
+    hidden_dim: int, max_num_tokens: int, num_experts: int, combine_message_bytes: int, count_bytes: int
+) -> int:
+    fp8_bytes = hidden_dim + hidden_dim // SCALE_GROUP * FLOAT_BYTES
     dispatch_message_bytes = INT4_BYTES + max(hidden_dim * BFLOAT16_BYTES, fp8_bytes)
     rows = num_experts * max_num_tokens
     send_bytes = max(max_num_tokens * dispatch_message_bytes, rows * combine_message_bytes)
     recv_bytes = rows * max(dispatch_message_bytes, combine_message_bytes)
-    total_bytes = 2 * (send_bytes + recv_bytes + num_experts * INT_BYTES)
+    total_bytes = 2 * (send_bytes + recv_bytes + count_bytes)
     alignment_bytes = _alignment_bytes()
     # DeepEP adds a whole unit of alignment, also to what is aligned already.
     return (total_bytes + alignment_bytes) // alignment_bytes * alignment_bytes

@@ -50,7 +50,8 @@ class Capabilities:
             pad_id and any weight in place of the others; "none": dispatch returns None for both.
         weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
             the rows of each expert as they are.
-        dropped_slots: ids outside [0, num_experts) are taken and not sent.
+        dropped_slots: what becomes of ids outside [0, num_experts). "yes": they are not sent; "weight 0": the token is
+            a row of another expert as well, which counts it, and combine multiplies what it returns by 0.
         recv_counts: received rows are counted by source.
         weight_sums: combine takes received weights and returns their sums.
         source_positions: "yes": get_dispatch_src_token_pos is local; "collective": to be called on all ranks; "no".
@@ -86,7 +87,7 @@ class Capabilities:
     row_order: str = _in(ROWS, "order of rows", "source, token")
     ids: str = _in(ROWS, "ids and weights", "all")
     weights_applied_by: str = _in(ROWS, "weights applied by", "experts")
-    dropped_slots: bool = _in(ROWS, "dropped slots", True)
+    dropped_slots: str = _in(ROWS, "dropped slots", "yes")
     recv_counts: bool = _in(ROWS, "counts by source", True)
     weight_sums: bool = _in(ROWS, "sums of weights", True)
     source_positions: str = _in(ROWS, "source positions", "yes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -13,8 +14,12 @@ from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, Un
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult
 from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
 from ep_a2a.managers.halves import FirstHalfDoesAll
+from ep_a2a.managers.without_effect import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.memory.streams import is_capturing
 from ep_a2a.quantization import quantize
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,12 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     """EpDispatchCombineOp's interface for backends that bring rows there and back by other means.
 
     A subclass moves rows in `_send` and `_bring_back`; whatever can be checked on the host has been checked before.
-    Launch numbers and max_sms are without effect.
+    Launch numbers and fields of the config that kernels of this package go by are without effect, but for those that a
+    subclass takes; a warning says so once.
     """
+
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """Names out of KERNEL_FIELDS that the op goes by."""
 
     casts_inside = False
     """Whether `_send` gets tokens before the config's cast."""
@@ -56,6 +65,10 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     _inputs: StepInputs | None = None
     _given: tuple[torch.Tensor, int | None] | None = None
     _rows_lead: tuple[int, ...] = ()
+
+    def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        warn_of_fields(type(self).__name__, config, self.takes)
 
     @abc.abstractmethod
     def _send(self, step: StepInputs) -> DispatchResult:
@@ -95,6 +108,7 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         """
         self.check()
         self._no_open_half("dispatch")
+        warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
         if self._inputs is not None:
             raise AlternationError("combine after dispatch", "dispatch again")
         config = self.config
@@ -144,6 +158,7 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         """
         self.check()
         self._no_open_half("combine")
+        warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
         if self._inputs is None:
             raise AlternationError("dispatch before combine", "combine")
         step, lead = self._inputs, self._rows_lead
@@ -182,6 +197,10 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     def _is_registered(self, rows: torch.Tensor) -> bool:
         """Whether `rows` are the registered combine buffer, of which combine takes the beginning."""
         return False
+
+    def set_max_sms(self, max_sms: int) -> None:
+        """Without effect; a warning says so once."""
+        warn_of_max_sms(type(self).__name__, max_sms)
 
     @property
     def has_open_step(self) -> bool:

@@ -56,6 +56,8 @@ class CollectiveDispatchCombineOp(CheckedDispatchCombineOp):
         UnsupportedError: quant_type asks for a quantised combine, or layout is expert_major.
     """
 
+    takes = frozenset({"timeout_secs"})
+
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
         super().__init__(config, device)
         agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))

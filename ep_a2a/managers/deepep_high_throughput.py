@@ -53,7 +53,7 @@ class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
         self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=device)
         self._native_handle: Any = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config, native = self.config, self._native
         ids = dropped_as_minus_one(step.ids, config.total_experts, self._ids_dtype)
         per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(

@@ -55,7 +55,7 @@ class DeepEPLowLatencyOp(LibraryDispatchCombineOp):
         self._native_handle: Any = None
         self._native_ids = torch.empty(0, config.topk, dtype=self._ids_dtype, device=device)
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config = self.config
         self._native_ids = dropped_as_minus_one(step.ids, config.total_experts, self._ids_dtype)
         # Its signals lie where num_max_dispatch_tokens_per_rank puts them and must be zero there: always the same.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class DeepEPV2Op(LibraryDispatchCombineOp):
     """Layout compact: as many rows as could come at most, W * max_num_tokens, so that the host never waits."""
 
+    takes = frozenset({"max_sms"})
+
     def __init__(
         self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
         deep_ep: Any, group: ProcessGroup,
@@ -39,7 +41,7 @@ class DeepEPV2Op(LibraryDispatchCombineOp):
         self._native_handle: Any = None
         self._max_num_tokens = config.max_num_inp_token_per_rank
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config = self.config
         self._max_num_tokens = step.max_num_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.managers.libraries import Library
+from ep_a2a.managers.one_group import OneGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,10 @@ TWO_SIDED = Library(
     "flashinfer", "flashinfer-python", INSTALL, "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_alltoall:MnnvlMoe"),
 )  # fmt: skip
+
+WORKSPACES = OneGroup("FlashInfer's workspaces", by_ranks=True)
+"""Both classes find workspaces of this process by sizes and rank, not by group; and a process that has agreed on fabric
+handles once does not meet the others for it again, so that not even a group after the first could be of other ranks."""
 
 TOPKS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """Values of K that the one-sided kernels are instantiated for."""

@@ -10,7 +10,7 @@ from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
 from ep_a2a.managers import received_rows
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, NVLinkOneSided
+from ep_a2a.managers.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, WORKSPACES, NVLinkOneSided
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.library_op import LibraryDispatchCombineOp
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.base_op import DispatchResult
     from ep_a2a.managers.checked_op import StepInputs
+    from ep_a2a.managers.one_group import OneGroup
     from ep_a2a.topology import Topology
 
 NO_EXPERT = -1
@@ -54,7 +55,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received: dict[str, torch.Tensor] = {}
         self._workspace_rows: torch.Tensor | None = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config, limit = self.config, step.max_num_tokens
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:
@@ -116,7 +117,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         was_run="two H200s, with flashinfer-python 0.7.2.post1; its kernels on four by `ep-a2a bench`",
         notes=(
             "a token without an expert is a row without ids on its own rank",
-            "fp8_direct_cast: bfloat16",
+            "fp8_direct_cast: bfloat16", "one set of ranks per process",
         ),
     )  # fmt: skip
 
@@ -127,6 +128,9 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
                 "Pass combine_dtype=torch.bfloat16 or quant_type='none'.",
             )  # fmt: skip
         return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return WORKSPACES
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:
         return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group, index)

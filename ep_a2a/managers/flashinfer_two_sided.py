@@ -10,7 +10,7 @@ import torch
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers import received_rows
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.flashinfer_exchange import TWO_SIDED, comm_backend, ep_mapping
+from ep_a2a.managers.flashinfer_exchange import TWO_SIDED, WORKSPACES, comm_backend, ep_mapping
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.library_op import LibraryDispatchCombineOp
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.base_op import DispatchResult
     from ep_a2a.managers.checked_op import StepInputs
+    from ep_a2a.managers.one_group import OneGroup
     from ep_a2a.topology import Topology
 
 POSITION_WORDS = 4
@@ -41,7 +42,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
         self._native_info: Any = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
         config, experts = self.config, self.config.total_experts
         # an id that is the number of experts belongs to no rank
         ids = torch.where(received_rows.valid_ids(step.ids, experts), step.ids, experts)
@@ -90,7 +91,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
 class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     """FlashInfer's MnnvlMoe, which is flashinfer_all2allv and flashinfer_nvlink_two_sided in vLLM.
 
-    The library has one pair of workspaces per process, for one group.
+    The library has one pair of workspaces per process.
     """
 
     backend = "flashinfer_nvlink_two_sided"
@@ -102,7 +103,7 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         was_run="two H200s, with flashinfer-python 0.7.2.post1",
         notes=(
             "rows of scales: a multiple of 16 bytes",
-            "one group per process", "its class is deprecated since 0.7.1",
+            "one set of ranks per process", "its class is deprecated since 0.7.1",
         ),
     )  # fmt: skip
 
@@ -119,6 +120,9 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
                 "Use the backend 'ep_a2a' or 'flashinfer_nvlink_one_sided'.",
             )  # fmt: skip
         return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return WORKSPACES
 
 
 def _workspaces(native: Any, rank: int, world_size: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

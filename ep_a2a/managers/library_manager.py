@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.libraries import Library
     from ep_a2a.managers.library_op import LibraryDispatchCombineOp
+    from ep_a2a.managers.one_group import OneGroup
     from ep_a2a.topology import Topology
 
 
@@ -70,6 +71,9 @@ class LibraryAll2AllManager(All2AllManagerBase):
                 error = own
             agree_on_config(config, self.groups.rendezvous, index, error)
             assert config is not None
+            one_group = self._one_group(topology)
+            if one_group is not None:
+                one_group.join(self.cpu_group, self._set_up)
             return self._build(config, topology, index)
 
         op: LibraryDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
@@ -84,7 +88,16 @@ class LibraryAll2AllManager(All2AllManagerBase):
                 problem,
                 "Use a backend that `ep-a2a backends` has available.",
             )
-        return self.capabilities.refusal(self.backend, config, topology.num_nodes)
+        one_group = self._one_group(topology)
+        second = None if one_group is None else one_group.refusal(self.cpu_group)
+        return second or self.capabilities.refusal(self.backend, config, topology.num_nodes)
+
+    def _one_group(self, topology: Topology) -> OneGroup | None:
+        """Where the library keeps something for one group per process; None where it serves any number of groups."""
+        return None
+
+    def _set_up(self) -> None:
+        """Sets the library up for the group; called once per process where there is `_one_group`. Collective."""
 
     def _refused_index(self, index: int) -> EpA2AError | None:
         if not index or self.capabilities.micro_batches:

@@ -16,7 +16,6 @@ from ep_a2a.managers.checked_op import CheckedDispatchCombineOp, StepInputs
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.base_op import DispatchResult
     from ep_a2a.managers.capabilities import Capabilities
 
 
@@ -49,25 +48,6 @@ class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
         return "_combine_input" in self.__dict__ and rows.data_ptr() == self._combine_input.data_ptr()
-
-    def _send(self, step: StepInputs) -> DispatchResult:
-        if not self.capabilities.dropped_slots:
-            self._require_experts(step.ids)
-        return self._send_native(step)
-
-    @abc.abstractmethod
-    def _send_native(self, step: StepInputs) -> DispatchResult:
-        """`_send` by the library."""
-
-    def _require_experts(self, ids: torch.Tensor) -> None:
-        """Raises UnsupportedError where a slot names no expert. Waits for the device; a capture is not looked at."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        if not bool(received_rows.valid_ids(ids, self.config.total_experts).all()):
-            raise UnsupportedError(
-                f"an expert in every slot, which backend {self.backend!r} needs", "dropped slots",
-                "Give dropped slots an expert and weight 0, or use the backend 'ep_a2a'.",
-            )  # fmt: skip
 
     def _arrived(self, step: StepInputs, counts_per_source: torch.Tensor, ids: torch.Tensor | None) -> None:
         """Records what came: rows per source [W], and, if asked, rows per expert from padded global ids."""

@@ -15,6 +15,7 @@ from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.one_group import OneGroup
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -23,17 +24,23 @@ if TYPE_CHECKING:
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
-    "mori", "amd-mori", "pip install 'ep-a2a[mori]', on a machine with ROCm", "1.2",
+    "mori", "amd-mori", "pip install 'ep-a2a[mori]', on a machine with ROCm", "1.2.1",
     needs=("ops:EpDispatchCombineOp", "ops:EpDispatchCombineConfig", "shmem:shmem_torch_process_group_init"),
 )  # fmt: skip
 GROUP_NAME = "mori"
+NO_EXPERT = -1
 
-_joined: list[dist.ProcessGroup] = []
-"""The group of MORI's symmetric memory: one per process, for the life of it."""
+SYMMETRIC_MEMORY = OneGroup("MORI", by_ranks=False)
+"""MORI meets over the group whenever it allocates."""
 
 
 class MoriOp(LibraryDispatchCombineOp):
-    """MORI's op. Its outputs lie in its symmetric memory, and are valid until the next call."""
+    """MORI's op. Its outputs lie in its symmetric memory, and are valid until the next call.
+
+    Kernels that take no id of -1 (InterNodeV1LL, which would send to rank 0) get an expert in every slot, of a rank
+    that the token goes to anyway, and weights that say which slots have none. A token without an expert is a row
+    without ids on its own rank there.
+    """
 
     def __init__(
         self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities, mori: Any
@@ -43,21 +50,34 @@ class MoriOp(LibraryDispatchCombineOp):
         self._native = mori.ops.EpDispatchCombineOp(native_config)
         # kernels between nodes copy weights whether or not there are any
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
+        self._fills_slots = config.kernel_type is EpDispatchCombineKernelType.InterNodeV1LL
+        self._ids: torch.Tensor | None = None
 
-    def _send_native(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: StepInputs) -> DispatchResult:
+        config = self.config
         weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
+        valid = received_rows.valid_ids(step.ids, config.total_experts)
+        if self._fills_slots:
+            self._ids = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
+            weights = received_rows.marked_weights(weights, valid)
+        else:
+            # of ids past the last expert its kernels between nodes would combine what an earlier step has left
+            self._ids = torch.where(valid, step.ids, NO_EXPERT)
         tokens, weights, scales, ids, total = self._native.dispatch(
-            input=step.tokens, weights=weights, scales=step.scales, indices=step.ids
+            input=step.tokens, weights=weights, scales=step.scales, indices=self._ids
         )
         # at most this many have come; the op sizes its outputs for M tokens of each rank
         rows = self.num_rows(step.max_num_tokens)
-        ids = received_rows.padded_ids(ids[:rows], total, step.pad_id)
+        ids, weights = ids[:rows], weights[:rows]
+        if self._fills_slots:
+            ids, weights = received_rows.unmarked(ids, weights)
+        ids = received_rows.padded_ids(ids, total, step.pad_id)
         self._total_recv.copy_(total)
         if step.counts_experts:
-            first, num_local = self.config.first_expert, self.config.num_local_experts
+            first, num_local = config.first_expert, config.num_local_experts
             self._local_expert_count.copy_(received_rows.count_experts(ids, first, num_local))
         return (
-            tokens[:rows], None if step.weights is None else weights[:rows],
+            tokens[:rows], None if step.weights is None else weights,
             None if step.scales is None else scales[:rows], ids, self._total_recv,
         )  # fmt: skip
 
@@ -65,15 +85,19 @@ class MoriOp(LibraryDispatchCombineOp):
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # its indices are this rank's own, never those that dispatch returned
-        result, sums = self._native.combine(input=rows, weights=weights, indices=step.ids)
-        return self._into(result, out), sums
+        result, sums = self._native.combine(input=rows, weights=weights, indices=self._ids)
+        result = self._into(result, out)
+        if self._fills_slots:
+            named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
+            result[: step.num_tokens].masked_fill_(~named, 0)
+        return result, sums
 
     def _positions(self) -> torch.Tensor:
         positions: torch.Tensor = self._native.get_dispatch_src_token_pos()
         return positions
 
     def _destroy(self) -> None:
-        self._native = None
+        self._native = self._ids = None
 
 
 class MoriAll2AllManager(LibraryAll2AllManager):
@@ -89,20 +113,16 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         was_run="not run (no AMD GPU); arguments compared with amd-mori 1.2.4's source",
         notes=(
             "one process group per process", "combine casts: one node, bfloat16",
-            "float8_e4m3fnuz, fp4: not through this package",
+            "float8_e4m3fnuz, fp4: not through this package", "dropped slots come as -1",
         ),
     )  # fmt: skip
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
         mori = self.library.load()
-        _join(mori, self.cpu_group)
-        capabilities = self.capabilities
         if topology.internode:
             kernel_type = EpDispatchCombineKernelType[self.inter_node_kernel]
             config = dataclasses.replace(config, kernel_type=kernel_type)
-        else:
-            capabilities = dataclasses.replace(capabilities, dropped_slots=True)
-        return MoriOp(config, self.device, self.backend, capabilities, mori)
+        return MoriOp(config, self.device, self.backend, self.capabilities, mori)
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
         casts = config.combine_quant is not QuantType.NONE
@@ -112,7 +132,27 @@ class MoriAll2AllManager(LibraryAll2AllManager):
                 f"{config.combine_quant.value} on {topology.num_nodes} node(s), {config.combined_dtype}",
                 "Pass quant_type='none'.",
             )  # fmt: skip
+        first = dist.get_global_rank(self.cpu_group, 0)
+        if first != 0:
+            return UnsupportedError(
+                "a group that begins with global rank 0, from which MORI broadcasts", f"{first}",
+                "Use the backend 'ep_a2a'.",
+            )  # fmt: skip
         return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return SYMMETRIC_MEMORY
+
+    def _set_up(self) -> None:
+        mori = self.library.load()
+        register: Any = torch._C._distributed_c10d._register_process_group
+        register(GROUP_NAME, self.cpu_group)
+        status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
+        if status:
+            raise DeviceMemoryError(
+                "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
+                "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
+            )  # fmt: skip
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
@@ -126,8 +166,12 @@ class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
     backend = "mori_low_latency"
     inter_node_kernel = "InterNodeV1LL"
     capabilities = dataclasses.replace(
-        MoriAll2AllManager.capabilities, dropped_slots=False,
-        notes=(*MoriAll2AllManager.capabilities.notes, "dropped slots: on one node"),
+        MoriAll2AllManager.capabilities,
+        notes=(
+            *MoriAll2AllManager.capabilities.notes,
+            "across nodes: weights of dropped slots come as 0",
+            "across nodes: a token without an expert is a row without ids on its own rank",
+        ),
     )  # fmt: skip
 
 
@@ -168,29 +212,7 @@ def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
     if unknown:
         raise ConfigError(
             f"fields {', '.join(given)} in MORI's EpDispatchCombineConfig", f"{', '.join(unknown)} required besides",
-            "Use amd-mori 1.2, or the backend 'ep_a2a'.",
+            "Use amd-mori 1.2.1 or later, or the backend 'ep_a2a'.",
         )  # fmt: skip
     names = {each.name for each in theirs}
     return {name: value for name, value in given.items() if name in names}
-
-
-def _join(mori: Any, group: dist.ProcessGroup) -> None:
-    """Sets up MORI's symmetric memory for the group; once per process. Collective."""
-    if _joined:
-        if _joined[0] is not group:
-            raise UnsupportedError("one process group for MORI in a process", "a second one", "Use the first group.")
-        return
-    if dist.get_global_rank(group, 0) != 0:
-        raise UnsupportedError(
-            "a group that begins with global rank 0, from which MORI broadcasts", f"{dist.get_global_rank(group, 0)}",
-            "Use the backend 'ep_a2a'.",
-        )  # fmt: skip
-    register: Any = torch._C._distributed_c10d._register_process_group
-    register(GROUP_NAME, group)
-    status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
-    if status:
-        raise DeviceMemoryError(
-            "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
-            "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
-        )  # fmt: skip
-    _joined.append(group)

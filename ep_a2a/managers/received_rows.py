@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import torch
 
+DROPPED_WEIGHT_BITS = 0x7FC0D0D0
+"""Bits of a float32 that stands for the weight of a slot without an expert: a NaN that no arithmetic makes."""
+
 
 def valid_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Which slots name an expert: bool of the shape of ids."""
@@ -63,3 +66,29 @@ def routed_ids(ids: torch.Tensor, num_experts: int, own_expert: int) -> torch.Te
     first = torch.where(valid, 1, 0).argmax(1, keepdim=True)
     fallback = torch.where(valid.any(1, keepdim=True), ids.gather(1, first), own_expert)
     return torch.where(valid, ids, fallback)
+
+
+def filled_ids(ids: torch.Tensor, num_experts: int, first_expert: int) -> torch.Tensor:
+    """Ids int32 [T, K] with an expert in every slot, in slots without one experts that the token does not name.
+
+    For libraries that cannot drop a slot and keep room for one row per token and expert. Experts from first_expert on
+    are taken; K must not exceed num_experts.
+    """
+    valid = valid_ids(ids, num_experts)
+    # of K experts at least as many are free as a token has slots without one
+    experts = (first_expert + torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)) % num_experts
+    taken = (ids[:, :, None] == experts).any(1)
+    free_first = experts[taken.to(torch.int8).argsort(dim=1, stable=True)]
+    place = ((~valid).cumsum(1) - 1).clamp_(min=0)
+    return torch.where(valid, ids, free_first.gather(1, place))
+
+
+def marked_weights(weights: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Weights float32 [T, K] that tell the receiver which slots name no expert, where ids cannot; see `unmarked`."""
+    return torch.where(valid, weights.view(torch.int32), DROPPED_WEIGHT_BITS).view(torch.float32)
+
+
+def unmarked(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Received ids int32 and weights [R, K], with -1 and 0 in the slots that `marked_weights` marked."""
+    dropped = weights.view(torch.int32) == DROPPED_WEIGHT_BITS
+    return torch.where(dropped, -1, ids), torch.where(dropped, 0, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from functools import cache
 from typing import TYPE_CHECKING
@@ -179,3 +180,23 @@ def test_what_a_library_must_have_to_count_as_usable_is_there(library) -> None:
         text = file.read_text()
         # mori.shmem takes all names of its module api
         assert name in text or ("from .api import *" in text and name in (base / "api.py").read_text())
+
+
+def test_flashinfers_workspaces_are_for_one_set_of_ranks_per_process() -> None:
+    """What makes the managers refuse a second group: nothing of the group decides which workspace is taken."""
+    folder = sources("flashinfer")
+    get_workspace = find(folder / ONE, "MoeAlltoAll.get_workspace")
+    (key,) = (
+        ast.unparse(node.value)
+        for node in ast.walk(get_workspace)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "key"
+    )
+    assert key == "(workspace_size_per_rank, ep_rank, ep_size, max_num_tokens, eplb_stats_num_experts, backend)"
+    two_sided = ast.unparse(find(folder / TWO, "MnnvlMoe.get_moe_workspaces"))
+    assert "if MnnvlMoe.moe_workspace is not None:" in two_sided
+    assert "assert mapping == MnnvlMoe.moe_mapping" in two_sided
+    # whoever has answered this before does not meet the others of a new group for it
+    met = ast.unparse(find(folder / MNNVL, "MnnvlMemory._resolve_fabric_support"))
+    kept = "if MnnvlMemory._fabric_supported is not None:\n        return MnnvlMemory._fabric_supported"
+    assert kept in met
+    assert met.index(kept) < met.index("all_ranks_agree(comm, local_supported)")

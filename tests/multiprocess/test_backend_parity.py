@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, Un
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.mori import LIBRARY as MORI
 from ep_a2a.managers.mori import MoriAll2AllManager
+from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import run_ranks
 from tests import parity_cases
+from tests.messages import messages_of
 from tests.parity_cases import pairs, reason_against
 
 if TYPE_CHECKING:
@@ -66,6 +69,38 @@ def moris_manager_on_moris_interface(context: RankContext) -> None:
     manager.destroy()
     with pytest.raises(ClosedError):
         op.check()
+
+
+def arguments_without_effect(context: RankContext) -> None:
+    x, weights, ids = torch.zeros(2, HIDDEN_DIM, dtype=torch.bfloat16), torch.ones(2, 2), torch.zeros(2, 2).int()
+    kwargs = parity_cases.handle_kwargs(context, "compact", HIDDEN_DIM)
+    with messages_of(logging.getLogger("ep_a2a.managers.without_effect")) as said:
+        for name in ("naive", "mori"):
+            manager = MoriInterfaceManager(context.group) if name == "mori" else create_manager(name, context.group)
+            manager.device = context.device
+            manager.get_handle(kwargs)
+            assert said == []
+            for max_sms in (8, 16):
+                op = manager.get_handle({**kwargs, "max_sms": max_sms, "timeout_secs": 50.0, "launch": "manual"})
+                rows = op.dispatch(x, weights, None, ids, warp_per_block=4)[0]
+                op.combine(rows, None, ids, block_num=8)
+                op.set_max_sms(0)
+                op.set_max_sms(4)
+            takes = {
+                "naive": "CollectiveDispatchCombineOp: launch, max_sms",
+                "mori": "MoriOp: timeout_secs, launch, max_sms",
+            }
+            start, end = "without effect on ", "; the backend 'ep_a2a' goes by them"
+            assert [each.removeprefix(start).removesuffix(end) for each in said] == [
+                takes[name], f"{takes[name].partition(':')[0]}: block_num, rdma_block_num and warp_per_block of calls",
+                f"{takes[name].partition(':')[0]}: set_max_sms",
+            ]  # fmt: skip
+            said.clear()
+            manager.destroy()
+
+
+def test_what_is_without_effect_is_said_once() -> None:
+    run_ranks(arguments_without_effect, WORLD_SIZE)
 
 
 def test_moris_manager_on_moris_interface() -> None:

@@ -23,17 +23,20 @@ from ep_a2a.managers import received_rows
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
 from ep_a2a.managers.checked_op import CheckedDispatchCombineOp
+from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
 from ep_a2a.managers.deepep_buffers import BUFFER, ELASTIC_BUFFER
 from ep_a2a.managers.deepep_high_throughput import DeepEPHighThroughputOp
 from ep_a2a.managers.deepep_low_latency import DeepEPLowLatencyOp
 from ep_a2a.managers.deepep_v2 import DeepEPV2Op
 from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedOp
 from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.managers.libraries import Library
 from ep_a2a.managers.mori import LIBRARY as MORI
 from ep_a2a.managers.mori import MoriOp
 from ep_a2a.managers.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
+from ep_a2a.managers.without_effect import KERNEL_FIELDS
 from ep_a2a.ops import EpDispatchCombineOp
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
@@ -144,6 +147,16 @@ def test_what_a_machine_lacks_is_said():
     assert device_problem(Capabilities(runs_on_cpu=True), "cpu") is None
     assert device_problem(Capabilities(gpus=("AMD",)), "cpu") == "does not run on CPU: needs AMD GPUs"
     assert device_problem(Capabilities(), "cuda") == "no GPU found: needs NVIDIA GPUs"
+
+
+def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():
+    everywhere = {
+        "layout", "num_experts", "dispatch_quant_type", "scale_format", "combine_dtype", "max_total_recv_tokens",
+        "use_external_inp_buf",
+    }  # fmt: skip
+    assert set(EXTRA_KWARGS) - everywhere == set(KERNEL_FIELDS)
+    assert not set(KERNEL_FIELDS) & everywhere
+    assert all(kind.takes <= set(KERNEL_FIELDS) for kind in (*OPS, CollectiveDispatchCombineOp))
 
 
 # --- libraries ---
@@ -265,6 +278,26 @@ def test_rows_by_source_of_deepeps_ranges():
 def test_dropped_slots_go_where_the_token_goes_anyway():
     ids = torch.tensor([[3, -1], [-1, 6], [9, -4], [1, 2]], dtype=torch.int32)
     assert received_rows.routed_ids(ids, 8, 5).tolist() == [[3, 3], [6, 6], [5, 5], [1, 2]]
+
+
+def test_dropped_slots_go_to_experts_that_the_token_does_not_name():
+    ids = torch.tensor([[3, -1, 6], [-1, 8, -5], [0, 6, 99], [7, -1, -1], [1, 2, 3]], dtype=torch.int32)
+    filled = received_rows.filled_ids(ids, 8, 6)
+    assert filled.tolist() == [[3, 7, 6], [6, 7, 0], [0, 6, 7], [7, 6, 0], [1, 2, 3]]
+    assert filled.dtype == torch.int32
+    # as many experts as a token has slots
+    assert received_rows.filled_ids(torch.tensor([[1, -1]], dtype=torch.int32), 2, 0).tolist() == [[1, 0]]
+    assert received_rows.filled_ids(torch.empty(0, 3, dtype=torch.int32), 8, 6).shape == (0, 3)
+
+
+def test_weights_say_which_slots_were_dropped():
+    ids = torch.tensor([[3, 3], [5, 5]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, torch.nan], [torch.nan, 2.0]])
+    valid = torch.tensor([[True, False], [True, True]])
+    got_ids, got = received_rows.unmarked(ids, received_rows.marked_weights(weights, valid))
+    assert got_ids.tolist() == [[3, -1], [5, 5]]
+    # a weight that is no number stays one
+    assert torch.equal(got.nan_to_num(7.0), torch.tensor([[0.5, 0.0], [7.0, 2.0]]))
 
 
 # --- the command and the document ---

@@ -17,9 +17,10 @@ from ep_a2a.compat.deep_ep.layouts import dispatch_layout, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Steps
 from ep_a2a.compat.deep_ep.streams import CommStream, tensors_of
-from ep_a2a.compat.deep_ep_sizes import chunk_configs, deep_ep_hints, hidden_bytes_of, known_ranks
+from ep_a2a.compat.deep_ep_sizes import CURRENT, hidden_bytes_of, known_ranks
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, StateError, UnsupportedError
+from ep_a2a.managers.deepep_buffers import RANK_COUNTS
 
 CPU = torch.device("cpu")
 # DeepEP's names in their order (its deep_ep/buffer.py of V1, commit 567632d): positional calls must land where they do
@@ -74,17 +75,40 @@ def test_impossible_configs(values):
         Config(*values)
 
 
-@pytest.mark.parametrize("num_ranks", known_ranks())
-def test_hints_are_those_of_the_formulas(num_ranks):
-    hidden_bytes = hidden_bytes_of(7168, 2)
-    hints = deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_num_tokens=128, num_experts=256)
+# DeepEP dd758ca, deep_ep/buffers/legacy.py: chunks of dispatch and of combine by ranks (nvl sent, nvl held, rdma sent,
+# rdma held), and the hints for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408
+# rdma), rdma rings of whole chunks
+TABLE = {
+    2: ((24, 256, 6, 128), (10, 256, 6, 128), 83_927_552, 0),
+    4: ((6, 256, 6, 128), (9, 256, 6, 128), 167_854_976, 0),
+    8: ((6, 256, 6, 128), (4, 256, 6, 128), 335_709_824, 0),
+    16: ((36, 288, 20, 128), (4, 288, 12, 128), 377_673_984, 91_887_744),
+    24: ((32, 288, 8, 128), (1, 288, 8, 128), 377_674_624, 126_017_792),
+    32: ((32, 288, 8, 128), (1, 288, 8, 128), 377_675_264, 168_023_680),
+    48: ((32, 288, 8, 128), (1, 288, 8, 128), 377_676_544, 252_035_584),
+    64: ((32, 288, 8, 128), (1, 288, 8, 128), 377_677_824, 336_047_360),
+    96: ((20, 480, 12, 128), (1, 480, 8, 128), 629_461_504, 519_822_720),
+    128: ((20, 560, 12, 128), (1, 560, 8, 128), 734_372_864, 693_096_960),
+    144: ((32, 720, 12, 128), (2, 720, 8, 128), 944_191_744, 779_734_144),
+    160: ((28, 720, 12, 128), (2, 720, 8, 128), 944_193_024, 866_371_200),
+}
+
+
+@pytest.mark.parametrize("num_ranks", TABLE)
+def test_configs_and_hints_are_those_of_the_commit(num_ranks):
+    dispatch, combine, nvl_bytes, rdma_bytes = TABLE[num_ranks]
     configs = (Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
-    assert max(c.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for c in configs) == hints.nvl_bytes
-    chunks = [Config(*map(int, vars(c).values())) for c in chunk_configs(num_ranks)]
-    assert configs == tuple(chunks)
-    if num_ranks <= 8:
-        assert all(c.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) == 0 for c in configs)
-    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 256) == hints.low_latency_bytes
+    assert configs == (Config(20, *dispatch), Config(20, *combine))
+    hidden_bytes = hidden_bytes_of(7168, 2)
+    assert max(c.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for c in configs) == nvl_bytes
+    assert max(c.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for c in configs) == rdma_bytes
+    # messages of 14560 bytes back, 14352 there; counts of 4 bytes, aligned
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 256) == 1_908_410_496
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 33) == 4 * 128 * 33 * 14560 + 2 * 256 + 128
+
+
+def test_the_backend_takes_the_same_numbers_of_ranks():
+    assert tuple(TABLE) == known_ranks(CURRENT) == RANK_COUNTS
 
 
 def test_sizes_without_a_config():

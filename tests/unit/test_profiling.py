@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from ep_a2a.cli.app import make_app
+from ep_a2a.cli.trace import remove_earlier
+from ep_a2a.errors import TopKError
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import Span
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.kernels.spans import clock_offset
 from ep_a2a.profiling.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
 from ep_a2a.profiling.timeline import last_step, plot_timeline
@@ -18,9 +27,15 @@ from ep_a2a.profiling.trace import trace_events, write_trace
 from tests.unit.test_kernels_compile import HOPPER, NUM_SMS, compiled, config_of, kind_of, resources
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CLOCK = "%globaltimer"
+KINDS = {
+    "dispatch": "rank_major", "flagged_dispatch": "rank_major", "combine": "rank_major", "expand": "expert_major",
+    "number_expert_rows": "expert_major", "reduce_experts": "expert_major",
+}  # fmt: skip
+"""Kernels that can note times, each with a layout that launches it."""
 SPAN = TraceSpan("wait", "rows", "dispatch", 1, 0, 2_000, 5_000)
 
 
@@ -66,6 +81,26 @@ def test_the_last_step_is_drawn(tmp_path: Path):
     plot_timeline({0: []}, tmp_path / "empty.png")
 
 
+def test_only_the_commands_own_files_are_removed(tmp_path: Path):
+    own = {"timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
+    others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json", "timeline.svg"}
+    for name in own | others:
+        (tmp_path / name).touch()
+    (tmp_path / "trace_RANK_3.json").mkdir()
+    assert set(remove_earlier(tmp_path)) == own
+    assert {each.name for each in tmp_path.iterdir()} == others | {"trace_RANK_3.json"}
+
+
+def test_more_experts_per_token_than_experts_are_refused_before_anything_is_done(tmp_path: Path):
+    options = ["--device", "cpu", "--experts", "4", "--topk", "5", "--output", str(tmp_path / "out")]
+    with mock.patch("ep_a2a.cli.trace.execute") as execute:
+        done = CliRunner().invoke(make_app(), ["trace", *options])
+    assert isinstance(done.exception, TopKError)
+    assert "--topk of at most 4" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    execute.assert_not_called()
+
+
 def test_the_interpreters_clock_is_the_hosts():
     assert clock_offset(torch.device("cpu")).offset_ns == 0
 
@@ -77,6 +112,59 @@ def variants_of(spans: bool, layout: str) -> dict[str, Any]:
     if spans:
         kernels.record_spans()
     return {kind_of(variant): (variant, args) for variant, args in kernels.variants()}
+
+
+def without_notes(source: str) -> str:
+    """Device code with nothing in place of what is done for SPANS; what is left stays in its lines and columns."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "SPANS":
+            assert not node.orelse
+            assert node.end_lineno is not None
+            lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + "pass\n"] + ["\n"] * (
+                node.end_lineno - node.lineno
+            )
+    return "".join(lines)
+
+
+def code_of(asm: dict[str, Any]) -> str:
+    """PTX before what names the source's folder, which may be another checkout's in the disk cache."""
+    code, mark, _ = asm["ptx"].partition("\t.file\t")
+    assert mark
+    assert code.count(".entry") == 1
+    return str(code)
+
+
+@pytest.fixture
+def never_noted() -> Iterator[None]:
+    """Kernels as if notes had never been written into their source."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ep_a2a.kernels.")]
+    functions = [each for module in modules for each in vars(module).values() if isinstance(each, PortableFunction)]
+    # by identity: their hashes change with their sources
+    sources = {id(each): (each, each.src) for each in functions}
+    try:
+        for each, source in sources.values():
+            # also callers of what has changed: hashes are kept, and compiled kernels are found by them
+            each._unsafe_update_src(without_notes(source))
+            assert "record_span_edge(" not in each.src.removeprefix("def record_span_edge("), each.__name__
+            assert not re.search(r"\bif .*\bSPANS\b", each.src), each.__name__
+        yield
+    finally:
+        for each, source in sources.values():
+            each._unsafe_update_src(source)
+
+
+@pytest.fixture(scope="module")
+def off() -> dict[str, dict[str, Any]]:
+    """Stages of the kernels that note nothing, by kind, with their notes in the source."""
+    return {kind: compiled(*variants_of(False, layout)[kind], HOPPER) for kind, layout in KINDS.items()}
+
+
+def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_noted: None):
+    """PTX is that of a source without notes: parameters, instructions, their lines in the source."""
+    for kind, layout in KINDS.items():
+        variant, args = variants_of(False, layout)[kind]
+        assert code_of(off[kind]) == code_of(compiled(variant, args, HOPPER)), kind
 
 
 @pytest.mark.parametrize(

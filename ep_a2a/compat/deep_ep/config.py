@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ep_a2a.compat.deep_ep_sizes import ChunkConfig, chunk_configs, nvl_ring_bytes, rdma_hint_bytes
+from ep_a2a.compat.deep_ep_sizes import CURRENT, ChunkConfig, chunk_configs, nvl_ring_bytes, rdma_hint_bytes
 from ep_a2a.errors import ConfigError
 
 NUM_NVL_PEERS = 8
@@ -60,14 +60,14 @@ class Config:
 
 
 def recommended_configs(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
-    """DeepEP's configs of dispatch and of combine for this number of ranks (configs/deep_ep_sizes.toml).
+    """DeepEP's configs of dispatch and of combine for this number of ranks (configs/deep_ep_sizes.toml, July 2026).
 
     Raises:
         UnsupportedError: its table has none for num_ranks.
     """
     dispatch, combine = (
         Config(c.num_sms, c.nvl_send_tokens, c.nvl_recv_tokens, c.rdma_send_tokens, c.rdma_recv_tokens)
-        for c in chunk_configs(num_ranks)
+        for c in chunk_configs(num_ranks, CURRENT)
     )
     return replace(dispatch, num_sms=num_sms), replace(combine, num_sms=num_sms)
 

@@ -1,0 +1,45 @@
+"""Libraries that keep something for one group of ranks per process: which group that is, and what others are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+
+
+class OneGroup:
+    """The group that a library was set up for in this process, for the life of it.
+
+    Args:
+        library: its name, for errors.
+        by_ranks: another group of the same ranks will do as well. Without that the library goes on using the group
+            that it was given.
+    """
+
+    def __init__(self, library: str, *, by_ranks: bool) -> None:
+        self._library, self._by_ranks = library, by_ranks
+        self._group: ProcessGroup | None = None
+        self._ranks: list[int] = []
+
+    def refusal(self, group: ProcessGroup) -> UnsupportedError | None:
+        """Why this process cannot use the library in a group, or None. Other ranks of it may not know: tell them."""
+        ranks = dist.get_process_group_ranks(group)
+        if self._group is None or self._group is group or (self._by_ranks and self._ranks == ranks):
+            return None
+        return UnsupportedError(
+            f"one process group for {self._library} in a process, that of global ranks {self._ranks}",
+            f"a second one, of global ranks {ranks}", "Use the first group, or the backend 'ep_a2a'.",
+        )  # fmt: skip
+
+    def join(self, group: ProcessGroup, set_up: Callable[[], None]) -> None:
+        """Calls `set_up` and keeps the group, unless this process has one already; see `refusal`."""
+        if self._group is None:
+            set_up()
+            self._group, self._ranks = group, dist.get_process_group_ranks(group)

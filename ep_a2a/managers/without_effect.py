@@ -1,0 +1,45 @@
+"""What ops that are no kernels of this package take for the sake of one interface, and do not use: said once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+
+logger = logging.getLogger(__name__)
+
+KERNEL_FIELDS = (
+    "launch", "max_sms", "timeout_secs", "first_timeout_secs", "flagged_max_tokens", "expert_alignment",
+    "compiled_calls", "chunk_tokens", "ring_chunks", "rail",
+)  # fmt: skip
+"""Fields of the config that this package's kernels go by."""
+
+
+def warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozenset[str]) -> None:
+    """Warns of fields in KERNEL_FIELDS that were changed and are not in `taken`."""
+    fields = (each for each in dataclasses.fields(config) if each.name in KERNEL_FIELDS and each.name not in taken)
+    changed = tuple(each.name for each in fields if getattr(config, each.name) != each.default)
+    if changed:
+        _warn_once(op_name, changed)
+
+
+def warn_of_launch(op_name: str, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
+    """Warns of launch numbers that were given with a call."""
+    if block_num != -1 or rdma_block_num != -1 or warp_per_block != -1:
+        _warn_once(op_name, ("block_num, rdma_block_num and warp_per_block of calls",))
+
+
+def warn_of_max_sms(op_name: str, max_sms: int) -> None:
+    """Warns of a bound that was set on an op."""
+    if max_sms:
+        _warn_once(op_name, ("set_max_sms",))
+
+
+@functools.cache
+def _warn_once(op_name: str, names: tuple[str, ...]) -> None:
+    """Once per process; the same argument comes with every layer and every step."""
+    logger.warning("without effect on %s: %s; the backend 'ep_a2a' goes by them", op_name, ", ".join(names))

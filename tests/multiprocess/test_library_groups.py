@@ -1,0 +1,89 @@
+"""Libraries that serve one group of ranks per process: a second group is refused on all its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from ep_a2a.errors import ConfigMismatchError, UnsupportedError
+from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedAll2AllManager
+from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedAll2AllManager
+from ep_a2a.testing import run_ranks
+from tests import parity_cases
+from tests.library_stand_ins import MoriLowLatencyManager, StandIn
+
+if TYPE_CHECKING:
+    from ep_a2a.managers.library_manager import LibraryAll2AllManager
+    from ep_a2a.testing import RankContext
+
+HIDDEN_DIM = 32
+SOON_SECS, TIMEOUT = 30.0, datetime.timedelta(seconds=60)
+
+
+class NotBuilt(Exception):
+    """What the library would do comes next."""
+
+
+class OneSided(FlashInferOneSidedAll2AllManager):
+    """FlashInfer's manager up to its library, which needs GPUs."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferOneSidedAll2AllManager.capabilities, runs_on_cpu=True)
+
+    def _build(self, *_: Any) -> Any:
+        raise NotBuilt
+
+
+class TwoSided(FlashInferTwoSidedAll2AllManager):
+    """As OneSided."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferTwoSidedAll2AllManager.capabilities, runs_on_cpu=True)
+
+    def _build(self, *_: Any) -> Any:
+        raise NotBuilt
+
+
+LAYOUTS = {OneSided: "rank_major", TwoSided: "compact", MoriLowLatencyManager: "compact"}
+
+
+def make_op(context: RankContext, kind: type[LibraryAll2AllManager], group: dist.ProcessGroup) -> None:
+    """Builds an op on a group, up to the library where that needs GPUs."""
+    manager = kind(group)
+    manager.device = context.device
+    kwargs = parity_cases.handle_kwargs(context, LAYOUTS[kind], HIDDEN_DIM)
+    with contextlib.suppress(NotBuilt):
+        manager.get_handle(kwargs | {"rank": manager.rank, "num_ep_ranks": manager.world_size})
+    manager.destroy()
+
+
+def refuses_another_group(context: RankContext, kind: type[LibraryAll2AllManager]) -> None:
+    first, second, again = (dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 1], [0, 2], [0, 1]))
+    if context.rank < 2:
+        make_op(context, kind, first)
+        # one group after the other counts as well
+        make_op(context, kind, first)
+    begun = time.monotonic()
+    if context.rank == 0:
+        with pytest.raises(UnsupportedError, match=r"global ranks \[0, 1\]; got a second one, .* \[0, 2\]"):
+            make_op(context, kind, second)
+    if context.rank == 2:
+        # this process has used the library in no group, and must not wait for rank 0
+        with pytest.raises(ConfigMismatchError, match="rank 0 could not: UnsupportedError"):
+            make_op(context, kind, second)
+    assert time.monotonic() - begun < SOON_SECS
+    if context.rank < 2 and kind is not MoriLowLatencyManager:
+        make_op(context, kind, again)
+    if context.rank < 2 and kind is OneSided:
+        make_op(context, TwoSided, again)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_second_group_is_refused_on_all_its_ranks(kind: type[LibraryAll2AllManager]) -> None:
+    run_ranks(refuses_another_group, 3, kind)
