@@ -121,14 +121,14 @@ RAIL: Variable[str] = Variable(
     "auto",
     str,
     "auto, or a transport's name",
-    "What carries tokens between nodes: torch.distributed, or peer_memory for virtual nodes of one host.",
+    "What carries tokens between nodes: torch.distributed, nvshmem, or peer_memory for virtual nodes of one host.",
 )
 RDMA_DEVICES: Variable[str] = Variable(
     "EP_A2A_RDMA_DEVICES",
     "",
     _devices,
     "RDMA devices with commas between, behind ^ those not to use",
-    "Devices that carry tokens between nodes, for NCCL; the process's NCCL_IB_HCA counts before it.",
+    "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST count before it.",
 )
 LOG_LEVEL: Variable[str] = Variable(
     "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."

@@ -29,14 +29,15 @@ CONTENDERS = {
     "nccl_all_to_all": ("nccl", "AllToAllContender"),
     "flashinfer": ("flashinfer", "FlashInferContender"),
     "deepep": ("deepep", "DeepEPContender"),
+    "deepep_low_latency": ("deepep", "DeepEPLowLatencyContender"),
 }
 """Module of this package and class, by name, in the order of reports."""
 
 BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
 """Kernels and transports that only several nodes have."""
 
-ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem")
-"""Not among the usual contenders: interfaces on our op, no ways to move tokens, and what needs NVSHMEM."""
+ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem", "deepep_low_latency")
+"""Not among the usual contenders: interfaces on our op, what needs NVSHMEM, and another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""

@@ -43,17 +43,25 @@ class DeepEPContender(Contender):
             return "knows scales per 128 elements only"
         if workload.num_experts % workload.world_size:
             return "wants the same number of experts on every rank"
-        if not _is_v2() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
+        if not self._takes_v2() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
             return f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
         return None
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Allocates the buffer among the ranks. Collective."""
-        return (_ElasticSession if _is_v2() else _LowLatencySession)(workload, context)
+        return (_ElasticSession if self._takes_v2() else _LowLatencySession)(workload, context)
+
+    def _takes_v2(self) -> bool:
+        return hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
 
 
-def _is_v2() -> bool:
-    return hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+class DeepEPLowLatencyContender(DeepEPContender):
+    """V1's low-latency mode, also where the package has V2."""
+
+    name = "deepep_low_latency"
+
+    def _takes_v2(self) -> bool:
+        return False
 
 
 class _DeepEPSession(Session):

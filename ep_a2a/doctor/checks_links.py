@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a import env
 from ep_a2a.doctor.checks_software import version_numbers
 from ep_a2a.doctor.finding import Finding, error, note, ok, warning
 
@@ -97,11 +98,16 @@ def check_duplicate_libraries(machine: Machine) -> list[Finding]:
 
 
 def check_nvshmem(machine: Machine) -> list[Finding]:
-    """NVSHMEM, which this version does not use."""
+    """NVSHMEM, which carries tokens between nodes where it is asked for."""
     if not machine.has_gpus:
         return []
-    found = "in this torch" if machine.torch.has_nvshmem else "absent"
-    return [note("NVSHMEM", f"{found}; this version does not use it")]
+    found = "installed" if has_nvshmem(machine) else "no package nvidia-nvshmem"
+    return [note("NVSHMEM", f"{found}; used with {env.RAIL.name}=nvshmem only")]
+
+
+def has_nvshmem(machine: Machine) -> bool:
+    """Whether a package brings its libraries."""
+    return any(name.startswith("nvidia-nvshmem-") for name in machine.installation.packages)
 
 
 def check_shared_memory(machine: Machine) -> list[Finding]:

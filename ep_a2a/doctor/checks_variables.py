@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ep_a2a import env
 from ep_a2a.config_file import read_config_file
+from ep_a2a.doctor.checks_links import has_nvshmem
 from ep_a2a.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.errors import EpA2AError
 from ep_a2a.managers.names import did_you_mean
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.doctor.machine import Machine
 
-RAILS = ("auto", "torch.distributed", "peer_memory")
+RAILS = ("auto", "torch.distributed", "peer_memory", "nvshmem")
 NO_TABLES = "none"
 VLLM_STEP_SECS = 300.0
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""
@@ -51,6 +52,8 @@ def _judge(name: str, value: str, machine: Machine) -> list[Finding]:
         return _raised(name, lambda: check_backend_name(read_config_file(value).all2all_backend or "ep_a2a"))
     if name == env.RAIL.name and value not in RAILS:
         return [error(name, f"{name}={value} is not in this version", f"Use one of {', '.join(RAILS)}.")]
+    if name == env.RAIL.name and value == "nvshmem" and not has_nvshmem(machine):
+        return [error(name, f"{name}={value}, and no package nvidia-nvshmem", "pip install nvidia-nvshmem-cu13.")]
     if name == env.TUNING_DIR.name and value != NO_TABLES and not Path(value).is_dir():
         return [error(name, f"{name}={value} is no folder", "Make it, or unset the variable.")]
     if name == env.LOG_LEVEL.name and value.upper() not in logging.getLevelNamesMapping():

@@ -32,7 +32,7 @@ GE = tl.constexpr(COMPARE_GE)
 def _put_with_signal(target, source, num_bytes, signal, value, operation, element, _semantic=None):
     """All threads of a program together copy bytes to a symmetric address of an element, then signal it once.
 
-    NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as a program has threads.
+    NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as there are threads.
     """
     types = ("int64", "int64", "int64", "int64", "uint64", "int32", "int32")
     return core.extern_elementwise(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 128 << 20
 """Of the blocks for all nodes, and as much of those from them; larger exchanges go in rounds."""
-SIGNAL_BYTES = 8
+WORD_BYTES = 8
+"""Of a signal, and of what is copied at once."""
 SMALLEST_PIECE_BYTES = 32 << 10
 MOST_PIECES = 128
 """Programs that put one block."""
@@ -59,14 +60,14 @@ class NvshmemRail(RailTransport):
         nodes = grid.num_nodes
         self._capacity = STAGING_BYTES // nodes // SMALLEST_PIECE_BYTES * SMALLEST_PIECE_BYTES
         blocks_bytes = nodes * self._capacity
-        self._block = self._library.allocate(rendezvous, 2 * blocks_bytes + 3 * nodes * SIGNAL_BYTES)
+        self._block = self._library.allocate(rendezvous, 2 * blocks_bytes + 3 * nodes * WORD_BYTES)
         memory = self._block.tensor(device)
         self._staged = memory[:blocks_bytes].view(nodes, self._capacity)
         self._landed = memory[blocks_bytes : 2 * blocks_bytes].view(nodes, self._capacity)
         self._arrived, self._taken, self._unread = memory[2 * blocks_bytes :].view(torch.int64).view(3, nodes)
         elements = [self._library.elements[rank] for rank in grid.rail_ranks]
         self._elements = torch.tensor(elements, dtype=torch.int32, device=device)
-        self._state = zeros_outside_pools(NUM_WORDS * 8, device).view(torch.int64)
+        self._state = zeros_outside_pools(NUM_WORDS * WORD_BYTES, device).view(torch.int64)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._device, self._is_open = device, True
         self.set_timeout(timeout_secs)
@@ -142,7 +143,8 @@ class NvshmemRail(RailTransport):
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies rows of bytes, whose addresses and strides are multiples of 8 where their lengths are."""
-    if target.shape[1] % 8 == 0:
+    """Copies rows of bytes, as words where they consist of such."""
+    places = (number for rows in (target, source) for number in (rows.stride(0), rows.data_ptr()))
+    if not any(number % WORD_BYTES for number in (target.shape[1], *places)):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)

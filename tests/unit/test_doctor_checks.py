@@ -233,9 +233,14 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
         "EP_A2A_CONFIG",
     ),
     "a transport that is not there": (
-        with_variable("EP_A2A_RAIL", "nvshmem"),
+        with_variable("EP_A2A_RAIL", "rdma"),
         "not in this version",
         "torch.distributed",
+    ),
+    "NVSHMEM asked for and not installed": (
+        with_variable("EP_A2A_RAIL", "nvshmem"),
+        "no package nvidia-nvshmem",
+        "pip install",
     ),
     "a folder of tables that is not there": (with_variable("EP_A2A_TUNING_DIR", "/nowhere"), "no folder", "Make it"),
     "a level that is not there": (with_variable("EP_A2A_LOG_LEVEL", "loud"), "no level", "DEBUG"),
@@ -387,7 +392,7 @@ def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
 
 
 def test_transports_are_those_that_there_are():
-    assert set(RAILS) | {"nvshmem"} == {"auto", *RAIL_TRANSPORTS}
+    assert set(RAILS) == {"auto", *RAIL_TRANSPORTS}
 
 
 # --- what a group gets ---
