@@ -18,6 +18,7 @@ from tests.op_cases import (
     assert_same_memory,
     combine_by_nodes,
     expert_rows,
+    make_biases,
     make_inputs,
     of_node,
     reference_of,
@@ -121,15 +122,19 @@ def run_inter_node_step(
         start += len(part)
     weights = got[1] if case.combine_weights else None
     counts = [each.tokens.shape[0] for each in everyone]
+    biases = [make_biases(case, dtype, count, r, number) for r, count in enumerate(counts)]
+    given = {name: bias.to(device) for name, bias in biases[rank].items()}
     if case.in_halves(number, rank, "combine"):
-        promised = op.combine_send(rows, weights, inputs[3])
+        promised = op.combine_send(rows, weights, inputs[3], **given)
         result, sums = op.combine_recv()
         assert_same_memory(promised, (result, sums))
     else:
-        result, sums = op.combine(rows, weights, inputs[3])
+        result, sums = op.combine(rows, weights, inputs[3], **given)
     sent = [wire_rows(each, case.quant_type) for each in all_rows]
     same_sums(
-        result[: counts[rank]], combine_by_nodes(sent, reference, counts, dtype, nodes.grid.num_nodes)[rank], "combine"
+        result[: counts[rank]],
+        combine_by_nodes(sent, reference, counts, dtype, nodes.grid.num_nodes, biases)[rank],
+        "combine",
     )
     if weights is None:
         assert sums is None

@@ -46,6 +46,7 @@ class Case:
         an epoch, NaN, infinities.
     num_nodes, kernel: virtual nodes that the ranks make up, and the name of the kernel type when there are several.
     split: which calls are made in halves: "" none, "all", or "mixed", which differs between ranks and steps.
+    num_biases: how many of combine's biases are given; ranks with an odd number give the second one first.
     """
 
     world_size: int = 4
@@ -71,6 +72,7 @@ class Case:
     seed: int = 0
     unusual: bool = False
     split: str = ""
+    num_biases: int = 0
     num_nodes: int = 1
     kernel: str = "InterNodeV1"
     options: dict[str, Any] = field(default_factory=dict)
@@ -332,16 +334,34 @@ def of_node(rows: Sequence[torch.Tensor], node: int, num_nodes: int) -> list[tor
 
 def combine_by_nodes(
     rows: Sequence[torch.Tensor], reference: list[DispatchReference], counts: list[int], dtype: torch.dtype,
-    num_nodes: int,
+    num_nodes: int, biases: Sequence[dict[str, torch.Tensor]] = (),
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Each rank's results: the sums of each node are rounded to dtype, and added in ascending order in float32."""
+    """Each rank's results: the sums of each node are rounded to dtype, and added in ascending order in float32.
+
+    Biases, by rank, are added behind them.
+    """
     if num_nodes == 1:
-        return combine_reference(rows, reference, counts, dtype)
-    totals = [torch.zeros(count, rows[0].shape[1]) for count in counts]
-    for node in range(num_nodes):
-        for total, partial in zip(totals, combine_reference(of_node(rows, node, num_nodes), reference, counts, dtype)):
-            total += partial.to(torch.float32)
+        totals = combine_reference(rows, reference, counts, torch.float32)
+    else:
+        totals = [torch.zeros(count, rows[0].shape[1]) for count in counts]
+        for node in range(num_nodes):
+            sums = combine_reference(of_node(rows, node, num_nodes), reference, counts, dtype)
+            for total, partial in zip(totals, sums):
+                total += partial.to(torch.float32)
+    for total, given in zip(totals, biases):
+        for name in sorted(given):
+            total += given[name].to(torch.float32)
     return [total.to(dtype) for total in totals]
+
+
+def make_biases(case: Case, dtype: torch.dtype, num_tokens: int, rank: int, step: int) -> dict[str, torch.Tensor]:
+    """The biases of a rank's combine, by the names of its arguments."""
+    generator = torch.Generator().manual_seed(13 + case.seed + 31 * step + rank)
+    names = ("bias_1", "bias_0") if rank % 2 else ("bias_0", "bias_1")
+    return {
+        name: torch.randn(num_tokens, case.hidden_dim, generator=generator).to(dtype)
+        for name in names[: case.num_biases]
+    }
 
 
 @dataclass
@@ -384,18 +404,24 @@ class Step:
             assert_same_memory(promised, got)
             self.check_combined(got, expected, sums)
         else:
-            self.check_combined(self.op.combine(rows, weights, self.ids), expected, sums)
+            self.check_combined(self.op.combine(rows, weights, self.ids, **self.biases()), expected, sums)
 
     def combine_send(
         self, rows: torch.Tensor, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half, after which its inputs belong to the caller again."""
         weights = None if weights is None else weights.clone()
-        promised = self.op.combine_send(rows, weights, self.ids)
+        promised = self.op.combine_send(rows, weights, self.ids, **self.biases())
         for tensor in (rows, weights):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(POISON_BYTE)
         return promised
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """What this rank's combine is given to add."""
+        rank, dtype = self.op.config.rank, self.op.config.combined_dtype
+        given = make_biases(self.case, dtype, self.counts[rank], rank, self.number)
+        return {name: bias.to(self.device) for name, bias in given.items()}
 
     def before_combine(
         self,
@@ -419,7 +445,8 @@ class Step:
         weights = got[1] if case.combine_weights and case.layout != "expert_major" else None
         sent = [wire_rows(each, case.quant_type) for each in all_rows]
         num_nodes = case.num_nodes if op.config.uses_rings else 1
-        expected = combine_by_nodes(sent, self.reference, self.counts, dtype, num_nodes)[rank]
+        biases = [make_biases(case, dtype, count, r, self.number) for r, count in enumerate(self.counts)]
+        expected = combine_by_nodes(sent, self.reference, self.counts, dtype, num_nodes, biases)[rank]
         if weights is None:
             return rows, None, expected, None
         weight_rows = [r.valid_rows(r.weights) for r in self.reference if r.weights is not None]

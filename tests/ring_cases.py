@@ -28,8 +28,9 @@ SMALL_RINGS = rings(3, 2, 2)
 OF_FOUR_RANKS = (
     *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
     "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
-    "combine-without-weights", "max-num-tokens-compact", "pad-id", "cap", "nobody-has-tokens", "fp32",
-    "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0", "fp8_per_1x128-float32_power_of_two",
+    "combine-without-weights", "bias", "biases-in-halves", "max-num-tokens-compact", "pad-id", "cap",
+    "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
+    "fp8_per_1x128-float32_power_of_two",
     "cast-fp16-odd-hidden", "unusual-four-ranks", "epoch-2**32",
 )  # fmt: skip
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)

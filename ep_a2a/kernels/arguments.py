@@ -34,6 +34,11 @@ class DispatchArguments(NamedTuple):
     row_limit: int
 
 
+Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]
+"""What combine adds to its sums, [num_tokens, H] each."""
+NO_BIASES: Biases = (None, None)
+
+
 class CombineArguments(NamedTuple):
     """What one combine works on.
 
@@ -43,6 +48,7 @@ class CombineArguments(NamedTuple):
         ids: ids to compare with those dispatched, or None.
         result: [num_tokens, H], where the sums go.
         expert_rows: in layout expert_major, the rows [E, W * max_num_tokens, H] that `rows` are made from.
+        biases: to be added to the sums.
         copies: (target, source) to copy first; the targets are among the above.
     """
 
@@ -53,4 +59,10 @@ class CombineArguments(NamedTuple):
     num_tokens: int
     max_num_tokens: int
     expert_rows: torch.Tensor | None = None
+    biases: Biases = NO_BIASES
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    @property
+    def given_biases(self) -> tuple[bool, bool]:
+        """Which of the biases there are: another kernel for each."""
+        return self.biases[0] is not None, self.biases[1] is not None

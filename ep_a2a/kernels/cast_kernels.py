@@ -109,3 +109,14 @@ def round_half_even(bits):
 def round_to(values, DTYPE: tl.constexpr):
     """float32 values rounded to DTYPE, nearest even."""
     return values.to(DTYPE)
+
+
+@portable
+def plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN: tl.constexpr):
+    """A part of a token's float32 sums plus that part of its line in each bias [., HIDDEN] that is not None."""
+    at = tl.cast(token, tl.int64) * HIDDEN + offsets
+    if bias_0 is not None:
+        total += tl.load(bias_0 + at, mask=offsets < HIDDEN, other=0).to(tl.float32)
+    if bias_1 is not None:
+        total += tl.load(bias_1 + at, mask=offsets < HIDDEN, other=0).to(tl.float32)
+    return total

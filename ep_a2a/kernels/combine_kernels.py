@@ -83,8 +83,8 @@ def hear_peers(
     do_not_specialize_on_alignment=["ids", "weights_in"],
 )  # fmt: skip
 def combine_kernel(
-    rows_in, weights_in, result, ids, table, num_tokens, stride, slots_per_rank, rank, num_senders, num_receivers,
-    pause_ns,
+    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, stride, slots_per_rank, rank, num_senders,
+    num_receivers, pause_ns,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WEIGHT_LANES: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     HIDDEN: tl.constexpr, SEND_GROUPS_LANES: tl.constexpr, SEND_GROUP: tl.constexpr,
@@ -101,6 +101,7 @@ def combine_kernel(
             wire's width, or DTYPE when QUANTIZED asks for the cast to fp8 (SCALED: one scale per GROUP elements).
         weights_in: [rows, TOPK] float32 as int32, in the same order, when HAS_WEIGHTS.
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
+        bias_0, bias_1: [num_tokens, HIDDEN] of DTYPE to add to the sums before they are rounded, or None.
         stride: rows per source in layout rank_major. slots_per_rank: M, rows that each peer may send back.
         num_senders: the programs after the first, which send blocks of SEND_GROUPS_LANES * SEND_GROUP elements.
         num_receivers: the last programs of the grid, which add blocks of GROUPS_LANES * GROUP elements. Program 0
@@ -165,8 +166,8 @@ def combine_kernel(
             if COMPACT:
                 first_own_row = reduce_sum(tl.where(lanes < rank, counts, 0), 0)
             poison = add_results(
-                rows_in, weights_in, result, ids, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
-                receiver, num_receivers, pause_ns,
+                rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank,
+                rank, epoch, receiver, num_receivers, pause_ns,
                 TOPK, TOPK_LANES, WEIGHT_LANES, WORLD_SIZE, HIDDEN, GROUPS_LANES, GROUP, DTYPE, WIRE_DTYPE, ELEMENT,
                 SCALED, HAS_WEIGHTS, CHECK_INDICES, OWN_IN_PLACE, READ_AHEAD, SPANS,
             )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import round_to, widened
+from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_send_kernels import block_offsets
 from ep_a2a.kernels.layout import Region, Span
 from ep_a2a.kernels.portable import portable
@@ -205,8 +205,8 @@ def take_block(
 
 @portable
 def add_results(
-    rows_in, weights_in, result, ids, table, num_tokens, first_own_row, slots_per_rank, rank, epoch, receiver,
-    num_receivers, pause_ns,
+    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
+    receiver, num_receivers, pause_ns,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WEIGHT_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
     WIRE_DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
@@ -276,6 +276,7 @@ def add_results(
                     record_span_edge(table, TOPK_REDUCE, False, WORLD_SIZE)
             offsets = block_offsets(first, GROUPS_LANES, GROUP)
             target = tl.multiple_of(result + tl.cast(token, tl.int64) * HIDDEN, 16)
+            total = plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN)
             tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < HIDDEN)
             if unit % num_blocks == 0:
                 if HAS_WEIGHTS:

@@ -138,9 +138,11 @@ class CountedExchange:
         indices: torch.Tensor | None,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See EpDispatchCombineOp.combine."""
-        self.op.combine_send(input, weights, indices, out=out)
+        self.op.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
         self._kernels.start_wait()
         result = self.op.combine_recv()
         self._kernels.count_combine()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.errors import EpA2AError
+    from ep_a2a.kernels.arguments import Biases
     from ep_a2a.memory.arena import Arena
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
@@ -237,6 +238,17 @@ def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.
     check_rows("out", out, config.hidden_dim)
     if out.shape[0] != num_tokens:
         raise ShapeError(f"out with a row for each of the {num_tokens} tokens dispatched", str(out.shape[0]))
+
+
+def check_biases(config: EpDispatchCombineConfig, device: torch.device, biases: Biases, num_tokens: int) -> None:
+    """combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
+    for number, bias in enumerate(biases):
+        if bias is not None:
+            check_tensor(f"bias_{number}", bias, (config.combined_dtype,), device)
+            check_rows(f"bias_{number}", bias, config.hidden_dim)
+            if bias.shape[0] != num_tokens:
+                what = f"bias_{number} with a row for each of the {num_tokens} tokens dispatched"
+                raise ShapeError(what, str(bias.shape[0]))
 
 
 def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:

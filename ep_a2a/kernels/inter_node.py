@@ -95,7 +95,7 @@ class InterNodeKernels(IntraNodeKernels):
             yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
-            values = (args.result, ids, self.table, args.num_tokens, config.rank)
+            values = (args.result, ids, *args.biases, self.table, args.num_tokens, config.rank)
             yield self._return_variant(args), values, self._num_channel_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
@@ -170,7 +170,7 @@ class InterNodeKernels(IntraNodeKernels):
         return self._variants[key]
 
     def _return_variant(self, args: CombineArguments) -> Variant:
-        key = "return", args.weights is None, args.ids is None
+        key = "return", args.weights is None, args.ids is None, args.given_biases
         if key not in self._variants:
             config = self.config
             itemsize = config.combined_dtype.itemsize

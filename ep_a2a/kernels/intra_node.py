@@ -162,8 +162,8 @@ class IntraNodeKernels:
     ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
         phase = Phase.COMBINE
         key = (
-            phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, stages,
-            block_num, warp_per_block,
+            phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, args.given_biases,
+            stages, block_num, warp_per_block,
         )  # fmt: skip
         plan = self._plans.of(
             key,
@@ -331,8 +331,9 @@ class IntraNodeKernels:
 
     def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
         key = (
-            Phase.COMBINE, args.weights is None, args.ids is None, launch.num_warps, launch.send_elements,
-            launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place, self._spans,
+            Phase.COMBINE, args.weights is None, args.ids is None, args.given_biases, launch.num_warps,
+            launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
+            self._spans,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -370,7 +371,7 @@ class IntraNodeKernels:
             rows = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)
         return (
             rows, self.table if args.weights is None else args.weights.view(torch.int32), args.result,
-            self.table if args.ids is None else args.ids, self.table,
+            self.table if args.ids is None else args.ids, *args.biases, self.table,
             args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
             launch.num_senders, launch.num_receivers, launch.pause_ns,
         )  # fmt: skip

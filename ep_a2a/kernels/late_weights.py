@@ -8,6 +8,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, ShapeError
+from ep_a2a.kernels.arguments import NO_BIASES
 from ep_a2a.kernels.failures import WEIGHTS_BIT
 from ep_a2a.kernels.inputs import check_tensor
 from ep_a2a.kernels.late_weights_kernels import exchange_weights_kernel
@@ -18,7 +19,7 @@ from ep_a2a.memory.arena import BlockSizes
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.arguments import CombineArguments, DispatchArguments
+    from ep_a2a.kernels.arguments import Biases, CombineArguments, DispatchArguments
     from ep_a2a.memory.arena import Arena
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
@@ -62,17 +63,17 @@ class LateWeightsOp(EpDispatchCombineOp):
 
     def _combine_arguments(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, call: str,
+        out: torch.Tensor | None, call: str, biases: Biases = NO_BIASES,
     ) -> CombineArguments:  # fmt: skip
         """Checks a combine, and launches the exchange of weights that its other launches need."""
         if not self._are_late or not self.has_open_step:
-            return super()._combine_arguments(rows, weights, indices, out, call)
+            return super()._combine_arguments(rows, weights, indices, out, call, biases)
         if weights is None:
             raise InputError(
                 "the router's weights, which dispatch was not given", "None",
                 "Pass this rank's topk_weights [T, K], float32.",
             )  # fmt: skip
-        args = super()._combine_arguments(rows, None, indices, out, call)
+        args = super()._combine_arguments(rows, None, indices, out, call, biases)
         self._exchange.run(weights, args.num_tokens, args.max_num_tokens)
         return args
 

@@ -13,7 +13,7 @@ from ep_a2a.config import Layout
 from ep_a2a.errors import AlternationError, ClosedError
 from ep_a2a.kernels import inputs
 from ep_a2a.kernels.accepted import Dispatches
-from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments
+from ep_a2a.kernels.arguments import NO_BIASES, RECEIVE, SEND, CombineArguments, DispatchArguments
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.failures import Failure
 from ep_a2a.kernels.inter_node import kernels_of
@@ -25,6 +25,7 @@ from ep_a2a.policy import Phase
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.arguments import Biases
     from ep_a2a.memory.arena import Arena
 
 NEXT_CALL = {
@@ -196,6 +197,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         call_reset: bool = False,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sums, for each of this rank's tokens, the rows of the distinct ranks it went to, unweighted, in float32.
 
@@ -212,16 +215,17 @@ class EpDispatchCombineOp(DispatchCombineBase):
             block_num, warp_per_block: launch numbers when > 0.
             use_external_inp_buf, call_reset: MORI's, without effect: only what dispatch returned is copied.
             out: [T, H] of combine_dtype to write into instead of the op's own result.
+            bias_0, bias_1: [T, H] of combine_dtype to be added to the sums, in this order, before they are rounded.
 
         Returns:
             (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None). A token
-            without a valid expert becomes zeros. The op's own result is valid until the next combine.
+            without a valid expert becomes zeros, or its biases. The op's own result is valid until the next combine.
 
         Raises:
             InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
             AlternationError: there is no dispatch to combine.
         """
-        args = self._combine_arguments(input, weights, indices, out, "combine")
+        args = self._combine_arguments(input, weights, indices, out, "combine", (bias_0, bias_1))
         inputs.check_launch(block_num, warp_per_block)
         self._streams.follow(self.device)
         self._kernels.combine(args, block_num, warp_per_block)
@@ -235,12 +239,14 @@ class EpDispatchCombineOp(DispatchCombineBase):
         indices: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`: sends the rows back and waits for nobody. Arguments are those of `combine`.
 
         `input` and `weights` may be overwritten by work that is launched after this. Returns what combine_recv will.
         """
-        args = self._combine_arguments(input, weights, indices, out, "combine_send")
+        args = self._combine_arguments(input, weights, indices, out, "combine_send", (bias_0, bias_1))
         self._streams.follow(self.device)
         self._kernels.combine(args, stages=SEND)
         self._sent = args
@@ -262,7 +268,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
 
     def _combine_arguments(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, call: str,
+        out: torch.Tensor | None, call: str, biases: Biases = NO_BIASES,
     ) -> CombineArguments:  # fmt: skip
         """Checks a combine."""
         self._expect(Stage.COMBINE_SEND, call)
@@ -280,6 +286,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
         if out is not None:
             inputs.check_out(self.config, self.device, out, num_tokens)
             result = out
+        if biases != NO_BIASES:
+            inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
         rows, copies = self._memory.out_of_reach(rows, "combine_rows")
         if weights is not None:
@@ -289,7 +297,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         by_expert = self.config.layout == Layout.EXPERT_MAJOR
         return CombineArguments(
             self._reduced_rows if by_expert else rows, weights, indices, result, num_tokens,
-            self._accepted.max_num_tokens, rows if by_expert else None, copies,
+            self._accepted.max_num_tokens, rows if by_expert else None, biases, copies,
         )  # fmt: skip
 
     def _combine_result(self, args: CombineArguments) -> tuple[torch.Tensor, torch.Tensor | None]:

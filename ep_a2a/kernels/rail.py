@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, CompiledCalls
+from ep_a2a.kernels.arguments import NO_BIASES, Biases
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.rail_kernels import add_nodes_kernel, pack_kernel
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
@@ -92,7 +93,7 @@ class RailKernels:
         is_gpu = device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0
         self._packs: dict[tuple[bool, bool, bool], Variant] = {}
-        self._adds: dict[bool, Variant] = {}
+        self._adds: dict[tuple[bool, bool, bool], Variant] = {}
 
     def pack(
         self,
@@ -114,13 +115,16 @@ class RailKernels:
         rows: torch.Tensor,
         weight_rows: torch.Tensor | None,
         routes: torch.Tensor,
+        biases: Biases,
         result: torch.Tensor,
         result_weights: torch.Tensor,
         num_tokens: int,
         max_num_tokens: int,
     ) -> None:
-        """Launches what adds the nodes' sums [N * max_num_tokens, H] into result [T, H], and weights likewise."""
-        variant, values = self._add(rows, weight_rows, routes, result, result_weights, num_tokens, max_num_tokens)
+        """Launches what adds nodes' sums [N * max_num_tokens, H] and biases into result [T, H], and their weights."""
+        variant, values = self._add(
+            rows, weight_rows, routes, biases, result, result_weights, num_tokens, max_num_tokens
+        )
         num_blocks = -(-self.config.hidden_dim // variant.constants["BLOCK"])
         variant.run(self._programs(num_tokens * num_blocks, ADDING_PROGRAMS_PER_SM), values, self.device)
 
@@ -141,7 +145,7 @@ class RailKernels:
                     variant, values = self._pack(x, scales, weights, word, lines, routes, 1)
                     variant.compile(values)
         for weight_rows in (None,) if only_serving else (None, floats):
-            variant, values = self._add(result, weight_rows, routes, result, floats, 0, 1)
+            variant, values = self._add(result, weight_rows, routes, NO_BIASES, result, floats, 0, 1)
             variant.compile(values)
 
     def _pack(
@@ -166,18 +170,19 @@ class RailKernels:
         return self._packs[key], values
 
     def _add(
-        self, rows: torch.Tensor, weight_rows: torch.Tensor | None, routes: torch.Tensor, result: torch.Tensor,
-        result_weights: torch.Tensor, num_tokens: int, max_num_tokens: int,
+        self, rows: torch.Tensor, weight_rows: torch.Tensor | None, routes: torch.Tensor, biases: Biases,
+        result: torch.Tensor, result_weights: torch.Tensor, num_tokens: int, max_num_tokens: int,
     ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
         has_weights = weight_rows is not None
-        if has_weights not in self._adds:
-            self._adds[has_weights] = Variant(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
+        key = has_weights, biases[0] is not None, biases[1] is not None
+        if key not in self._adds:
+            self._adds[key] = Variant(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
         element = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
         values = (
-            rows.view(element), routes if weight_rows is None else weight_rows.view(torch.int32), routes, result,
-            result_weights, num_tokens, max_num_tokens,
+            rows.view(element), routes if weight_rows is None else weight_rows.view(torch.int32), routes, *biases,
+            result, result_weights, num_tokens, max_num_tokens,
         )  # fmt: skip
-        return self._adds[has_weights], values
+        return self._adds[key], values
 
     def _programs(self, most: int, per_sm: int = 1) -> int:
         return max(1, min(most, self._num_sms * per_sm)) if self._num_sms else INTERPRETED_PROGRAMS

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import quantize_tile, round_to, widened
+from ep_a2a.kernels.cast_kernels import plus_biases, quantize_tile, round_to, widened
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import count_rows, field_of, fields_of_token, plus
 from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
@@ -96,7 +96,7 @@ def sum_over_nodes(
 
 @portable(do_not_specialize=["num_tokens", "stride"])
 def add_nodes_kernel(
-    rows, weight_rows, routes, result, result_weights, num_tokens, stride,
+    rows, weight_rows, routes, bias_0, bias_1, result, result_weights, num_tokens, stride,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     NUM_NODES: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -105,6 +105,7 @@ def add_nodes_kernel(
     Args:
         rows: [NUM_NODES, stride, HIDDEN] of DTYPE as ELEMENT (integers); weight_rows: [NUM_NODES, stride, TOPK] int32.
         routes: from pack_kernel.
+        bias_0, bias_1: as of combine_kernel.
         result: [num_tokens, HIDDEN] of DTYPE; result_weights: float32 [num_tokens, TOPK] when HAS_WEIGHTS.
     """
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -113,6 +114,7 @@ def add_nodes_kernel(
         first = (unit % num_blocks) * BLOCK
         total = sum_over_nodes(rows, routes, token, first, stride, HIDDEN, BLOCK, NUM_NODES, DTYPE, ELEMENT)
         offsets = first + tl.arange(0, BLOCK)
+        total = plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN)
         target = result + tl.cast(token, tl.int64) * HIDDEN + offsets
         tl.store(target, round_to(total, DTYPE), mask=offsets < HIDDEN)
         if HAS_WEIGHTS:

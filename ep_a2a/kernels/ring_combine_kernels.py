@@ -8,7 +8,7 @@ none.
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import round_to, widened
+from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import hear_peers, tell_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
 from ep_a2a.kernels.layout import Region, Stage
@@ -211,7 +211,7 @@ def places_in_slots(slots, numbers, OFFSET_WORDS: tl.constexpr, RINGS: tl.conste
 
 @portable
 def add_nodes(
-    table, result, ids, num_tokens, channel, count, before, epoch, rank,
+    table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank,
     RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
     BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
@@ -236,6 +236,7 @@ def add_nodes(
         for first in tl.static_range(0, HIDDEN, BLOCK):
             total = sum_of(places, numbers, first, NODES, HIDDEN, BLOCK, DTYPE)
             at = first + tl.arange(0, BLOCK)
+            total = plus_biases(total, bias_0, bias_1, token, at, HIDDEN)
             tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
             tl.store(sums_out + tl.cast(token, tl.int64) * TOPK + choices, sums, mask=choices < TOPK)
@@ -245,10 +246,10 @@ def add_nodes(
 
 @portable
 def take_chunk(
-    table, result, ids, num_tokens, channel, count, before, epoch, rank, NODE_LANES: tl.constexpr,
-    RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank,
+    NODE_LANES: tl.constexpr, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr,
+    ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds up a channel's next chunk if it has come back from all nodes.
 
@@ -267,8 +268,8 @@ def take_chunk(
     is_there = reduce_sum(missing, 0) == 0
     if is_there:
         add_nodes(
-            table, result, ids, num_tokens, channel, count, before, epoch, rank, RINGS, TOPK, TOPK_LANES, HIDDEN,
-            BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
+            table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank, RINGS, TOPK,
+            TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
         )  # fmt: skip
         partners = safe * GPUS + rank % GPUS
         room = counter_of(table, CHUNKS_TAKEN, partners, BACK, rank // GPUS, channel, RINGS, WORLD_SIZE)
@@ -279,7 +280,7 @@ def take_chunk(
 
 @portable(do_not_specialize=["num_tokens", "rank"], do_not_specialize_on_alignment=["ids"])
 def return_kernel(
-    result, ids, table, num_tokens, rank,
+    result, ids, bias_0, bias_1, table, num_tokens, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     NODE_LANES: tl.constexpr, RINGS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
     BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
@@ -288,7 +289,7 @@ def return_kernel(
     """Sends back the sums of this node for what it has forwarded, and adds those that come for this rank's tokens.
 
     Args:
-        result: [num_tokens, HIDDEN] of DTYPE; ids: as of combine_kernel.
+        result: [num_tokens, HIDDEN] of DTYPE; ids, bias_0, bias_1: as of combine_kernel.
         RINGS: of the way back. BACK_WORDS: words of a row in its lines.
     """
     NODES: tl.constexpr = RINGS[0]
@@ -326,9 +327,9 @@ def return_kernel(
                     moved += gone.to(tl.int32)
             if num_taken < num_own:
                 missing, is_there = take_chunk(
-                    table, result, ids, num_tokens, channel, num_taken, before_all, epoch, rank, NODE_LANES, RINGS,
-                    TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES,
-                    WORLD_SIZE,
+                    table, result, ids, bias_0, bias_1, num_tokens, channel, num_taken, before_all, epoch, rank,
+                    NODE_LANES, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS,
+                    CHECK_INDICES, WORLD_SIZE,
                 )  # fmt: skip
                 num_taken += is_there.to(tl.int32)
                 moved += is_there.to(tl.int32)

@@ -12,7 +12,7 @@ import torch
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult
-from ep_a2a.kernels.inputs import check_combine, check_dispatch, check_out
+from ep_a2a.kernels.inputs import check_biases, check_combine, check_dispatch, check_out
 from ep_a2a.managers.halves import FirstHalfDoesAll
 from ep_a2a.managers.without_effect import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.memory.streams import is_capturing
@@ -145,8 +145,12 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         call_reset: bool = False,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
+
+        Biases are added to sums that have been rounded.
 
         Returns:
             (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None).
@@ -171,10 +175,16 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._check_weights(weights)
         if out is not None:
             check_out(self.config, self.device, out, step.num_tokens)
+        check_biases(self.config, self.device, (bias_0, bias_1), step.num_tokens)
         self._streams.follow(self.device)
         self._inputs = self._given = None
         rows = input.view(*lead, input.shape[-1])
-        return self._bring_back(rows, None if weights is None else weights.view(*lead, -1), step, out)
+        result, sums = self._bring_back(rows, None if weights is None else weights.view(*lead, -1), step, out)
+        for bias in (bias_0, bias_1):
+            if bias is not None:
+                total = result[: step.num_tokens]
+                total.copy_(total.float() + bias)
+        return result, sums
 
     def _check_own(self, indices: torch.Tensor | None, step: StepInputs) -> None:
         """Raises ForeignIndicesError unless indices are what dispatch was given, by identity or by value."""

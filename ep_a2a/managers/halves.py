@@ -50,9 +50,13 @@ class FirstHalfDoesAll:
         indices: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine`, the result of which `combine_recv` returns as well."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = self._do_all("combine", input, weights, indices, out=out)
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._do_all(
+            "combine", input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1
+        )
         return result
 
     def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -149,6 +149,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         call_reset: bool = False,
         *,
         out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
 
@@ -170,6 +172,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         if out is not None:
             inputs.check_out(self.config, self.device, out, self._num_tokens)
             result = out
+        inputs.check_biases(self.config, self.device, (bias_0, bias_1), self._num_tokens)
         self._streams.follow(self.device)
         num_lines = self._grid.num_nodes * self._max_num_tokens
         rows = self._back_sent[:num_lines]
@@ -180,8 +183,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             weight_rows = self._weights_back[:num_lines]
             self._exchange(weight_rows, sums[:num_lines])
         self._kernels.add_nodes(
-            self._back_received, weight_rows, self._routes, result, self._output_weights, self._num_tokens,
-            self._max_num_tokens,
+            self._back_received, weight_rows, self._routes, (bias_0, bias_1), result, self._output_weights,
+            self._num_tokens, self._max_num_tokens,
         )  # fmt: skip
         return result, None if sums is None else self._output_weights
 

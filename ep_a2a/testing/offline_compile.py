@@ -31,8 +31,8 @@ def compile_offline(
 
     Args:
         kernel: what to compile.
-        args: its run-time arguments, tensors (of any device) or integers; only their types matter. Tensors are taken
-            to be aligned to 16 bytes.
+        args: its run-time arguments, tensors (of any device), integers or None; only their types matter. Tensors are
+            taken to be aligned to 16 bytes.
         constants: its compile-time arguments by name.
         num_warps: warps per program.
         capability: 80 Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
@@ -41,6 +41,7 @@ def compile_offline(
         The stages by name: "ttgir", "ptx", ...
     """
     names = kernel.arg_names[: len(args)]
+    constants = constants | {name: None for name, arg in zip(names, args) if arg is None}
     signature = {
         name: f"*{_TYPE_NAMES[arg.dtype]}" if isinstance(arg, torch.Tensor) else "i32" for name, arg in zip(names, args)
     }

@@ -15,6 +15,7 @@ FORMS = {
     "compact": {"layout": "compact"},
     "rank_major": {"layout": "rank_major", "routing": "out_of_range"},
     "cast": {"layout": "rank_major", "quant_type": "fp8_per_1x128", "hidden_dim": 256},
+    "biases": {"layout": "rank_major", "num_biases": 2},
     "direct": {"layout": "rank_major", "options": {"flagged_max_tokens": 0}},
 }
 

@@ -164,7 +164,7 @@ class Buffer(BufferBase):
             x: [N, H], a row for each row that dispatch returned; bf16 after a dispatch of fp8 rows.
             handle: of that dispatch; it may be combined again.
             topk_weights: None, or float32 [N, K] in the order of these rows: their sums are returned as well.
-            bias: None, one or two [T, H] to add, by torch operations behind the combine.
+            bias: None, one or two [T, H] to add before the sums are rounded.
             config, previous_event, async_finish, allocate_on_comm_stream: as of `dispatch`.
 
         Returns:

@@ -17,6 +17,7 @@ from ep_a2a.routing import destination_mask
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
     from ep_a2a.compat.deep_ep.steps import Steps
+    from ep_a2a.kernels.arguments import Biases
     from ep_a2a.kernels.base_op import DispatchResult
 
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
@@ -109,7 +110,7 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums of this rank's tokens [T, H], plus bias, and of their weights [T, K]."""
         routing = handle.routing
-        biases = _biases(bias, x, routing.num_tokens)
+        bias_0, bias_1 = _biases(bias, x, routing.num_tokens)
         if topk_weights is not None and topk_weights.shape[-1] != routing.ids.shape[1]:
             raise UnsupportedError(
                 f"topk_weights with the {routing.ids.shape[1]} columns that the handle's dispatch routed by",
@@ -123,14 +124,8 @@ class NormalMode:
         rows = self._whole("x", x, routing)
         weights = None if topk_weights is None else self._whole("topk_weights", topk_weights, routing)
         out = torch.empty(routing.num_tokens, op.config.hidden_dim, dtype=op.config.combined_dtype, device=x.device)
-        _, sums = op.combine(rows, weights, None, out=out)
+        _, sums = op.combine(rows, weights, None, out=out, bias_0=bias_0, bias_1=bias_1)
         step.close()
-        if biases:
-            # DeepEP rounds once, with the bias in its sum; here the sum is rounded before
-            total = out.float()
-            for each in biases:
-                total += each
-            out.copy_(total)
         return out, None if sums is None else sums[: routing.num_tokens].clone()
 
     def _launch(
@@ -228,8 +223,8 @@ def _kept(rows: torch.Tensor, num_rows: int, filler: int) -> torch.Tensor:
     return kept
 
 
-def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-    """The biases that are there, checked."""
+def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> Biases:
+    """The biases, checked."""
     given = [bias] if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     if len(given) > 2:
         raise InputError("one bias or a pair", str(len(given)))
@@ -239,4 +234,5 @@ def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
             raise ShapeError(f"a bias of shape {(num_tokens, x.shape[1])}", str(tuple(each.shape)))
         if each.dtype != x.dtype:
             raise DtypeError(f"a bias of dtype {x.dtype}", str(each.dtype))
-    return biases
+    first, second, *_ = *(each.contiguous() for each in biases), None, None
+    return first, second
