@@ -176,7 +176,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._expect(Stage.DISPATCH_SEND, call)
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         accepted = self._dispatches.accept(tokens, weights, scales, indices, limit, pad_id)
-        inputs.check_alignment("input", tokens)
+        inputs.check_dispatch_addresses(tokens, scales)
         self._memory.memory.slot.enter(self)
         self._accepted = accepted
         return DispatchArguments(

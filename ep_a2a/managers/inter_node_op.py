@@ -116,6 +116,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         config = self.config
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         inputs.check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
+        inputs.check_dispatch_addresses(input, scales)
         inputs.check_launch(block_num, warp_per_block)
         scales = inputs.travelling_scales(config, scales)
         self._streams.follow(self.device)
