@@ -22,7 +22,6 @@ from ep_a2a.errors import (
     TopKError,
     UnsupportedError,
 )
-
 from ep_a2a.kernels.layout import WORD_BYTES
 
 if TYPE_CHECKING:

@@ -122,8 +122,9 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError: an argument does not fit; nothing was launched.
             AlternationError: the step before has not been combined.
         """
-        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch")
+        # before the step begins: a call that is refused must not hold the memory against other ops
         inputs.check_launch(block_num, warp_per_block)
+        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch")
         self._streams.follow(self.device)
         self._kernels.dispatch(args, block_num, warp_per_block)
         self._stage = Stage.COMBINE_SEND
@@ -221,8 +222,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
             AlternationError: there is no dispatch to combine.
         """
-        args = self._combine_arguments(input, weights, indices, out, "combine")
         inputs.check_launch(block_num, warp_per_block)
+        args = self._combine_arguments(input, weights, indices, out, "combine")
         self._streams.follow(self.device)
         self._kernels.combine(args, block_num, warp_per_block)
         self._end_step()
