@@ -129,7 +129,12 @@ def steps_until_error(
             combine(step)
         except RankTimeoutError as error:
             secs = time.monotonic() - start
-            return {"call": f"{call} {number - first}", "missing": list(error.missing_ranks), "secs": secs}
+            return {
+                "call": f"{call} {number - first}",
+                "missing": list(error.missing_ranks),
+                "secs": secs,
+                "behind": sorted(kind for kind, epochs in error.seen.items() if epochs[VICTIM] != error.wanted),
+            }
     raise AssertionError("no rank was missed")
 
 

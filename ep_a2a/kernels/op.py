@@ -361,7 +361,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             raise ClosedError("an open op", "a closed one")
         if self._memory.failed:
             failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
-            raise failure.exception(self.config.rank, self._bounds)
+            raise failure.exception(self.config.rank, self._bounds, self._memory.epochs_seen(failure.phase))
 
     @property
     def has_open_step(self) -> bool:

@@ -24,20 +24,21 @@ def check_error(seen: dict[str, Any], call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "flagged_max_tokens", "call"),
+    ("place", "flagged_max_tokens", "call", "behind"),
     [
-        ("before dispatch", FLAGGED, "dispatch 0"),
-        ("sending dispatch", FLAGGED, "dispatch 0"),
-        ("waiting in dispatch", FLAGGED, "combine 0"),
-        ("waiting in dispatch", DIRECT, "dispatch 0"),
-        ("before combine", DIRECT, "combine 0"),
-        ("sending combine", FLAGGED, "combine 0"),
-        ("waiting in combine", DIRECT, "dispatch 1"),
+        ("before dispatch", FLAGGED, "dispatch 0", ["counts", "flags"]),
+        ("sending dispatch", FLAGGED, "dispatch 0", []),
+        ("waiting in dispatch", FLAGGED, "combine 0", ["flags"]),
+        ("waiting in dispatch", DIRECT, "dispatch 0", ["flags"]),
+        ("before combine", DIRECT, "combine 0", ["flags"]),
+        ("sending combine", FLAGGED, "combine 0", []),
+        ("waiting in combine", DIRECT, "dispatch 1", ["counts", "flags"]),
     ],
 )
 def test_a_killed_rank_is_named_and_what_is_left_closes(
-    place: str, flagged_max_tokens: int, call: str, tmp_path: Path
+    place: str, flagged_max_tokens: int, call: str, behind: list[str], tmp_path: Path
 ) -> None:
+    """behind: the dead rank's flags that are seen at an earlier epoch; with none it was sending its rows."""
     case = case_of(flagged_max_tokens)
     with RankPool(3, timeout_secs=90, grace_secs=60) as pool:
         processes = pool.run(process_id)
@@ -48,6 +49,7 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(
     for rank in SURVIVORS:
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         check_error(seen, call)
+        assert seen["behind"] == behind
         assert seen["close_secs"] < LOCAL_SECS
         assert seen["files"] == []
     assert files_of(*processes) == []
