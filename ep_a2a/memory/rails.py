@@ -26,7 +26,8 @@ class RailTransport(abc.ABC):
 
     Args:
         grid: where this rank stands; ranks in errors are those of the group that the grid is of.
-        timeout_secs: bound of an exchange on CPU, which can be changed later; on CUDA the library's own holds.
+        timeout_secs: bound of an exchange on CPU that is given none, which can be changed later; on CUDA the library's
+            own holds.
         reason: why this transport was chosen.
 
     Attributes:
@@ -41,7 +42,7 @@ class RailTransport(abc.ABC):
         self.reason = reason
 
     @abc.abstractmethod
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """Sends block n of `sent` to the peer on node n, and puts its block for this rank into block n of `received`.
 
         Collective over the rail, in the same order and with the same block size on all its ranks. This node's own
@@ -50,6 +51,7 @@ class RailTransport(abc.ABC):
 
         Args:
             received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping.
+            timeout_secs: bound of this exchange on CPU; None for the transport's. It may differ between ranks.
 
         Raises:
             ShapeError, ContiguityError: the tensors are not so; nothing was sent.
@@ -82,7 +84,7 @@ class TorchDistributedRail(RailTransport):
         self._arrivals = RailArrivals(self._group, grid.rail_ranks)
         self._state = "open"
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """See the base class."""
         if self._state != "open":
             raise StateError("a rail that works", f"one that is {self._state}", "Make a new one on all ranks.")
@@ -93,19 +95,19 @@ class TorchDistributedRail(RailTransport):
         elif received.is_cuda:
             dist.all_to_all_single(received, sent, group=self._device_groups.of(received.device))
         else:
-            self._exchange_on_host(received, sent)
+            self._exchange_on_host(received, sent, self.timeout_secs if timeout_secs is None else timeout_secs)
 
-    def _exchange_on_host(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def _exchange_on_host(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> None:
         options = dist.AllToAllOptions()
         # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
-        options.timeout = timedelta(seconds=self.timeout_secs + GLOO_PATIENCE_SECS)
+        options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
         self._arrivals.announce()
         ranks = self.grid.rail_ranks
         who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
         try:
             work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
             wait_for(
-                work, received.device, self.timeout_secs, ranks[self.grid.node],
+                work, received.device, timeout_secs, ranks[self.grid.node],
                 who=who, find_missing=self._arrivals.missing,
             )  # fmt: skip
         except BaseException:
