@@ -132,11 +132,10 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     The stride of a lone row means nothing either, nor where no rows lie, but torch refuses to view them where those are
     no multiples of the new size.
     """
-    if not rows.shape[0]:
-        return rows.new_empty(0, dtype=dtype)
-    if rows.stride(0) != rows.shape[-1]:
-        rows = rows.flatten()
-    return rows.view(dtype)
+    try:
+        return rows.view(dtype)
+    except RuntimeError:  # asking first would take longer than the view, in every call
+        return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
 
 
 def check_dispatch(

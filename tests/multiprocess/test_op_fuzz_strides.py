@@ -14,6 +14,7 @@ from tests.op_cases import Case
 from tests.stride_cases import LAYOUTS, ROLES, Forms, strided_case
 
 NUM_EXAMPLES = {2: 25, 3: 6}
+IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in LAYOUTS for _ in range(2)]
 
 
 @st.composite
@@ -36,10 +37,16 @@ def test_strides(ranks: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("flagged_max_tokens", [0, 128])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
-def test_one_token_in_every_layout(ranks: Any, scale_dtype: torch.dtype, flagged_max_tokens: int) -> None:
+def test_lone_and_absent_rows_in_every_layout(ranks: Any, scale_dtype: torch.dtype, flagged_max_tokens: int) -> None:
     """A lone row is contiguous whatever its stride, which torch looks at even so."""
     case = Case(
         world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 1), (0, 1)), scale_dim=4, scale_dtype=scale_dtype,
         options={"flagged_max_tokens": flagged_max_tokens},
     )  # fmt: skip
-    ranks(strided_case, 2, case, [[dict.fromkeys(ROLES, layout)] * 2 for layout in LAYOUTS for _ in range(2)])
+    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
+
+
+def test_rows_between_nodes_in_every_layout(ranks: Any) -> None:
+    case = Case(world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 3), (0, 1)), scale_dim=4,
+                scale_dtype=torch.uint8, num_nodes=2)  # fmt: skip
+    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
