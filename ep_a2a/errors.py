@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 class EpA2AError(Exception):
     """Base of all errors of this package.
@@ -134,6 +139,9 @@ class RankTimeoutError(EpA2AError, TimeoutError):
 
     Attributes:
         missing_ranks: ranks of the group that had not arrived, in ascending order.
+        wanted: the epoch that a kernel waited for; None where no kernel waited.
+        seen: by kind of flag ("counts" and "flags" of a dispatch, "flags" of a combine), the epoch that each rank's
+            stands at here, in rank order, read when the error was raised; 0 for one that was never posted.
     """
 
     remedy = (
@@ -141,12 +149,22 @@ class RankTimeoutError(EpA2AError, TimeoutError):
         "an op's first step first_timeout_secs (EP_A2A_FIRST_TIMEOUT_SECS)."
     )
 
-    def __init__(self, expected: str, got: str, remedy: str | None = None, missing_ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        expected: str,
+        got: str,
+        remedy: str | None = None,
+        missing_ranks: tuple[int, ...] = (),
+        wanted: int | None = None,
+        seen: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__(expected, got, remedy)
         self.missing_ranks = missing_ranks
+        self.wanted = wanted
+        self.seen = dict(seen or {})
 
-    def __reduce__(self) -> tuple[type[EpA2AError], tuple[str, str, str, tuple[int, ...]]]:  # type: ignore[override]
-        return type(self), (self.expected, self.got, self.remedy, self.missing_ranks)
+    def __reduce__(self) -> tuple[type[EpA2AError], tuple[Any, ...]]:
+        return type(self), (self.expected, self.got, self.remedy, self.missing_ranks, self.wanted, self.seen)
 
 
 class HostMemoryError(EpA2AError, OSError):

@@ -1,6 +1,7 @@
 """Bodies of the tests of faults: processes that die or stop at a chosen place, and ranks that leave the order of calls.
 
 Run on every rank, in the interpreter: a fault that is to come inside a kernel comes at a call of one of its functions.
+Those at a place "before" a call run on GPUs too, as do all of tests/outside_fault_cases.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
@@ -28,7 +30,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext
-from tests.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
+from tests.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.op_checks import raised
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def step_with_fault(case: Case, op: EpDispatchCombineOp, number: int, place: Pla
         fault()
     with around.get("dispatch", contextlib.nullcontext)():
         step = Step.dispatch(case, op, number, op.device)
-    op.check()
+    settle(op)
     step.check_dispatched()
     if function is None and call == "combine":
         fault()
@@ -99,8 +101,15 @@ def combine(step: Step) -> None:
     """A combine whose failure is raised before its result is looked at."""
     rows, weights, expected, sums = step.before_combine()
     got = step.op.combine(rows, weights, step.ids)
-    step.op.check()
+    settle(step.op)
     step.check_combined(got, expected, sums)
+
+
+def settle(op: EpDispatchCombineOp) -> None:
+    """Waits for what has been launched, and raises what it has recorded."""
+    if op.device.type == "cuda":
+        torch.cuda.synchronize(op.device)
+    op.check()
 
 
 def steps_until_error(
@@ -113,14 +122,19 @@ def steps_until_error(
             before.pop("dispatch", _nothing)()
             start = time.monotonic()
             step = Step.dispatch(case, op, number, op.device)
-            op.check()
+            settle(op)
             step.check_dispatched()
             before.pop("combine", _nothing)()
             call, start = "combine", time.monotonic()
             combine(step)
         except RankTimeoutError as error:
             secs = time.monotonic() - start
-            return {"call": f"{call} {number - first}", "missing": list(error.missing_ranks), "secs": secs}
+            return {
+                "call": f"{call} {number - first}",
+                "missing": list(error.missing_ranks),
+                "secs": secs,
+                "behind": sorted(kind for kind, epochs in error.seen.items() if epochs[VICTIM] != error.wanted),
+            }
     raise AssertionError("no rank was missed")
 
 
@@ -240,7 +254,7 @@ def stopped_for_a_while(context: RankContext, case: Case, place_names: tuple[str
                 if name.startswith("waiting"):
                     await_file(marker)
                 run_step(case, op, number, context.device)
-            op.check()
+            settle(op)
 
 
 def stopped_for_long(context: RankContext, case: Case, place_name: str, folder: str) -> dict[str, Any]:
@@ -256,7 +270,8 @@ def stopped_for_long(context: RankContext, case: Case, place_name: str, folder: 
         else:
             seen = steps_until_error(case, op, 1, {})
             Path(folder, f"gave up {context.rank}").touch()
-            await_file(Path(folder, f"gave up {2 - context.rank}"))
+            for other in set(range(context.world_size)) - {VICTIM}:
+                await_file(Path(folder, f"gave up {other}"))
             # again and again: it may be about to stop only now
             while not goes_on.exists():
                 os.kill(process, signal.SIGCONT)
@@ -343,11 +358,15 @@ def check_echo(case: Case, op: EpDispatchCombineOp, number: int, rank: int) -> N
     rows = step.got[0]
     result, _ = op.combine(rows, None, step.ids)
     op.check()
-    owners = step.ids.long() // (case.num_experts // case.world_size)
-    inputs = make_inputs(case, number, rank).tokens
-    expected = [(tokens.float() * len(set(row))).to(tokens.dtype) for tokens, row in zip(inputs, owners.tolist())]
-    for got, right in zip(result, expected):
-        assert got.equal(right), (got, right)
+    same_bits(result[: len(step.ids)], echo_of(case, number, rank), "echo")
+
+
+def echo_of(case: Case, number: int, rank: int) -> torch.Tensor:
+    """A step's result [T, H] where experts return what they get: each token times the ranks that it went to."""
+    mine = make_inputs(case, number, rank)
+    owners = mine.ids.long() // (case.num_experts // case.world_size)
+    num_owners = torch.tensor([len(set(row)) for row in owners.tolist()])
+    return (mine.tokens.float() * num_owners[:, None]).to(mine.tokens.dtype)
 
 
 def store_dies(context: RankContext, folder: str) -> None:

@@ -198,6 +198,11 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {SHORT_TIMEOUT_SECS:g}")
         assert isinstance(error, errors.RankTimeoutError)
         assert error.missing_ranks == (absent,)
+        assert error.wanted == 2
+        assert [epochs[absent] for epochs in error.seen.values()] == [1] * (2 if phase == "dispatch" else 1), error
+        # dispatch tells counts before it tells anything else
+        first = next(iter(error.seen.values()))
+        assert first == tuple(1 if r == absent else 2 for r in range(case.world_size)), error
         raised(errors.RankTimeoutError, lambda: run_step(case, op, 2, context.device))
         op.reset()
         for number in range(3, 6):

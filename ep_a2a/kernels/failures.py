@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,13 @@ from ep_a2a.errors import (
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ep_a2a.kernels.wait_bounds import WaitBounds
 
 RESET = "Then op.reset() on every rank makes the op usable again."
 PHASES = {1: "dispatch", 2: "combine"}
+UINT32_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,16 @@ class Failure:
         per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
         return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
 
-    def exception(self, rank: int, bounds: WaitBounds) -> EpA2AError:
-        """The error to raise on this rank, whose op had these bounds."""
-        where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & 0xFFFFFFFF} on rank {rank}"
+    def exception(self, rank: int, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
+        """The error to raise on this rank.
+
+        Args:
+            rank: this one. bounds: the op's.
+            seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
+        """
+        where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
         if self.code == 1:
-            absent = tuple(r for r, late in enumerate(self.per_rank) if late)
-            missing = (self.accused,)
-            seen = f"rank {self.accused} did not arrive (ranks {list(absent)} absent here when {where} gave up)"
-            return RankTimeoutError(f"every rank within {bounds.named(self.epoch)}", seen, None, missing_ranks=missing)
+            return self._timeout(where, bounds, seen or {})
         if self.code == 2:
             return AlternationError(
                 "dispatch and combine to alternate on the device",
@@ -92,6 +96,29 @@ class Failure:
             "combine's indices to be those given to this rank's dispatch", f"others at token {self.detail}, {where}",
             f"{ForeignIndicesError.remedy} {RESET}",
         )  # fmt: skip
+
+    def _timeout(self, where: str, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
+        absent = [r for r, late in enumerate(self.per_rank) if late]
+        got = f"rank {self.accused} did not arrive (ranks {absent} absent here when {where} gave up)"
+        wanted = self.epoch & UINT32_MASK
+        if seen:
+            by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]
+            got += f"; epochs here now, {wanted} wanted: {', '.join(by_kind)}"
+            if self.accused < len(self.per_rank) and all(epochs[self.accused] == wanted for epochs in seen.values()):
+                # read after the wait has given up
+                got += f"; rank {self.accused} has begun this call by now, late or without sending all of its rows"
+        return RankTimeoutError(
+            f"every rank within {bounds.named(self.epoch)}", got, None, (self.accused,), wanted, seen
+        )  # fmt: skip
+
+
+def by_value(epochs: Sequence[int]) -> str:
+    """Each epoch with the ranks whose flag stands there, the common one first."""
+    counts = Counter(epochs)
+    ranks_at = {
+        epoch: [rank for rank, other in enumerate(epochs) if other == epoch] for epoch, _ in counts.most_common()
+    }
+    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in ranks_at.items())
 
 
 WEIGHTS_BIT = 1 << 24

@@ -22,6 +22,7 @@ from ep_a2a.errors import (
     TopKError,
     UnsupportedError,
 )
+from ep_a2a.kernels.layout import WORD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -111,6 +112,31 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
             f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes", f"address {tensor.data_ptr():#x}",
             f"Pass {name}.clone().",
         )  # fmt: skip
+
+
+def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """The alignment that a dispatch needs of what it was given; what else it needs does not depend on addresses."""
+    check_alignment("input", tokens)
+    if scales is None or scales.itemsize != 1 or scales.shape[-1] % WORD_BYTES or not scales.numel():
+        return
+    # lines of whole words are moved as words
+    if scales.data_ptr() % WORD_BYTES:
+        raise ContiguityError(
+            f"scales to start at a multiple of {WORD_BYTES} bytes", f"address {scales.data_ptr():#x}",
+            "Pass scales.clone().",
+        )  # fmt: skip
+
+
+def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous rows [N, n] as elements of a dtype of another size, in a shape that means nothing.
+
+    The stride of a lone row means nothing either, nor where no rows lie, but torch refuses to view them where those are
+    no multiples of the new size.
+    """
+    try:
+        return rows.view(dtype)
+    except RuntimeError:  # asking first would take longer than the view, in every call
+        return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
 
 
 def check_dispatch(

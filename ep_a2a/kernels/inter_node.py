@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
+from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.ring_combine_kernels import offer_results_kernel, return_kernel
@@ -89,7 +90,7 @@ class InterNodeKernels(IntraNodeKernels):
         config = self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
         if stages.send:
-            rows = args.rows.view(torch.int32)
+            rows = elements_of(args.rows, torch.int32)
             offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
             most_rows = self.config.world_size * args.max_num_tokens
             yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)

@@ -14,6 +14,7 @@ from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.expert_major import ExpertMajorKernels
 from ep_a2a.kernels.flagged_kernels import flagged_dispatch_kernel
+from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.plans import Plan, make_plan
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
@@ -302,10 +303,10 @@ class IntraNodeKernels:
 
     def _dispatch_tensors(self, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
         """(x, scales, weights, ids, table) as kernels take them."""
-        x = args.x if self._casts(args.x) else args.x.view(torch.int32)
+        x = args.x if self._casts(args.x) else elements_of(args.x, torch.int32)
         scales, weights = args.ids, args.ids
         if args.scales is not None:
-            scales = args.scales.view(torch.int32 if scale_width_bytes % WORD_BYTES == 0 else torch.uint8)
+            scales = elements_of(args.scales, torch.int32 if scale_width_bytes % WORD_BYTES == 0 else torch.uint8)
         if args.weights is not None:
             weights = args.weights.view(torch.int32)
         return x, scales, weights, args.ids, self.table

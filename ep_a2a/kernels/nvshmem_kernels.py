@@ -14,16 +14,13 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, clock_ns, pause
 from ep_a2a.memory.nvshmem import COMPARE_GE, SIGNAL_ADD
 
-NUM_WORDS = 4
+NUM_WORDS = 3
 STOPPED = tl.constexpr(0)
 """Word of the node whose rank was waited for in vain, plus 1; launches behind it do nothing."""
 ROUNDS = tl.constexpr(1)
 """Word of the exchanges that have ended."""
 PIECES = tl.constexpr(2)
 """Word of the pieces that each peer has sent in them."""
-LIMIT_NS = tl.constexpr(3)
-"""Word of the bound of a wait."""
-
 ADD = tl.constexpr(SIGNAL_ADD)
 GE = tl.constexpr(COMPARE_GE)
 
@@ -54,8 +51,8 @@ def _wait_for_signal(signal, comparison, value, _semantic=None):
 
 
 @portable
-def wait_until(signal, least, node, state, stopped_on_host):
-    """0 when a signal (int64 pointer) has come to `least`, else what STOPPED holds: time was up, here or elsewhere."""
+def wait_until(signal, least, node, state, stopped_on_host, limit_ms):
+    """0 when a signal (int64 pointer) has come to `least`, else what STOPPED holds: time was up, here or before."""
     stopped = tl.load(state + STOPPED)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     polls = tl.full((), 0, tl.int32)
@@ -67,7 +64,7 @@ def wait_until(signal, least, node, state, stopped_on_host):
         if (polls % POLLS_PER_CLOCK == 0) & (seen < least):
             now = clock_ns()
             if polls == POLLS_PER_CLOCK:
-                deadline = now + tl.load(state + LIMIT_NS)
+                deadline = now + tl.cast(limit_ms, tl.int64) * 1_000_000
             verdict = tl.where(now > deadline, tl.cast(node, tl.int64) + 1, 0)
             # threads read different clocks: the word's old value is one verdict for all
             stopped = tl.atomic_cas(state + STOPPED, tl.full((), 0, tl.int64), verdict, sem="relaxed", scope="gpu")
@@ -76,9 +73,10 @@ def wait_until(signal, least, node, state, stopped_on_host):
     return stopped
 
 
-@portable(do_not_specialize=["block_bytes", "piece_bytes", "capacity_bytes", "node"])
+@portable(do_not_specialize=["limit_ms", "block_bytes", "piece_bytes", "capacity_bytes", "node"])
 def put_blocks_kernel(
-    staged, landed, arrived, taken, elements, state, stopped_on_host, block_bytes, piece_bytes, capacity_bytes, node,
+    staged, landed, arrived, taken, elements, state, stopped_on_host, limit_ms, block_bytes, piece_bytes,
+    capacity_bytes, node,
     NUM_NODES: tl.constexpr,
 ):  # fmt: skip
     """Puts pieces of the blocks for all other nodes; one program per node and piece.
@@ -89,6 +87,7 @@ def put_blocks_kernel(
             has taken this rank's blocks.
         elements: int32 [NUM_NODES], NVSHMEM's numbers of the nodes' ranks.
         state: int64 [NUM_WORDS]. stopped_on_host: int64 [1] that the host can read at any time.
+        limit_ms: bound of a wait.
         block_bytes: how much of each block counts. piece_bytes: what a program puts.
         node: this rank's.
     """
@@ -97,7 +96,7 @@ def put_blocks_kernel(
     # each rank begins with another peer
     peer = (node + 1 + program // num_pieces) % NUM_NODES
     first = (program % num_pieces) * piece_bytes
-    stopped = wait_until(taken + peer, tl.load(state + ROUNDS), peer, state, stopped_on_host)
+    stopped = wait_until(taken + peer, tl.load(state + ROUNDS), peer, state, stopped_on_host, limit_ms)
     if stopped == 0:
         _put_with_signal(
             landed.to(tl.int64) + tl.cast(node, tl.int64) * capacity_bytes + first,
@@ -108,14 +107,14 @@ def put_blocks_kernel(
         )  # fmt: skip
 
 
-@portable(do_not_specialize=["block_bytes", "piece_bytes", "node"])
+@portable(do_not_specialize=["limit_ms", "block_bytes", "piece_bytes", "node"])
 def await_blocks_kernel(
-    arrived, state, stopped_on_host, block_bytes, piece_bytes, node, NUM_NODES: tl.constexpr
+    arrived, state, stopped_on_host, limit_ms, block_bytes, piece_bytes, node, NUM_NODES: tl.constexpr
 ):  # fmt: skip
     """Waits for all pieces of the other nodes' blocks, one program per node; arguments as of put_blocks_kernel."""
     peer = (node + 1 + tl.program_id(0)) % NUM_NODES
     least = tl.load(state + PIECES) + (block_bytes + piece_bytes - 1) // piece_bytes
-    if wait_until(arrived + peer, least, peer, state, stopped_on_host) == 0:
+    if wait_until(arrived + peer, least, peer, state, stopped_on_host, limit_ms) == 0:
         # at once; it does what else a transport needs before the bytes may be read
         _wait_for_signal((arrived + peer).to(tl.int64), tl.full((), GE, tl.int32), tl.cast(least, tl.uint64))
 

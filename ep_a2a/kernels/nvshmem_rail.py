@@ -8,7 +8,6 @@ import torch
 
 from ep_a2a.errors import RankTimeoutError, StateError, UnsupportedError
 from ep_a2a.kernels.nvshmem_kernels import (
-    LIMIT_NS,
     NUM_WORDS,
     await_blocks_kernel,
     put_blocks_kernel,
@@ -31,6 +30,7 @@ SMALLEST_PIECE_BYTES = 32 << 10
 MOST_PIECES = 128
 """Programs that put one block."""
 WARPS = 16
+LONGEST_MS = 2**31 - 1
 
 
 class NvshmemRail(RailTransport):
@@ -70,16 +70,15 @@ class NvshmemRail(RailTransport):
         self._state = zeros_outside_pools(NUM_WORDS * WORD_BYTES, device).view(torch.int64)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._device, self._is_open = device, True
-        self.set_timeout(timeout_secs)
         libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
         self._put, self._await, self._release = (
             Variant(kernel, {"NUM_NODES": nodes}, WARPS, libraries=libraries, on_load=self._library.load_into)
             for kernel in (put_blocks_kernel, await_blocks_kernel, release_blocks_kernel)
         )
-        for variant, values in zip((self._put, self._await, self._release), self._values(1, SMALLEST_PIECE_BYTES)):
+        for variant, values in zip((self._put, self._await, self._release), self._values(1, 1, timeout_secs)):
             variant.compile(values)
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """See the base class.
 
         Raises:
@@ -90,37 +89,33 @@ class NvshmemRail(RailTransport):
         received, sent = (blocks.view(torch.uint8).view(self.grid.num_nodes, -1) for blocks in (received, sent))
         for first in range(0, sent.shape[1], self._capacity):
             part = slice(first, first + self._capacity)
-            self._exchange_part(received[:, part], sent[:, part])
+            self._exchange_part(received[:, part], sent[:, part], timeout_secs or self.timeout_secs)
         own = self.grid.node
         received[own].copy_(sent[own])
 
-    def _exchange_part(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def _exchange_part(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> None:
         others, num_bytes = self.grid.num_nodes - 1, sent.shape[1]
         if not others:
             return
         piece_bytes = max(SMALLEST_PIECE_BYTES, -(-num_bytes // MOST_PIECES // 16) * 16)
         num_pieces = -(-num_bytes // piece_bytes)
-        put, wait, release = self._values(num_bytes, piece_bytes)
+        put, wait, release = self._values(num_bytes, piece_bytes, timeout_secs)
         _copy(self._staged[:, :num_bytes], sent)
         self._put.launch(others * num_pieces, put, self._device)
         self._await.launch(others, wait, self._device)
         _copy(received, self._landed[:, :num_bytes])
         self._release.launch(1, release, self._device)
 
-    def _values(self, num_bytes: int, piece_bytes: int) -> tuple[tuple[Any, ...], ...]:
+    def _values(self, num_bytes: int, piece_bytes: int, timeout_secs: float) -> tuple[tuple[Any, ...], ...]:
         """Arguments of the three launches."""
-        node, state, stopped = self.grid.node, self._state, self._stopped
+        node, state = self.grid.node, self._state
+        bound = self._stopped, min(int(timeout_secs * 1000), LONGEST_MS)
         put = (
-            self._staged, self._landed, self._arrived, self._taken, self._elements, state, stopped, num_bytes,
+            self._staged, self._landed, self._arrived, self._taken, self._elements, state, *bound, num_bytes,
             piece_bytes, self._capacity, node,
         )  # fmt: skip
-        wait = (self._arrived, state, stopped, num_bytes, piece_bytes, node)
+        wait = (self._arrived, state, *bound, num_bytes, piece_bytes, node)
         return put, wait, (self._taken, self._unread, self._elements, state, num_bytes, piece_bytes, node)
-
-    def set_timeout(self, timeout_secs: float) -> None:
-        """See the base class; holds for replays of graphs that exist, too."""
-        super().set_timeout(timeout_secs)
-        self._state[LIMIT_NS.value].fill_(int(timeout_secs * 1e9))
 
     def check(self) -> None:
         """See the base class."""
@@ -130,7 +125,7 @@ class NvshmemRail(RailTransport):
         if node >= 0:
             missing = self.grid.rail_ranks[node]
             raise RankTimeoutError(
-                f"every rank within {self.timeout_secs:g} s", f"nothing from rank {missing} over NVSHMEM",
+                "every rank within the bound of the exchange", f"nothing from rank {missing} over NVSHMEM",
                 "See why it stopped; then make a new manager on all ranks.", missing_ranks=(missing,),
             )  # fmt: skip
 

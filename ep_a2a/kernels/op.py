@@ -123,8 +123,9 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError: an argument does not fit; nothing was launched.
             AlternationError: the step before has not been combined.
         """
-        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch")
+        # before the step begins: a call that is refused must not hold the memory against other ops
         inputs.check_launch(block_num, warp_per_block)
+        args = self._dispatch_arguments(input, weights, scales, indices, max_num_tokens, pad_id, "dispatch")
         self._streams.follow(self.device)
         self._kernels.dispatch(args, block_num, warp_per_block)
         self._stage = Stage.COMBINE_SEND
@@ -177,7 +178,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._expect(Stage.DISPATCH_SEND, call)
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         accepted = self._dispatches.accept(tokens, weights, scales, indices, limit, pad_id)
-        inputs.check_alignment("input", tokens)
+        inputs.check_dispatch_addresses(tokens, scales)
         self._memory.memory.slot.enter(self)
         self._accepted = accepted
         return DispatchArguments(
@@ -225,8 +226,8 @@ class EpDispatchCombineOp(DispatchCombineBase):
             InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
             AlternationError: there is no dispatch to combine.
         """
-        args = self._combine_arguments(input, weights, indices, out, "combine", (bias_0, bias_1))
         inputs.check_launch(block_num, warp_per_block)
+        args = self._combine_arguments(input, weights, indices, out, "combine", (bias_0, bias_1))
         self._streams.follow(self.device)
         self._kernels.combine(args, block_num, warp_per_block)
         self._end_step()
@@ -368,7 +369,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
             raise ClosedError("an open op", "a closed one")
         if self._memory.failed:
             failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
-            raise failure.exception(self.config.rank, self._bounds)
+            raise failure.exception(self.config.rank, self._bounds, self._memory.epochs_seen(failure.phase))
 
     @property
     def has_open_step(self) -> bool:

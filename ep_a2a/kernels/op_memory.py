@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
+COMBINE_PHASE = 2
+UINT32_MASK = 0xFFFFFFFF
 STEP_SHIFT = 16
 """Step counters count arrivals in their lower bits (kernels/primitives.py)."""
 
@@ -194,6 +196,19 @@ class BoundMemory:
     def poisoned(self) -> bool:
         """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
         return not is_capturing(self.memory.local_own.device) and bool(self.view(Region.POISON).any())
+
+    def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
+        """Where each rank's flags of a phase (1 dispatch, 2 combine) stand here now, by kind, as uint32 in rank order.
+
+        Nothing while a graph is captured. The device should have come to rest.
+        """
+        if is_capturing(self.memory.local_own.device):
+            return {}
+        found = {"flags": self.view(Region.COMBINE_FLAGS if phase == COMBINE_PHASE else Region.DISPATCH_FLAGS)}
+        if phase != COMBINE_PHASE:
+            # flagged words: the epoch is in the upper half
+            found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
+        return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
 
     def record_words(self) -> list[int]:
         """The whole error record, after the device has come to rest."""

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, CompiledCalls
 from ep_a2a.kernels.arguments import NO_BIASES, Biases
+from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.rail_kernels import add_nodes_kernel, pack_kernel
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
@@ -159,8 +160,8 @@ class RailKernels:
         made_in_words = casts and self.config.scale_bytes == WORD_BYTES
         scale_dtype = torch.int32 if made_in_words or (not casts and self._scales_are_words) else torch.uint8
         values = (
-            x if casts else x.view(torch.int32),
-            ids if scales is None else scales.view(scale_dtype),
+            x if casts else elements_of(x, torch.int32),
+            ids if scales is None else elements_of(scales, scale_dtype),
             ids if weights is None else weights.view(torch.int32),
             ids,
             lines.tokens.view(torch.uint8 if casts else torch.int32),

@@ -41,6 +41,10 @@ class WaitBounds:
         timeout_secs = checked_timeout_secs(timeout_secs)
         return cls(timeout_secs, timeout_secs)
 
+    def of_step(self, *, is_first: bool) -> float:
+        """The bound that holds in a step, in seconds."""
+        return self.first_step_secs if is_first else self.step_secs
+
     def in_nanoseconds(self) -> tuple[int, int]:
         """As kernels read them: of a step, of the first step."""
         return int(self.step_secs * NS_PER_SEC), int(self.first_step_secs * NS_PER_SEC)

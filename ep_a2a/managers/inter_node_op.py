@@ -13,6 +13,7 @@ from ep_a2a.kernels import inputs
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.op import EpDispatchCombineOp
 from ep_a2a.kernels.rail import RailKernels, RailTokens, zeros
+from ep_a2a.kernels.wait_bounds import WaitBounds
 from ep_a2a.managers.halves import FirstHalfDoesAll
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             )  # fmt: skip
         agree_on_config(config, rendezvous, index, error)
         self._grid, self._rail = grid, rail
+        self._bounds, self._has_combined = WaitBounds.of(config), False
         self._in_node = EpDispatchCombineOp(in_node_config(config, grid), arena=arena, index=index)
         self._kernels = RailKernels(config, grid.num_nodes, self.device)
         self._sent, self._received = (RailTokens.allocate(config, grid.num_nodes, self.device) for _ in range(2))
@@ -83,6 +85,11 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             self._exchange(self._back_received[: grid.num_nodes], self._back_sent[: grid.num_nodes])
         self._num_tokens, self._max_num_tokens = 0, most
         self._closed = False
+
+    @property
+    def _bound_secs(self) -> float:
+        """Of an exchange now: no combine has ended in a first step, as for the kernels inside of the node."""
+        return self._bounds.of_step(is_first=not self._has_combined)
 
     def dispatch(
         self,
@@ -106,8 +113,9 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         Raises:
             InputError: an argument does not fit; nothing was sent.
             AlternationError: the step before has not been combined.
-            RankTimeoutError: a rank of this rail did not come within timeout_secs, on CPU. One of this node that does
-                not come is recorded by the kernels, and raised by the next call.
+            RankTimeoutError: a rank of this rail did not come within timeout_secs (in the op's first step
+                first_timeout_secs), on CPU. One of this node that does not come is recorded by the kernels, and raised
+                by the next call.
         """
         self.check()
         self._no_open_half("dispatch")
@@ -116,6 +124,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         config = self.config
         limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         inputs.check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
+        inputs.check_dispatch_addresses(input, scales)
         inputs.check_launch(block_num, warp_per_block)
         scales = inputs.travelling_scales(config, scales)
         self._streams.follow(self.device)
@@ -162,8 +171,9 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         Raises:
             InputError, ForeignIndicesError: an argument does not fit; nothing was sent, combine can be repeated.
             AlternationError: there is no dispatch to combine.
-            RankTimeoutError: a rank of this rail did not come within timeout_secs, on CPU. One of this node that does
-                not come is recorded by the kernels, and raised by the next call.
+            RankTimeoutError: a rank of this rail did not come within timeout_secs (in the op's first step
+                first_timeout_secs), on CPU. One of this node that does not come is recorded by the kernels, and raised
+                by the next call.
         """
         self.check()
         self._no_open_half("combine")
@@ -186,12 +196,14 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             self._back_received, weight_rows, self._routes, (bias_0, bias_1), result, self._output_weights,
             self._num_tokens, self._max_num_tokens,
         )  # fmt: skip
+        self._has_combined = True
         return result, None if sums is None else self._output_weights
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Moves lines [N * max_num_tokens, ...] between nodes."""
         shape = (self._grid.num_nodes, -1)
-        self._rail.exchange(received.view(torch.uint8).view(shape), sent.view(torch.uint8).view(shape))
+        blocks = [lines.view(torch.uint8).view(shape) for lines in (received, sent)]
+        self._rail.exchange(blocks[0], blocks[1], self._bound_secs)
 
     @property
     def recv_counts(self) -> torch.Tensor:
@@ -237,9 +249,9 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._in_node.set_max_sms(max_sms)
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds the waits of calls from now on, in place of the config's timeout_secs. Local."""
+        """Bounds the waits of calls from now on, those of a first step included. Local."""
         self._in_node.set_timeout(timeout_secs)
-        self._rail.set_timeout(timeout_secs)
+        self._bounds = WaitBounds.same(timeout_secs)
 
     @property
     def has_open_step(self) -> bool:
@@ -259,6 +271,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             raise ClosedError("an open op", "a closed one")
         self._drop_half()
         self._in_node.reset()
+        self._has_combined = False
 
     def close(self) -> None:
         """Ends the use of the op; local and idempotent."""

@@ -26,7 +26,7 @@ class RailTransport(abc.ABC):
 
     Args:
         grid: where this rank stands; ranks in errors are those of the group that the grid is of.
-        timeout_secs: bound of an exchange on CPU, which can be changed later; on CUDA the library's own holds.
+        timeout_secs: bound of an exchange that is given none, which can be changed later; NCCL's own holds for it.
         reason: why this transport was chosen.
 
     Attributes:
@@ -41,7 +41,7 @@ class RailTransport(abc.ABC):
         self.reason = reason
 
     @abc.abstractmethod
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """Sends block n of `sent` to the peer on node n, and puts its block for this rank into block n of `received`.
 
         Collective over the rail, in the same order and with the same block size on all its ranks. This node's own
@@ -50,16 +50,14 @@ class RailTransport(abc.ABC):
 
         Args:
             received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping.
+            timeout_secs: bound of this exchange, and of its replays in a graph; None for the transport's. It may
+                differ between ranks. With NCCL its own holds.
 
         Raises:
             ShapeError, ContiguityError: the tensors are not so; nothing was sent.
             RankTimeoutError: on CPU, peers did not come in time; the transport cannot be used afterwards.
             StateError: an exchange has failed before, or the transport is closed.
         """
-
-    def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds exchanges from now on. Local."""
-        self.timeout_secs = timeout_secs
 
     def check(self) -> None:  # noqa: B027  NCCL has nothing to ask: it ends the process
         """Raises RankTimeoutError if a peer did not come to an exchange that ran on a GPU; waits for nothing."""
@@ -89,7 +87,7 @@ class TorchDistributedRail(RailTransport):
         self._arrivals = RailArrivals(self._group, grid.rail_ranks)
         self._state = "open"
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """See the base class."""
         if self._state != "open":
             raise StateError("a rail that works", f"one that is {self._state}", "Make a new one on all ranks.")
@@ -100,19 +98,19 @@ class TorchDistributedRail(RailTransport):
         elif received.is_cuda:
             dist.all_to_all_single(received, sent, group=self._device_groups.of(received.device))
         else:
-            self._exchange_on_host(received, sent)
+            self._exchange_on_host(received, sent, self.timeout_secs if timeout_secs is None else timeout_secs)
 
-    def _exchange_on_host(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def _exchange_on_host(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> None:
         options = dist.AllToAllOptions()
         # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
-        options.timeout = timedelta(seconds=self.timeout_secs + GLOO_PATIENCE_SECS)
+        options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
         self._arrivals.announce()
         ranks = self.grid.rail_ranks
         who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
         try:
             work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
             wait_for(
-                work, received.device, self.timeout_secs, ranks[self.grid.node],
+                work, received.device, timeout_secs, ranks[self.grid.node],
                 who=who, find_missing=self._arrivals.missing,
             )  # fmt: skip
         except BaseException:

@@ -13,6 +13,7 @@ import torch
 
 from ep_a2a.kernels.inter_node import kernels_of
 from tests.multigpu.cases import op_cases, ring_cases, special_cases
+from tests.outside_fault_cases import DIRECT, FLAGGED, case_of
 
 if TYPE_CHECKING:
     from tests.op_cases import Case
@@ -31,6 +32,7 @@ def main() -> None:
     cases = {repr(case.config(0)): case for _, case in op_cases()}
     cases |= {repr(case.config(0)): case for _, case in special_cases().values()}
     cases |= {repr(case.config(0)): case for case in ring_cases()}
+    cases |= {repr(case.config(0)): case for case in (case_of(FLAGGED, 2), case_of(DIRECT, 2))}
     with multiprocessing.get_context("spawn").Pool(min(48, os.cpu_count() or 1)) as pool:
         pool.map(compile_case, cases.values(), chunksize=1)
 

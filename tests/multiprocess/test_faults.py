@@ -12,17 +12,9 @@ from ep_a2a.testing import RankFailure, RankPool
 from tests import fault_cases
 from tests.fault_cases import LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
 from tests.multiprocess.test_memory import files_of, process_id
-from tests.op_cases import Case
+from tests.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
 
 SURVIVORS = (0, 2)
-FLAGGED, DIRECT = 128, 0
-
-
-def case_of(flagged_max_tokens: int, **changes: Any) -> Case:
-    options = {"flagged_max_tokens": flagged_max_tokens}
-    return Case(
-        world_size=3, hidden_dim=32, num_experts=6, tokens=((4, 3, 5),), max_tokens=5, options=options, **changes
-    )
 
 
 def check_error(seen: dict[str, Any], call: str) -> None:
@@ -32,20 +24,21 @@ def check_error(seen: dict[str, Any], call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "flagged_max_tokens", "call"),
+    ("place", "flagged_max_tokens", "call", "behind"),
     [
-        ("before dispatch", FLAGGED, "dispatch 0"),
-        ("sending dispatch", FLAGGED, "dispatch 0"),
-        ("waiting in dispatch", FLAGGED, "combine 0"),
-        ("waiting in dispatch", DIRECT, "dispatch 0"),
-        ("before combine", DIRECT, "combine 0"),
-        ("sending combine", FLAGGED, "combine 0"),
-        ("waiting in combine", DIRECT, "dispatch 1"),
+        ("before dispatch", FLAGGED, "dispatch 0", ["counts", "flags"]),
+        ("sending dispatch", FLAGGED, "dispatch 0", []),
+        ("waiting in dispatch", FLAGGED, "combine 0", ["flags"]),
+        ("waiting in dispatch", DIRECT, "dispatch 0", ["flags"]),
+        ("before combine", DIRECT, "combine 0", ["flags"]),
+        ("sending combine", FLAGGED, "combine 0", []),
+        ("waiting in combine", DIRECT, "dispatch 1", ["counts", "flags"]),
     ],
 )
 def test_a_killed_rank_is_named_and_what_is_left_closes(
-    place: str, flagged_max_tokens: int, call: str, tmp_path: Path
+    place: str, flagged_max_tokens: int, call: str, behind: list[str], tmp_path: Path
 ) -> None:
+    """behind: the dead rank's flags that are seen at an earlier epoch; with none it was sending its rows."""
     case = case_of(flagged_max_tokens)
     with RankPool(3, timeout_secs=90, grace_secs=60) as pool:
         processes = pool.run(process_id)
@@ -56,10 +49,17 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(
     for rank in SURVIVORS:
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         check_error(seen, call)
+        assert seen["behind"] == behind
         assert seen["close_secs"] < LOCAL_SECS
         assert seen["files"] == []
     assert files_of(*processes) == []
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
+@pytest.mark.parametrize("fault", OUTSIDE_FAULTS)
+def test_a_rank_killed_from_outside(fault: str, tmp_path: Path) -> None:
+    """As on GPUs (tests/multigpu/test_faults.py)."""
+    kill_and_look(OUTSIDE_FAULTS[fault], 3, "cpu", tmp_path)
 
 
 def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -
     [
         (("sending dispatch", "waiting in dispatch", "before combine"), FLAGGED),
         (("waiting in dispatch", "sending dispatch", "sending combine"), DIRECT),
+        (("before dispatch", "before combine"), DIRECT),
     ],
 )
 def test_a_rank_that_stops_for_a_while_is_waited_for(
@@ -87,7 +88,11 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(
 
 @pytest.mark.parametrize(
     ("place", "flagged_max_tokens", "call"),
-    [("sending dispatch", FLAGGED, "dispatch 0"), ("sending combine", DIRECT, "combine 0")],
+    [
+        ("sending dispatch", FLAGGED, "dispatch 0"),
+        ("sending combine", DIRECT, "combine 0"),
+        ("before combine", FLAGGED, "combine 0"),
+    ],
 )
 def test_a_rank_that_stops_for_long_is_named_by_all(
     ranks: Any, place: str, flagged_max_tokens: int, call: str, tmp_path: Path

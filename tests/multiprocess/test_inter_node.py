@@ -15,7 +15,7 @@ from ep_a2a.managers.registry import create_manager
 from tests.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
 from tests.manager_cases import kwargs_of
 from tests.op_cases import Case, make_inputs
-from tests.op_checks import SHORT_TIMEOUT_SECS, raised
+from tests.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised
 from tests.op_matrix import CASES, UNEVEN
 
 if TYPE_CHECKING:
@@ -157,3 +157,41 @@ def test_a_rank_that_does_not_come_is_an_error_on_all_others(ranks: Any) -> None
     for timed_out, secs in ranks(a_rank_that_does_not_come, 4):
         assert timed_out
         assert secs < 6 * SHORT_TIMEOUT_SECS
+
+
+LATE = replace(FULL, world_size=2, options={"timeout_secs": BRIEF_TIMEOUT_SECS, "first_timeout_secs": 60.0})
+
+
+def late_in_the_first_step(context: RankContext) -> None:
+    """A rank comes late to each hop between nodes: nobody minds in the op's first step, the other one in the second."""
+    nodes = Nodes.of(context, 2)
+    with nodes.arena:
+        op = nodes.op(LATE, context.rank)
+        mine = make_inputs(LATE, 0, context.rank)
+        nodes.rendezvous.barrier("before one is late")
+        is_late = context.rank == 1
+        for call in (
+            lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
+            lambda: op.combine(torch.zeros(2 * LATE.max_tokens, LATE.hidden_dim, dtype=torch.bfloat16), None, None),
+        ):
+            if is_late:
+                time.sleep(1.5 * BRIEF_TIMEOUT_SECS)
+            call()
+        run_inter_node_step(LATE, nodes, op, 1, context.device)
+        if not is_late:
+            start = time.monotonic()
+            error = raised(
+                errors.RankTimeoutError,
+                lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
+                f"within {BRIEF_TIMEOUT_SECS:g} s",
+            )
+            assert isinstance(error, errors.RankTimeoutError)
+            assert error.missing_ranks == (1,)
+            assert time.monotonic() - start < 6 * BRIEF_TIMEOUT_SECS
+        nodes.rendezvous.barrier("the other has given up")
+        op.close()
+    nodes.rail.close()
+
+
+def test_a_first_step_has_the_longer_bound_between_nodes_too(ranks: Any) -> None:
+    ranks(late_in_the_first_step, 2)

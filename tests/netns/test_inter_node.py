@@ -59,7 +59,6 @@ def take_steps_across_a_cut(
 ) -> tuple[tuple[int, ...] | None, str, float]:
     """A step, then more once the link is cut: the ranks that were missed, the error, the seconds until then."""
     nodes, case = Nodes.of(context, context.world_size), case_of(context)
-    nodes.rail.timeout_secs = timeout_secs
     with nodes.arena:
         op = nodes.op(case, context.rank)
         op.set_timeout(timeout_secs)

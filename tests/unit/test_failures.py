@@ -150,6 +150,23 @@ def test_a_timeout_accuses_the_rank_that_was_missing_first(name, missing):
     assert (type(again), str(again), again.missing_ranks) == (RankTimeoutError, str(error), missing)
 
 
+def test_a_timeout_tells_where_flags_stand():
+    seen = {"counts": (7, 7, 7, 6), "flags": (7, 6, 6, 6)}
+    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(0, WaitBounds.same(1.0), seen)
+    assert "epochs here now, 7 wanted: counts at 7 from ranks [0, 1, 2] and 6 from ranks [3]" in str(error)
+    assert "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]" in str(error)
+    assert "has begun" not in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, RankTimeoutError)
+    assert (again.wanted, again.seen, again.missing_ranks) == (7, seen, (3,))
+
+
+def test_a_rank_whose_flags_have_come_owes_rows():
+    seen = {"flags": (7, 7, 7, 7)}
+    error = failure(TIMEOUT, 3, COMBINE).exception(0, WaitBounds.same(1.0), seen)
+    assert "flags at 7 from ranks [0, 1, 2, 3]; rank 3 has begun this call by now, late or without" in str(error)
+
+
 def test_epochs_beyond_2_to_31_are_shown_unsigned():
     failed = Failure.from_record([TIMEOUT, 0, DISPATCH, -(2**31) + 1, 0, 0, 0, 0, 1], 1)
     assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, WaitBounds.same(1.0)))

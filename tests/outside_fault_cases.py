@@ -1,0 +1,191 @@
+"""Bodies of the tests of ranks that are killed from outside while they wait, on CPU and on GPUs alike.
+
+What a kernel does cannot be interrupted at a chosen place on a GPU. But a rank waits for certain where the others come
+only when it is dead; another process kills it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.testing.replay import CapturedStep
+from tests.fault_cases import (
+    LOCAL_SECS,
+    SLACK_SECS,
+    TIMEOUT_SECS,
+    VICTIM,
+    await_file,
+    echo_of,
+    settle,
+    steps_until_error,
+    timed,
+)
+from tests.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
+from tests.op_checks import raised, synchronize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.ops import EpDispatchCombineOp
+    from ep_a2a.testing import RankContext
+
+FLAGGED, DIRECT = 128, 0
+GPU_TIMEOUT_SECS = 3.0
+SECS_INTO_WAIT = 1.5
+"""From before a call of the rank that dies to its death: what it sends has gone, and it has not given up."""
+NUM_QUEUED_REPLAYS = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank that is killed in a call of its second step, and the calls in which its peers may learn of it.
+
+    Attributes:
+        call: "dispatch" or "combine", made by the rank itself; "replay", of a graph with both.
+        errors: calls of survivors, counted from that step. Later ones where the rank's rows had been sent.
+    """
+
+    call: str
+    flagged_max_tokens: int
+    errors: tuple[str, ...]
+
+
+OUTSIDE_FAULTS = {
+    "dispatch": Fault("dispatch", DIRECT, ("dispatch 0",)),
+    "flagged dispatch": Fault("dispatch", FLAGGED, ("dispatch 0", "combine 0")),
+    "combine": Fault("combine", FLAGGED, ("combine 0", "dispatch 1")),
+    "replay": Fault("replay", FLAGGED, ("replay",)),
+}
+
+
+def case_of(flagged_max_tokens: int, world_size: int = 3, **changes: Any) -> Case:
+    """A step of a few tokens on each of three ranks, or two."""
+    options = {"flagged_max_tokens": flagged_max_tokens}
+    return Case(
+        world_size=world_size, hidden_dim=32, num_experts=6, tokens=((4, 3, 5),), max_tokens=5, options=options,
+        **changes,
+    )  # fmt: skip
+
+
+def timeout_of(device: torch.device) -> float:
+    """Longer than a step takes there, in seconds."""
+    return TIMEOUT_SECS if device.type == "cpu" else GPU_TIMEOUT_SECS
+
+
+def kill_soon(marker: Path) -> None:
+    """Lets another process kill this one, and say so when nothing of it is left, its kernels included."""
+    own = os.getpid()
+    is_there = f"[ -d /proc/{own} ] && ! grep -q '^State:.Z' /proc/{own}/status"
+    script = f"sleep {SECS_INTO_WAIT}; kill -KILL {own}; while {is_there}; do sleep 0.05; done; touch '{marker}'"
+    subprocess.Popen(["sh", "-c", script], start_new_session=True)
+
+
+def killed_in_a_call(context: RankContext, fault: Fault, case: Case, folder: str) -> None:
+    """One rank is killed while it waits in a call; each of the others writes what it saw to a file."""
+    marker, rank = Path(folder, "dead"), context.rank
+    arena = Arena(context.group, context.device)
+    op = make_op(context, case, arena)
+    run_step(case, op, 0, context.device)
+    settle(op)
+    op.set_timeout(timeout_of(context.device))
+    arena.rendezvous.barrier("before the kill")
+    if rank == VICTIM:
+        if fault.call == "dispatch":
+            kill_soon(marker)
+        step = Step.dispatch(case, op, 1, context.device)
+        settle(op)
+        rows, weights, _, _ = step.before_combine()
+        if fault.call == "combine":
+            kill_soon(marker)
+        op.combine(rows, weights, step.ids)
+        settle(op)
+        raise AssertionError("this rank lives")
+    seen = steps_until_error(case, op, 1, {fault.call: lambda: await_file(marker)})
+    raised(RankTimeoutError, lambda: run_step(case, op, 2, context.device), f"rank {VICTIM}")
+    _leave(op, arena, seen, Path(folder, f"{rank}.json"))
+
+
+def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: str) -> None:
+    """One rank is killed while it waits in a graph that it replays; the others have replays queued behind theirs."""
+    marker, rank, device = Path(folder, "dead"), context.rank, context.device
+    arena = Arena(context.group, device)
+    op = make_op(context, case, arena)
+    mine = make_inputs(case, 0, rank)
+    x, ids, results = mine.tokens.to(device), mine.ids.to(device), []
+
+    def body(call: Callable[[Callable[[], None]], None]) -> None:
+        rows, *_ = op.dispatch(x, None, None, ids)
+        results.append(op.combine(rows, None, ids)[0])
+
+    body(lambda work: work())
+    captured = CapturedStep(op, body)
+    for number in range(2):
+        captured.replay()
+        synchronize(context)
+        same_bits(results[-1][: len(x)], echo_of(case, 0, rank), f"replay {number}")
+    settle(op)
+    op.set_timeout(timeout_of(device))
+    arena.rendezvous.barrier("before the kill")
+    if rank == VICTIM:
+        kill_soon(marker)
+        captured.replay()
+        settle(op)
+        raise AssertionError("this rank lives")
+    await_file(marker)
+    start = time.monotonic()
+    for _ in range(NUM_QUEUED_REPLAYS):
+        captured.replay()
+    synchronize(context)
+    seen: dict[str, Any] = {"call": "replay", "secs": time.monotonic() - start}
+    error = raised(RankTimeoutError, op.check)
+    assert isinstance(error, RankTimeoutError)
+    # those behind the one that failed have received nothing
+    assert op.recv_counts.tolist() == [0] * context.world_size
+    _leave(op, arena, seen | {"missing": list(error.missing_ranks)}, Path(folder, f"{rank}.json"))
+
+
+def _leave(op: EpDispatchCombineOp, arena: Arena, seen: dict[str, Any], report: Path) -> None:
+    """The op stays failed and closes alone; the rest of the report."""
+    raised(RankTimeoutError, op.check, f"rank {VICTIM}")
+    seen["close_secs"] = timed(op.close) + timed(arena.close)
+    seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
+    report.write_text(json.dumps(seen))
+
+
+def process_of(context: RankContext) -> int:
+    return os.getpid()
+
+
+def kill_and_look(fault: Fault, world_size: int, device: str, folder: Path) -> None:
+    """Runs a fault in a pool of its own: what each survivor saw, and that no process is left."""
+    weights = {} if fault.call != "replay" else {"with_weights": False, "combine_weights": False}
+    case = case_of(fault.flagged_max_tokens, world_size, **weights)
+    body = killed_in_a_replay if fault.call == "replay" else killed_in_a_call
+    with RankPool(world_size, device=device, timeout_secs=120, grace_secs=60) as pool:
+        processes = pool.run(process_of)
+        with pytest.raises(RankFailure) as caught:
+            pool.run(body, fault, case, str(folder))
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    assert "exit code -9" in caught.value.tracebacks[VICTIM]
+    for rank in set(range(world_size)) - {VICTIM}:
+        seen = json.loads((folder / f"{rank}.json").read_text())
+        assert seen["call"] in fault.errors
+        assert seen["missing"] == [VICTIM]
+        assert seen["secs"] < timeout_of(torch.device(device)) + SLACK_SECS
+        assert seen["close_secs"] < LOCAL_SECS
+        assert seen["files"] == []
+    # with a process its context on the GPU has gone
+    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
