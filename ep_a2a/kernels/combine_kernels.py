@@ -7,7 +7,7 @@ beside it that the peer has begun its combine, which bounds how far ranks can ru
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import add_results
+from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
@@ -94,7 +94,8 @@ def combine_kernel(
     OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Combine of one step: result [num_tokens, HIDDEN] of DTYPE; a token that went nowhere becomes zeros.
+    """Combine of one step: result [num_tokens, HIDDEN] of DTYPE; a token that went nowhere becomes zeros, and so
+    do those of a program that fails.
 
     Args:
         rows_in: the received rows' results, in the order in which dispatch left the rows; integer elements of the
@@ -176,6 +177,8 @@ def combine_kernel(
         if poison != 0:
             late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
             fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+            if receiver >= 0:
+                clear_results(result, num_tokens, receiver, num_receivers, HIDDEN, GROUPS_LANES, GROUP, DTYPE)
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, WORLD_SIZE)
     if SEND:
         finish_stage(table, COMBINE_SEND, program, num_programs, WORLD_SIZE)

@@ -204,6 +204,20 @@ def take_block(
 
 
 @portable
+def clear_results(
+    result, num_tokens, receiver, num_receivers, HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr,
+    GROUP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Zeros in place of what add_results stores: a step that failed shows neither parts of sums nor older ones."""
+    block: tl.constexpr = GROUPS_LANES * GROUP
+    num_blocks: tl.constexpr = (HIDDEN + block - 1) // block
+    for unit in range(receiver, num_tokens * num_blocks, num_receivers):
+        offsets = block_offsets((unit % num_blocks) * block, GROUPS_LANES, GROUP)
+        target = result + tl.cast(unit // num_blocks, tl.int64) * HIDDEN + offsets
+        tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < HIDDEN)
+
+
+@portable
 def add_results(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
     receiver, num_receivers, pause_ns,

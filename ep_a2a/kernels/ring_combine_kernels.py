@@ -245,6 +245,19 @@ def add_nodes(
 
 
 @portable
+def clear_results(
+    result, num_tokens, channel, RINGS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Zeros in place of the sums of a channel's tokens."""
+    for count in range(num_own_chunks(num_tokens, channel, RINGS)):
+        first_token, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
+        for token in range(first_token, end):
+            for first in tl.static_range(0, HIDDEN, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(at * 0.0, DTYPE), mask=at < HIDDEN)
+
+
+@portable
 def take_chunk(
     table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank,
     NODE_LANES: tl.constexpr, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
@@ -343,4 +356,6 @@ def return_kernel(
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
         fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+        for channel in range(program, CHANNELS, num_programs):
+            clear_results(result, num_tokens, channel, RINGS, HIDDEN, BLOCK, DTYPE)
     finish_stage(table, COMBINE_RECEIVE, program, num_programs, WORLD_SIZE)
