@@ -42,6 +42,7 @@ SHAPES: dict[str, Case] = {
     ),
     "more-channels-than-programs": replace(FEW, options=rings(2, 1, 5)),
     "one-chunk-holds-all": replace(FEW, options={"chunk_tokens": 64}),
+    "biases": replace(FEW, num_biases=2, options=SMALL_RINGS),
     "halves": replace(FEW, split="mixed", options=SMALL_RINGS),
     "halves-whole-steps": replace(FEW, split="mixed", kernel="AsyncLL", num_steps=4),
     "whole-steps": replace(FEW, kernel="InterNodeV1LL", options=rings(64, 1, 3)),
