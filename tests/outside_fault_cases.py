@@ -64,7 +64,7 @@ class Fault:
 
 
 OUTSIDE_FAULTS = {
-    "dispatch": Fault("dispatch", DIRECT, ("dispatch 0",)),
+    "dispatch": Fault("dispatch", DIRECT, ("dispatch 0", "combine 0")),
     "flagged dispatch": Fault("dispatch", FLAGGED, ("dispatch 0", "combine 0")),
     "combine": Fault("combine", FLAGGED, ("combine 0", "dispatch 1")),
     "replay": Fault("replay", FLAGGED, ("replay",)),

@@ -44,7 +44,7 @@ def test_it_compiles(changes: dict[str, Any]) -> None:
     rows = torch.zeros(8, config.hidden_dim, dtype=config.combined_dtype)
     for variant, values in (
         kernels._pack(x, scales, weights, ids, lines, routes, 8),
-        kernels._add(rows, weights, routes, rows, weights, 8, 8),
+        kernels._add(rows, weights, routes, (None, rows), rows, weights, 8, 8),
     ):
         ptx = compile_offline(variant.kernel, values, variant.constants, variant.num_warps)["ptx"]
         assert re.search(r"ld\.global\S*\.v4", ptx), variant.kernel.__name__
