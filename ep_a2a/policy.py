@@ -138,7 +138,7 @@ def choose_launch(
 
 def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
     """The wish with programs as wide as a multiprocessor serves them best; those of a combine take whole rows."""
-    wish = replace(wish, num_warps=WIDE_WARPS[phase])
+    wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
     if phase is not Phase.COMBINE:
         return wish
     senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase])))

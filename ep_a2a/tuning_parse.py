@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import ConfigError
@@ -17,6 +16,8 @@ MAX_PROGRAMS = 1 << 16
 MAX_WARPS = 32
 MIN_ELEMENTS, MAX_ELEMENTS = 128, 1 << 16
 MAX_PAUSE_NS = 1_000_000
+LARGEST = 1e30
+"""Of figures that justify a launch; integers without end would not fit a float."""
 
 _WITH_ROLES = ("num_warps", "num_senders", "num_receivers")
 LAUNCH_FIELDS = {
@@ -37,7 +38,7 @@ def parse_table(path: Path, phase: str) -> list[Parts]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"a readable JSON file at {path}", str(error), REMEDY) from error
     _fields(content, {"about": _text, "entries": _list}, str(path))
     entries = [_entry(entry, phase, f"entry {n} of {path}") for n, entry in enumerate(content["entries"])]
@@ -97,7 +98,7 @@ def _power_of_two(least: int, most: int) -> Check:
 
 
 def _is_measured(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 _object: Check = ("an object", lambda value: isinstance(value, dict))

@@ -72,24 +72,26 @@ class ExpertMajorKernels:
             "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": config.expert_alignment,
         }  # fmt: skip
 
-    def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int) -> None:
+    def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
         """Launches what writes rows by expert from the rows that have been received.
 
         Args:
             max_num_tokens: the step's.
             has_scales: whether the rows have scales.
-            num_sms: multiprocessors to be used; 0 on CPU.
+            num_sms: multiprocessors of the device; 0 on CPU.
+            max_sms: most programs that move rows, 0 = as many as keep all multiprocessors busy. The launch that numbers
+                rows has one short program for each expert in any case.
         """
         values, num_experts = self._values(max_num_tokens), self.config.num_local_experts
         # a rank without experts receives nothing, and a launch needs a program
         self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self.device)
         expand = self._expand[has_scales]
-        self._run(expand, (*values, num_experts), "ROW_WORDS", "BLOCK_WORDS", max_num_tokens, num_sms)
+        self._run(expand, (*values, num_experts), "ROW_WORDS", "BLOCK_WORDS", max_num_tokens, num_sms, max_sms)
 
-    def reduce(self, rows: torch.Tensor, max_num_tokens: int, num_sms: int) -> None:
+    def reduce(self, rows: torch.Tensor, max_num_tokens: int, num_sms: int, max_sms: int) -> None:
         """Launches what weighs and adds the experts' rows, [E, W * max_num_tokens, H], into REDUCED_ROWS."""
         values = (rows, *self._values(max_num_tokens))
-        self._run(self._reduce, values, "HIDDEN", "BLOCK", max_num_tokens, num_sms)
+        self._run(self._reduce, values, "HIDDEN", "BLOCK", max_num_tokens, num_sms, max_sms)
 
     def variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
@@ -103,9 +105,12 @@ class ExpertMajorKernels:
         return self.table, max_num_tokens, self.config.rank
 
     def _run(
-        self, variant: Variant, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int, num_sms: int
-    ) -> None:
+        self, variant: Variant, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int, num_sms: int,
+        max_sms: int,
+    ) -> None:  # fmt: skip
         """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
         num_blocks = -(-variant.constants[width] // variant.constants[block])
         most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
+        if 0 < max_sms < num_sms:
+            most = max_sms  # the GPU spreads programs over all it has
         variant.run(min(self.config.world_size * max_num_tokens * num_blocks, most), values, self.device)

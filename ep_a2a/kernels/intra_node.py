@@ -124,7 +124,7 @@ class IntraNodeKernels:
             self._run(variant, num_programs, values)
         if self._by_expert is not None and stages.receive:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self._by_expert.expand(args.max_num_tokens, has_scales, self._usable_sms)
+            self._by_expert.expand(args.max_num_tokens, has_scales, self.num_sms, self.max_sms)
 
     def combine(
         self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
@@ -133,7 +133,7 @@ class IntraNodeKernels:
         for target, source in args.copies if stages.send else ():
             target.copy_(source)
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
-            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self._usable_sms)
+            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms, self.max_sms)
         for variant, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
             self._run(variant, num_programs, values)
 

@@ -11,7 +11,7 @@ from ep_a2a.errors import EpA2AError
 from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.rail_choice import choose_transport, make_rail
+from ep_a2a.memory.rail_choice import choose_transport, make_rail, name_network_devices
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Nodes:
         if transport == "nvshmem":
             from ep_a2a.kernels.nvshmem_rail import NvshmemRail
 
+            name_network_devices()
             return NvshmemRail(rendezvous, grid, device, timeout_secs, reason)
         return make_rail(reason, rendezvous.group, grid, device, timeout_secs)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a import env
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, UnsupportedError
 from ep_a2a.memory.symmetric import bytes_at
 
@@ -30,7 +29,6 @@ SIGNAL_ADD = 10
 COMPARE_GE = 5
 """NVSHMEM's number for >= (nvshmem_constants.h)."""
 HOST_LIBRARY = "libnvshmem_host.so.3"
-DEVICES = "NVSHMEM_HCA_LIST"
 INIT_WITH_UNIQUE_ID = 8
 IS_INITIALIZED = 2
 UNIQUE_ID_BYTES = 128
@@ -188,7 +186,7 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
     """The NVSHMEM of a group, started by its first call in a process. Collective.
 
     One that another library of this process has started (torch's symmetric memory, DeepEP) is used if the group is all
-    of it. EP_A2A_RDMA_DEVICES is handed on as NVSHMEM_HCA_LIST, unless that is set.
+    of it.
 
     Raises:
         MissingPackageError: no NVSHMEM on a rank.
@@ -217,8 +215,6 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
 
 
 def _initialize(rendezvous: Rendezvous, device: torch.device) -> None:
-    if env.RDMA_DEVICES.get():
-        env.set_unless_set(DEVICES, env.RDMA_DEVICES.get())
     library = _host_library()
     unique_id = ctypes.create_string_buffer(UNIQUE_ID_BYTES)
     ctypes.c_int.from_buffer(unique_id).value = _version(UNIQUE_ID_BYTES)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
-NCCL_DEVICES = "NCCL_IB_HCA"
+NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 
 def choose_transport(name: str, *, why_not_peer_memory: str | None) -> tuple[str, str]:
@@ -75,9 +75,10 @@ def make_rail(
 
 
 def name_network_devices() -> None:
-    """Hands EP_A2A_RDMA_DEVICES to NCCL, unless NCCL_IB_HCA is set; the first call of a process says so in the log.
+    """Hands EP_A2A_RDMA_DEVICES to NCCL and NVSHMEM, unless NCCL_IB_HCA or NVSHMEM_HCA_LIST is set.
 
-    NCCL looks when the process makes its first communicator, so engines that make one earlier call this before it.
+    The first call of a process says so in the log. NCCL looks when the process makes its first communicator, so engines
+    that make one earlier call this before it.
 
     Raises:
         EnvironmentVariableError: EP_A2A_RDMA_DEVICES is not a list of devices.
@@ -87,13 +88,14 @@ def name_network_devices() -> None:
         return
     # NCCL takes names for prefixes unless told otherwise by "=".
     wanted = f"^={devices[1:]}" if devices.startswith("^") else f"={devices}"
-    standing = env.set_unless_set(NCCL_DEVICES, wanted)
-    if standing == wanted:
-        _log_once(logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {NCCL_DEVICES}={wanted}")
-    else:
-        _log_once(
-            logging.WARNING, f"EP_A2A_RDMA_DEVICES={devices} does not count: {NCCL_DEVICES} is {standing!r} already"
-        )
+    for variable, value in ((NCCL_DEVICES, wanted), (NVSHMEM_DEVICES, devices)):
+        standing = env.set_unless_set(variable, value)
+        if standing == value:
+            _log_once(logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {variable}={value}")
+        else:
+            _log_once(
+                logging.WARNING, f"EP_A2A_RDMA_DEVICES={devices} does not count: {variable} is {standing!r} already"
+            )
 
 
 @functools.cache

@@ -253,13 +253,17 @@ def test_nvshmem_asks_for_gpus(ranks):
         ("", "", "", ""),
     ],
 )
-def test_devices_are_handed_to_nccl_and_said_once(devices, standing, value, message, monkeypatch, caplog):
+def test_devices_are_handed_to_libraries_and_said_once(devices, standing, value, message, monkeypatch, caplog):
     rail_choice._log_once.cache_clear()
+    monkeypatch.setenv("NVSHMEM_HCA_LIST", "")
     monkeypatch.setenv("EP_A2A_RDMA_DEVICES", devices)
     monkeypatch.setenv("NCCL_IB_HCA", standing)
     with caplog.at_level("INFO", logger="ep_a2a"):
         rail_choice.name_network_devices()
         rail_choice.name_network_devices()
     assert os.environ["NCCL_IB_HCA"] == value
-    assert len(caplog.messages) == bool(message)
-    assert all(message in text for text in caplog.messages)
+    assert os.environ["NVSHMEM_HCA_LIST"] == devices
+    of_nccl, of_nvshmem = ([text for text in caplog.messages if name in text] for name in ("NCCL_IB", "NVSHMEM_HCA"))
+    assert len(of_nccl) == len(of_nvshmem) == bool(message)
+    assert all(message in text for text in of_nccl)
+    assert all(f"counts: NVSHMEM_HCA_LIST={devices}" in text for text in of_nvshmem)

@@ -289,9 +289,9 @@ def add(
 ):  # fmt: skip
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
     poison = add_results(
-        rows_in, weights_in, result, rows_in, table, num_tokens, first_own_row, slots_per_rank, rank, 1, receiver,
-        num_receivers, 0, TOPK, TOPK, TOPK, WORLD_SIZE, HIDDEN, 1, GROUP, tl.float32, tl.float32, tl.int32, False,
-        HAS_WEIGHTS, False, OWN_IN_PLACE, READ_AHEAD,
+        rows_in, weights_in, result, rows_in, None, None, table, num_tokens, first_own_row, slots_per_rank, rank, 1,
+        receiver, num_receivers, 0, TOPK, TOPK, TOPK, WORLD_SIZE, HIDDEN, 1, GROUP, tl.float32, tl.float32, tl.int32,
+        False, HAS_WEIGHTS, False, OWN_IN_PLACE, READ_AHEAD,
     )  # fmt: skip
     tl.store(poison_out + receiver, poison)
 

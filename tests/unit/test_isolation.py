@@ -72,8 +72,8 @@ def test_no_text_is_run_as_code():
             assert name_of(call) not in ("os.system", "os.popen"), path
 
 
-def test_the_environment_is_written_in_one_place_for_one_variable():
-    """EP_A2A_RDMA_DEVICES is for NCCL, which takes its devices from NCCL_IB_HCA only."""
+def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
+    """EP_A2A_RDMA_DEVICES is for NCCL and NVSHMEM, which take their devices from variables only."""
     writers = [
         ast.unparse(node)
         for tree in TREES.values()
