@@ -100,12 +100,7 @@ def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[An
 def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr("ep_a2a.kernels.variants.Variant.run", lambda _, programs, *__: launched.append(programs))
-    config = EpDispatchCombineConfig(
-        data_type=torch.bfloat16, rank=0, world_size=8, hidden_dim=7168, scale_dim=0, scale_type_size=0,
-        max_token_type_size=2, max_num_inp_token_per_rank=4096, num_experts_per_rank=32, num_experts_per_token=8,
-        layout="expert_major",
-    )  # fmt: skip
-    kernels = ExpertMajorKernels(config, torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
+    kernels = ExpertMajorKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
     for max_sms in (24, 0):
         kernels.expand(4096, False, 132, max_sms)
         kernels.reduce(torch.empty(0), 4096, 132, max_sms)
