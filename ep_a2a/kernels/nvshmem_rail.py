@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from ep_a2a.memory.rails import RailTransport, check_blocks
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid
     from ep_a2a.memory.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 128 << 20
 """Of the blocks for all nodes, and as much of those from them; larger exchanges go in rounds."""
@@ -61,6 +64,7 @@ class NvshmemRail(RailTransport):
         self._capacity = STAGING_BYTES // nodes // SMALLEST_PIECE_BYTES * SMALLEST_PIECE_BYTES
         blocks_bytes = nodes * self._capacity
         self._block = self._library.allocate(rendezvous, 2 * blocks_bytes + 3 * nodes * WORD_BYTES)
+        self.num_bytes = self._block.num_bytes
         memory = self._block.tensor(device)
         self._staged = memory[:blocks_bytes].view(nodes, self._capacity)
         self._landed = memory[blocks_bytes : 2 * blocks_bytes].view(nodes, self._capacity)
@@ -77,6 +81,7 @@ class NvshmemRail(RailTransport):
         )
         for variant, values in zip((self._put, self._await, self._release), self._values(1, 1, timeout_secs)):
             variant.compile(values)
+        logger.info("rail of ranks %s: NVSHMEM: %s", ", ".join(map(str, grid.rail_ranks)), reason)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """See the base class.

@@ -129,8 +129,8 @@ class OpFactory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arenas of nodes, which are not in the factory's own."""
-        return sum(nodes.arena.num_bytes for nodes in self._nodes.values())
+        """Bytes of the arenas of nodes, which are not in the factory's own, and of rails."""
+        return sum(nodes.arena.num_bytes + nodes.rail.num_bytes for nodes in self._nodes.values())
 
     def close(self) -> None:
         """Gives back what ops across nodes share, not the arena; to be called on every rank."""

@@ -31,9 +31,11 @@ class RailTransport(abc.ABC):
 
     Attributes:
         name: the transport's name, as `choose_transport` takes it.
+        num_bytes: memory of the device that the transport itself holds.
     """
 
     name: str
+    num_bytes = 0
 
     def __init__(self, grid: NodeGrid, timeout_secs: float, reason: str) -> None:
         self.grid = grid
