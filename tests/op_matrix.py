@@ -96,7 +96,6 @@ def _contracts() -> dict[str, Case]:
         "biases-in-halves": replace(base, num_biases=2, split="mixed", layout="rank_major", dtype=torch.float16),
         "biases-of-few": replace(base, num_biases=2, tokens=small, routing="out_of_range"),
         "biases-fp8": replace(base, num_biases=2, hidden_dim=256, quant_type="fp8_blockwise", combine_weights=False),
-        "biases-expert-major": replace(base, num_biases=2, layout="expert_major"),
         "cap": replace(base, options={"max_total_recv_tokens": 48}),
         "nobody-has-tokens": replace(base, tokens=((0,),)),
         "epoch-2**31": replace(base, first_epoch=2**31 - 3, num_steps=6, layout="rank_major"),
@@ -119,6 +118,7 @@ def _expert_major() -> dict[str, Case]:
             base, tokens=small, max_num_tokens=(3, None, 1, 4), num_steps=8, options={"expert_alignment": 4}
         ),
         "zero-copy": replace(base, zero_copy=True),
+        "biases": replace(base, num_biases=2),
         "direct": replace(base, options={"flagged_max_tokens": 0}),
         "nobody-has-tokens": replace(base, tokens=((0,),)),
         "few-experts": replace(base, world_size=5, num_experts=3, topk=2),

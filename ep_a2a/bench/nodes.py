@@ -8,6 +8,7 @@ from ep_a2a.bench.ours import OpContender, OpSession
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import CheckFailedError
 from ep_a2a.managers.op_factory import OpFactory
+from ep_a2a.memory.nvshmem import library_folder
 from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ class NvshmemContender(RailContender):
 
     name: ClassVar[str] = "ep_a2a_nvshmem"
     rail = "nvshmem"
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """What the op refuses, workloads of one node, and no GPUs or no NVSHMEM."""
+        reason = super().unavailable(workload, device)
+        if reason is None and device.type != "cuda":
+            reason = "needs GPUs"
+        if reason is None and library_folder() is None:
+            reason = "no package nvidia-nvshmem"
+        return reason
 
 
 class RailSession(OpSession):

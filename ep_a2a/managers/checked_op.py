@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, UnsupportedError
+from ep_a2a.kernels.arguments import NO_BIASES, Biases
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult
 from ep_a2a.kernels.inputs import check_biases, check_combine, check_dispatch, check_out
 from ep_a2a.managers.halves import FirstHalfDoesAll
@@ -31,6 +32,7 @@ class StepInputs:
         weights: float32 [T, K] or None. scales: [T, S] or None. ids: int32 [T, K], a copy of the op's own.
         max_num_tokens: the step's, equal on all ranks. pad_id: what rows without a token shall carry.
         counts_experts: local_expert_count is asked for.
+        biases: what its combine is to add, which is known then.
     """
 
     tokens: torch.Tensor
@@ -40,6 +42,7 @@ class StepInputs:
     max_num_tokens: int
     pad_id: int
     counts_experts: bool
+    biases: Biases = NO_BIASES
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +60,9 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
 
     takes: ClassVar[frozenset[str]] = frozenset()
     """Names out of KERNEL_FIELDS that the op goes by."""
+
+    adds_biases = False
+    """Whether `_bring_back` adds the step's biases to its sums before it rounds them."""
 
     casts_inside = False
     """Whether `_send` gets tokens before the config's cast."""
@@ -150,7 +156,7 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
 
-        Biases are added to sums that have been rounded.
+        With other projects' libraries biases are added to sums that have been rounded.
 
         Returns:
             (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None).
@@ -179,9 +185,10 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._streams.follow(self.device)
         self._inputs = self._given = None
         rows = input.view(*lead, input.shape[-1])
+        step = replace(step, biases=(bias_0, bias_1))
         result, sums = self._bring_back(rows, None if weights is None else weights.view(*lead, -1), step, out)
-        for bias in (bias_0, bias_1):
-            if bias is not None:
+        for bias in step.biases:
+            if bias is not None and not self.adds_biases:
                 total = result[: step.num_tokens]
                 total.copy_(total.float() + bias)
         return result, sums

@@ -56,6 +56,7 @@ class CollectiveDispatchCombineOp(CheckedDispatchCombineOp):
         UnsupportedError: quant_type asks for a quantised combine, or layout is expert_major.
     """
 
+    adds_biases = True
     takes = frozenset({"timeout_secs"})
 
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
@@ -133,7 +134,11 @@ class CollectiveDispatchCombineOp(CheckedDispatchCombineOp):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._route is not None
         result = self._buffers.result if out is None else out
-        result[: step.num_tokens] = self._sum(rows.flatten(0, -2), self._route)
+        total = self._sum(rows.flatten(0, -2), self._route)
+        for bias in step.biases:
+            if bias is not None:
+                total += bias
+        result[: step.num_tokens] = total
         if weights is None:
             return result, None
         self._buffers.result_weights[: step.num_tokens] = self._sum(weights.flatten(0, -2), self._route)

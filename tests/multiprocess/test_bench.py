@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
 ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
-NEED_GPUS = ("flashinfer", "deepep")
+NEED_GPUS = ("flashinfer", "deepep", "deepep_low_latency")
 LAYERS = ("ep_low_latency", "ep_low_latency_traced")
 """Of layout expert_major."""
+NVSHMEM = "ep_a2a_nvshmem"
 
 
 def workload_of(world_size: int, **changes: Any) -> Workload:
@@ -42,7 +43,7 @@ def test_every_contender_is_known_here():
     assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS, *LAYERS} == set(contenders.CONTENDERS)
 
 
-@pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
+@pytest.mark.parametrize("name", ["ep_a2a", *(name for name in contenders.BETWEEN_NODES if name != NVSHMEM)])
 def test_virtual_nodes(ranks, name):
     workload = workload_of(4, gpus_per_node=2, layout="rank_major")
     row = ranks(run.run_contender, 4, workload, name, QUICK)[0]
@@ -53,6 +54,11 @@ def test_virtual_nodes(ranks, name):
     assert row.details.get("rows_between_nodes") == expected
     if name == "ep_a2a_rail":
         assert once + row.details["padding_between_nodes"] == 4 * workload.max_num_tokens
+
+
+def test_nvshmem_needs_gpus():
+    workload = workload_of(4, gpus_per_node=2, layout="rank_major")
+    assert contenders.make_contender(NVSHMEM).unavailable(workload, torch.device("cpu")) == "needs GPUs"
 
 
 @pytest.mark.parametrize("name", contenders.BETWEEN_NODES)
