@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.wait_bounds import WaitBounds
 
 RESET = "Then op.reset() on every rank makes the op usable again."
-PHASES = {1: "dispatch", 2: "combine"}
+DISPATCH_PHASE, COMBINE_PHASE = 1, 2
+PHASES = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
 UINT32_MASK = 0xFFFFFFFF
 
 

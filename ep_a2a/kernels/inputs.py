@@ -260,21 +260,23 @@ def check_own_indices(
 
 def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
     """combine's `out`: [T, H] of combine_dtype."""
-    check_tensor("out", out, (config.combined_dtype,), device)
-    check_rows("out", out, config.hidden_dim)
-    if out.shape[0] != num_tokens:
-        raise ShapeError(f"out with a row for each of the {num_tokens} tokens dispatched", str(out.shape[0]))
+    _check_token_rows("out", config, device, out, num_tokens)
 
 
 def check_biases(config: EpDispatchCombineConfig, device: torch.device, biases: Biases, num_tokens: int) -> None:
     """combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
     for number, bias in enumerate(biases):
         if bias is not None:
-            check_tensor(f"bias_{number}", bias, (config.combined_dtype,), device)
-            check_rows(f"bias_{number}", bias, config.hidden_dim)
-            if bias.shape[0] != num_tokens:
-                what = f"bias_{number} with a row for each of the {num_tokens} tokens dispatched"
-                raise ShapeError(what, str(bias.shape[0]))
+            _check_token_rows(f"bias_{number}", config, device, bias, num_tokens)
+
+
+def _check_token_rows(
+    name: str, config: EpDispatchCombineConfig, device: torch.device, rows: torch.Tensor, num_tokens: int
+) -> None:
+    check_tensor(name, rows, (config.combined_dtype,), device)
+    check_rows(name, rows, config.hidden_dim)
+    if rows.shape[0] != num_tokens:
+        raise ShapeError(f"{name} with a row for each of the {num_tokens} tokens dispatched", str(rows.shape[0]))
 
 
 def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:

@@ -92,9 +92,10 @@ class NvshmemRail(RailTransport):
         self.check()
         check_blocks(received, sent, self.grid.num_nodes)
         received, sent = (blocks.view(torch.uint8).view(self.grid.num_nodes, -1) for blocks in (received, sent))
+        bound_secs = self.timeout_secs if timeout_secs is None else timeout_secs
         for first in range(0, sent.shape[1], self._capacity):
             part = slice(first, first + self._capacity)
-            self._exchange_part(received[:, part], sent[:, part], timeout_secs or self.timeout_secs)
+            self._exchange_part(received[:, part], sent[:, part], bound_secs)
         own = self.grid.node
         received[own].copy_(sent[own])
 

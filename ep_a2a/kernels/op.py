@@ -287,8 +287,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         if out is not None:
             inputs.check_out(self.config, self.device, out, num_tokens)
             result = out
-        if biases != NO_BIASES:
-            inputs.check_biases(self.config, self.device, biases, num_tokens)
+        inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
         rows, copies = self._memory.out_of_reach(rows, "combine_rows")
         if weights is not None:

@@ -10,6 +10,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.errors import StateError
+from ep_a2a.kernels.failures import COMBINE_PHASE, UINT32_MASK
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.pools import outside_pools
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
-COMBINE_PHASE = 2
-UINT32_MASK = 0xFFFFFFFF
 STEP_SHIFT = 16
 """Step counters count arrivals in their lower bits (kernels/primitives.py)."""
 

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _make_rail(
+    rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str, reason: str
+) -> RailTransport:
+    """The rail of a transport that is no peer_memory; arguments as of Nodes. Collective."""
+    if transport == "nvshmem":
+        from ep_a2a.kernels.nvshmem_rail import NvshmemRail
+
+        name_network_devices()
+        return NvshmemRail(rendezvous, grid, device, timeout_secs, reason)
+    return make_rail(reason, rendezvous.group, grid, device, timeout_secs)
+
+
 class Nodes:
     """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
 
@@ -45,19 +57,8 @@ class Nodes:
         reason: str,
     ) -> None:  # fmt: skip
         self._group = make_subgroup(rendezvous.group, grid.node_ranks)
-        self.rail = self._make_rail(rendezvous, grid, device, timeout_secs, transport, reason)
+        self.rail = _make_rail(rendezvous, grid, device, timeout_secs, transport, reason)
         self.arena = Arena(self._group, device)
-
-    def _make_rail(
-        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str,
-        reason: str,
-    ) -> RailTransport:  # fmt: skip
-        if transport == "nvshmem":
-            from ep_a2a.kernels.nvshmem_rail import NvshmemRail
-
-            name_network_devices()
-            return NvshmemRail(rendezvous, grid, device, timeout_secs, reason)
-        return make_rail(reason, rendezvous.group, grid, device, timeout_secs)
 
     def close(self) -> None:
         """Gives everything back; to be called on every rank."""
