@@ -63,6 +63,12 @@ def _num_steps(text: str) -> int:
     return value
 
 
+def _shared_experts(text: str) -> str:
+    if text not in ("stream", "halves"):
+        raise ValueError(text)
+    return text
+
+
 def _timeout_secs(text: str) -> float:
     value = float(text)
     if not 0 < value <= MAX_TIMEOUT_SECS:
@@ -116,6 +122,13 @@ COUNTERS: Variable[int] = Variable(
     f"a number of steps, 0 to {MAX_KEPT_STEPS}",
     "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
 )
+SHARED_EXPERTS: Variable[str] = Variable(
+    "EP_A2A_SHARED_EXPERTS",
+    "stream",
+    _shared_experts,
+    "stream or halves",
+    "In vLLM, where shared experts run: on vLLM's second stream, or between the halves of combine.",
+)
 RAIL: Variable[str] = Variable(
     "EP_A2A_RAIL",
     "auto",
@@ -141,6 +154,7 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
     FIRST_TIMEOUT_SECS,
     TUNING_DIR,
     COUNTERS,
+    SHARED_EXPERTS,
     RAIL,
     RDMA_DEVICES,
     LOG_LEVEL,

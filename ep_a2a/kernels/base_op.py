@@ -77,6 +77,9 @@ class DispatchCombineBase:
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
 
+    def compile_halves(self) -> None:
+        """Makes the split calls ready to be captured at once. Without effect where nothing is left to compile."""
+
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; UnsupportedError where there are none."""
         raise UnsupportedError(

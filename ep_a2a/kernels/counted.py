@@ -111,7 +111,7 @@ class CountedExchange:
         self.op, self.counters = op, counters
         self._kernels = _CounterKernels(op, counters)
         # whoever captures a graph may not have made a call of this size before
-        op._kernels.compile_halves()
+        op.compile_halves()
         self._kernels.compile()
 
     def dispatch(
@@ -142,7 +142,24 @@ class CountedExchange:
         bias_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See EpDispatchCombineOp.combine."""
-        self.op.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+        self.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+        return self.combine_recv()
+
+    def combine_send(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See EpDispatchCombineOp.combine_send."""
+        return self.op.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+
+    def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See EpDispatchCombineOp.combine_recv; what is launched between the halves does not count as waiting."""
         self._kernels.start_wait()
         result = self.op.combine_recv()
         self._kernels.count_combine()

@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.arguments import Biases
     from ep_a2a.memory.arena import Arena
 
-NEXT_CALL = {
-    Stage.DISPATCH_SEND: "dispatch",
-    Stage.DISPATCH_RECEIVE: "dispatch_recv",
-    Stage.COMBINE_SEND: "combine",
-    Stage.COMBINE_RECEIVE: "combine_recv",
-}
+NEXT_CALLS = ("dispatch", "dispatch_recv", "combine", "combine_recv")
+"""By Stage."""
 
 
 class EpDispatchCombineOp(DispatchCombineBase):
@@ -307,7 +303,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Raises what the kernels have recorded, or AlternationError when the step is elsewhere."""
         self.check()
         if self._stage is not stage:
-            raise AlternationError(f"{NEXT_CALL[self._stage]} next", call)
+            raise AlternationError(f"{NEXT_CALLS[self._stage]} next", call)
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
@@ -346,6 +342,10 @@ class EpDispatchCombineOp(DispatchCombineBase):
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
         self._kernels.limit_sms(max_sms)
+
+    def compile_halves(self) -> None:
+        """Compiles the split calls, now and whenever launches change; see the base class. Local."""
+        self._kernels.compile_halves()
 
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; called by SpanRecorder, which reads them. Local."""

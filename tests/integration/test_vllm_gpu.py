@@ -15,7 +15,7 @@ from tests.markers import needs_gpus
 from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_gpu.compare import compare
 from tests.vllm_gpu.engine import Action, Run, arguments, run_engine
-from tests.vllm_gpu.models import SHAPES, save_model
+from tests.vllm_gpu.models import SHAPES, quantized, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +46,13 @@ def tokens(label: str, **changed: int) -> Action:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family's model, in bfloat16; made when it is first asked for."""
+    """The folder of a family's model, in bfloat16 or with fp8 in blocks; made when it is first asked for."""
     folder = tmp_path_factory.mktemp("models")
 
     def made(family: str) -> Path:
-        path = folder / family
-        return path if path.exists() else save_model(path, SHAPES[family])
+        path, shape = folder / family, family.removesuffix("-fp8")
+        config = quantized(SHAPES[shape]) if family != shape else SHAPES[shape]
+        return path if path.exists() else save_model(path, config)
 
     return made
 
@@ -80,6 +81,7 @@ def check_against_theirs(folder: Path, model: Path, action: Action, engine: dict
         pytest.param("qwen3_moe", CAPTURED, id="qwen3_moe-graphs"),
         pytest.param("qwen3_moe", {"enforce_eager": True}, id="qwen3_moe-eager"),
         pytest.param("deepseek_v2", CAPTURED, id="deepseek_v2-graphs"),
+        pytest.param("qwen3_moe-fp8", CAPTURED, id="qwen3_moe-fp8-graphs"),
     ],
 )
 def test_tokens_are_those_of_allgather_reducescatter(model, tmp_path, family, engine):
@@ -88,6 +90,12 @@ def test_tokens_are_those_of_allgather_reducescatter(model, tmp_path, family, en
 
 def test_tokens_are_those_of_allgather_reducescatter_in_float32(model, tmp_path):
     check_against_theirs(tmp_path, model("qwen3_moe"), tokens("first"), CAPTURED | FLOAT32, **IEEE)
+
+
+def test_tokens_with_shared_experts_between_the_halves_of_combine(model, tmp_path):
+    check_against_theirs(
+        tmp_path, model("deepseek_v2"), tokens("first"), CAPTURED, EP_A2A_SHARED_EXPERTS="halves"
+    )  # fmt: skip
 
 
 def test_tokens_while_experts_move_between_ranks(model, tmp_path):

@@ -277,6 +277,30 @@ def nothing_is_counted_by_default(context: RankContext) -> None:
     assert names == ["flagged_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
 
 
+def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
+    """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
+    from ep_a2a.kernels.layout import Stage
+
+    for counted in ("0", "2"):
+        variables = {"EP_A2A_SHARED_EXPERTS": "halves", "EP_A2A_COUNTERS": counted}
+        with mock.patch.dict(os.environ, variables), manager_of(context) as manager:
+            case = Layer()
+            kernel = kernel_of(case, manager)
+            ours = kernel.prepare_finalize
+            assert ours.supports_async()
+            stages, finalize = [], ours.finalize_async
+
+            def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, stages: Any = stages) -> Any:
+                receive = finalize(*args)
+                stages.append(ours._op._stage)
+                return receive
+
+            ours.finalize_async = observed
+            for _ in range(2):
+                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            assert stages == [Stage.COMBINE_RECEIVE] * 2
+
+
 def rows_of(case: Layer, source: int, destination: int) -> int:
     """Tokens of a rank that have an expert at another, or at itself."""
     first, end = expert_ranges(case.num_experts, 2)[destination]
@@ -331,6 +355,6 @@ LAYER_CHECKS = {
         layers_share_one_op, layers_built_again_keep_their_op, waits_are_bounded_by_the_groups_timeout_at_first,
         layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
         an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
-        nothing_is_counted_by_default, steps_are_counted_layer_by_layer,
+        shared_experts_between_the_halves_of_combine, nothing_is_counted_by_default, steps_are_counted_layer_by_layer,
     )
 }  # fmt: skip

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Action = dict[str, Any]
 """`action`, the name of a method of rank.Rank, and its arguments; `label`, by which its reports can be asked for."""
 
+KV_CACHE_BYTES = 8 << 30
+"""Fixed, so that engines of several tests may be up at once: vLLM would take what others give back for its own."""
 LOG_CHARS = 4000
 LAST_WORDS_SECS = 5
 """Given to the other ranks when one has failed, and to all to write their stacks before they are killed."""
@@ -56,8 +58,8 @@ def arguments(model: Path, backend: str, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_model_len": 1024,
         "max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_prefix_caching": False, "disable_log_stats": True,
-        "distributed_executor_backend": "uni", "gpu_memory_utilization": 0.5, "moe_backend": "triton",
-        "enable_expert_parallel": True, "all2all_backend": backend,
+        "distributed_executor_backend": "uni", "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "moe_backend": "triton", "enable_expert_parallel": True, "all2all_backend": backend,
     }  # fmt: skip
     return found | more
 

@@ -13,6 +13,9 @@ from tests.vllm_engine.models import CONFIGS, weights_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
+FP8_BLOCK = 128
 COMMON: dict[str, Any] = {"torch_dtype": "bfloat16", "hidden_size": 2048}
 YARN = CONFIGS["deepseek_v2"]["rope_scaling"]
 # FlashAttention 3 has kernels for these head sizes of MLA only
@@ -55,8 +58,19 @@ def save_config(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def quantized(config: dict[str, Any]) -> dict[str, Any]:
+    """A config whose linear layers, but for gates and the last one, are in fp8 with a scale per block."""
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
+    return config | {
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": ["lm_head", *gates],
+        }
+    }  # fmt: skip
+
+
 def save_model(folder: Path, config: dict[str, Any], expert_gain: float = 2.0) -> Path:
-    """Writes config.json and model.safetensors: one of tests.vllm_engine.models' kind, in the config's dtype."""
+    """Writes config.json and model.safetensors: one of tests.vllm_engine.models' kind, as the config wants it."""
     import torch
     from safetensors.torch import save_file
 
@@ -67,6 +81,20 @@ def save_model(folder: Path, config: dict[str, Any], expert_gain: float = 2.0) -
     for name, shape, gain in weights_of(config):
         gain = expert_gain if ".experts." in name else gain
         drawn = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator)
-        tensors[name] = (drawn if len(shape) == 1 else drawn.mul_(gain / shape[-1] ** 0.5)).to(dtype)
+        weight = drawn if len(shape) == 1 else drawn.mul_(gain / shape[-1] ** 0.5)
+        if "quantization_config" in config and name.endswith("proj.weight"):
+            tensors[name], tensors[name + "_scale_inv"] = in_blocks(weight)
+        else:
+            tensors[name] = weight.to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as fp8, and the float32 scales of its blocks; FP8_BLOCK divides both sizes."""
+    import torch
+
+    rows, columns = (size // FP8_BLOCK for size in weight.shape)
+    blocks = weight.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scales

@@ -30,7 +30,11 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3_30b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=0, help="default: the shape's own number")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, one GPU each")
-    parser.add_argument("--backends", default="ep_a2a,allgather_reducescatter", help="comma-separated")
+    parser.add_argument(
+        "--backends",
+        default="ep_a2a,allgather_reducescatter",
+        help="comma-separated; NAME:VARIABLE=VALUE sets a variable of that one's environment",
+    )
     parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
     parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one engine, start included")
@@ -54,11 +58,14 @@ def measure(
     options: argparse.Namespace, backend: str, folder: Path, place: int, num_engines: int
 ) -> list[dict[str, Any]]:
     """What one backend reaches, a result per workload and round."""
+    name, *settings = backend.split(":")
+    variables = dict(setting.split("=") for setting in settings)
+    folder = folder / backend.replace(":", "-")
     config = SHAPES[options.shape]
     config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
     batches, prompts, outputs = zip(*options.workloads)
     engine = arguments(
-        save_config(folder / backend / "model", config), backend, load_format="dummy",
+        save_config(folder / "model", config), name, load_format="dummy",
         gpu_memory_utilization=0.8 / num_engines,
         max_model_len=max(map(sum, zip(prompts, outputs))), max_num_seqs=max(batches),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
@@ -70,7 +77,7 @@ def measure(
          "output": output}
         for number in rounds for batch, prompt, output in options.workloads
     ]  # fmt: skip
-    run = run_engine(folder / backend, engine, actions, options.ranks, options.limit, place, num_engines)
+    run = run_engine(folder, engine, actions, options.ranks, options.limit, place, num_engines, **variables)
     results = []
     for number, (batch, prompt, output) in itertools.product(rounds, options.workloads):
         ranks = run.of(f"{number} {batch}x{prompt}x{output}")

@@ -13,13 +13,14 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
+from ep_a2a import env
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.step import agreed_max_tokens
 from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, wire_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -48,6 +49,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._manager = manager
         self._moe = moe
         self._max_num_tokens = max_num_tokens
+        self._combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
         self._wire: WireFormat = RAW
         self._op: NativeOp | None = None
         self._exchange: NativeOp | CountedExchange | None = None
@@ -80,8 +82,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         return False
 
     def supports_async(self) -> bool:
-        """Whole calls only: vLLM overlaps shared experts on its own stream."""
-        return False
+        """Whether vLLM runs shared experts between the halves of combine, in place of its second stream."""
+        return self._combines_in_halves
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Builds the op for these experts. Collective."""
@@ -99,6 +101,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 num_local_experts=moe.num_local_experts, max_num_tokens=self._max_num_tokens,
             )
         )  # fmt: skip
+        if self._combines_in_halves:
+            self._op.compile_halves()
         self._exchange = self._manager.exchange_of(self._op, moe)
         self._close_op_when_experts_fail(fused_experts)
 
@@ -164,6 +168,11 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             row_ids, row_weights = local_ids(row_ids, row_weights, expert_map)
         return rows, row_scales, None, row_ids, row_weights
 
+    def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """`prepare`, whose result the returned function gives out: vLLM has no work to do in between."""
+        result = self.prepare(*args, **kwargs)
+        return lambda: result
+
     def _quantized(self, tokens: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Received rows [W, t, H] as vLLM's helper quantises them, [W * t, ...]."""
         import torch
@@ -198,11 +207,45 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         topk_weights and topk_ids are those of the received rows. What this rank had dispatched, the op remembers.
         """
+        with self._closing_op_on_error():
+            rows = self._reduced(
+                fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+            )
+            self._ready().combine(rows, None, None, out=output)
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> Callable[[], None]:
+        """Sends the experts' rows back; the returned function waits for this rank's and adds them. See `finalize`."""
+        exchange = self._ready()
+        with self._closing_op_on_error():
+            rows = self._reduced(
+                fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+            )
+            exchange.combine_send(rows, None, None, out=output)
+
+        def receive() -> None:
+            with self._closing_op_on_error():
+                exchange.combine_recv()
+
+        return receive
+
+    @staticmethod
+    def _reduced(
+        fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One row per received token: the sum over its experts here, unless the experts have added them."""
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        with self._closing_op_on_error():
-            rows = weight_and_reduce_impl.apply(
-                output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
-                apply_router_weight_on_input=apply_router_weight_on_input,
-            )  # fmt: skip
-            self._ready().combine(rows, None, None, out=output)
+        rows: torch.Tensor = weight_and_reduce_impl.apply(
+            output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )  # fmt: skip
+        return rows
