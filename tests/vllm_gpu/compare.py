@@ -17,6 +17,8 @@ class Difference:
     Attributes:
         num_tokens: of all completions.
         num_agreed: those before the first other token of their completion.
+        first_logprob: the largest difference of the log probability that a completion's expected first token has: what
+            one step may do, before anything of an earlier step comes to it.
         max_logprob: the largest difference of an agreed token's log probability, in nats.
         max_gap: by how much, in nats, the expected engine preferred its own token where the first other one came. Each
             of the two log probabilities may differ by max_logprob, so twice that much is rounding.
@@ -24,6 +26,7 @@ class Difference:
 
     num_tokens: int = 0
     num_agreed: int = 0
+    first_logprob: float = 0.0
     max_logprob: float = 0.0
     max_gap: float = 0.0
 
@@ -42,6 +45,8 @@ def compare(got: dict[int, Completion], expected: dict[int, Completion]) -> Diff
         theirs = expected[number]
         assert len(mine["tokens"]) == len(theirs["tokens"]), number
         found.num_tokens += len(mine["tokens"])
+        first = theirs["tokens"][0]
+        found.first_logprob = max(found.first_logprob, abs(_logprob(mine, 0, first) - _logprob(theirs, 0, first)))
         for at, (token, their_token) in enumerate(zip(mine["tokens"], theirs["tokens"])):
             if token != their_token:
                 gap = _logprob(theirs, at, their_token) - _logprob(theirs, at, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,7 +105,13 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         if self._combines_in_halves:
             self._op.compile_halves()
         self._exchange = self._manager.exchange_of(self._op, moe)
+        self._tell_experts_how_many_rows(fused_experts)
         self._close_op_when_experts_fail(fused_experts)
+
+    def _tell_experts_how_many_rows(self, fused_experts: Any) -> None:
+        """Raises the limit of rows by which some experts size their scratch memory (CUTLASS, vLLM 0.24 to 0.32)."""
+        fused_experts.moe_config = moe = copy.copy(fused_experts.moe_config)
+        moe.max_num_tokens = self._manager.world_size * self._max_num_tokens
 
     def _close_op_when_experts_fail(self, fused_experts: Any) -> None:
         apply = fused_experts.apply
