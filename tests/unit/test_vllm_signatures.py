@@ -144,6 +144,15 @@ def test_the_error_names_version_symbol_and_difference(table, monkeypatch, tmp_p
         assert part in str(caught.value)
 
 
+def test_nobody_is_refused_for_what_only_tells_clients_of_errors(table, monkeypatch, tmp_path):
+    optional = [symbol for symbol in ALL_SYMBOLS if symbol.startswith(signatures.OPTIONAL)]
+    assert "v1/engine/core.py:EngineCoreProc._send_engine_dead" in optional
+    found = dict.fromkeys(optional, MISSING) | {"a.py:f": "self, y", "a.py:Thing.field": "there"}
+    monkeypatch.setattr(support, "_package", lambda: tmp_path)
+    monkeypatch.setattr(support, "read_signatures", lambda _: found)
+    support.check_signatures.__wrapped__()
+
+
 def test_the_table_covers_all_symbols_and_versions():
     table = support.known_signatures()
     assert sorted(table) == sorted(ALL_SYMBOLS)

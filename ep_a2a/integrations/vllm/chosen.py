@@ -12,6 +12,7 @@ from vllm.config.parallel import ParallelConfig
 
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME
+from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.integrations.vllm.patches import activate
 
 
@@ -28,6 +29,8 @@ class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         activate()
+        # this may be the process of an engine, or of a client that was given a configuration made elsewhere
+        patch_engine()
 
 
 def choose(config: ParallelConfig) -> None:

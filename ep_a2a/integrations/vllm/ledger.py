@@ -32,6 +32,8 @@ class Patch:
 REGISTRY = "vLLM has a registry of prepare/finalize factories (PR #50556, open; in no release up to 0.33)"
 CHOSEN = "in processes of users who chose the backend"
 MODEL = "in processes that run a model with the backend active"
+ENGINE = "in processes of users who chose the backend, an engine's own and those of its clients"
+TOLD = "vLLM tells clients why an engine has ended"
 
 LEDGER = (
     Patch(
@@ -93,6 +95,24 @@ LEDGER = (
         "an error in get_output is sent as the step's result",
         "up to vLLM 0.24 it ends the sending thread silently, and the engine waits for its own timeout",
         "0.24 is no longer supported",
+    ),
+    Patch(
+        "engine-cause", "vllm.v1.engine.core:EngineCoreProc._send_engine_dead", ENGINE,
+        "the message that ends an engine carries the text of the error if it is ours",
+        "the error stands in the engine's log only",
+        TOLD,
+    ),
+    Patch(
+        "client-cause", "vllm.v1.engine.core_client:BackgroundResources.validate_alive", ENGINE,
+        "a client takes the longer message for what it is, and remembers the text",
+        "it would take the message for an output that it cannot decode",
+        TOLD,
+    ),
+    Patch(
+        "dead-error", "vllm.v1.engine.exceptions:EngineDeadError.__init__", ENGINE,
+        "an EngineDeadError has the remembered text behind vLLM's own, also in the message for HTTP clients",
+        "clients make these errors anew in several places, with a fixed text",
+        TOLD,
     ),
     Patch(
         "cpu-runner", "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME
+from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.memory.rail_choice import name_network_devices
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ def activate() -> None:
 
     def check_options_too(vllm_config: Any) -> Any:
         check_options(vllm_config)
-        return check_and_update_config(vllm_config)
+        result = check_and_update_config(vllm_config)
+        # whoever makes such a configuration is about to be the client of an engine
+        if vllm_config.parallel_config.all2all_backend == BACKEND_NAME:
+            patch_engine()
+        return result
 
     # on the platform object, in front of its class, which keeps the original
     current_platform.get_device_communicator_cls = lambda: COMMUNICATOR_FACTORY

@@ -31,6 +31,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "Worker.compile_or_warm_up_model",
     ),
     "v1/executor/multiproc_executor.py": ("WorkerProc.enqueue_output",),
+    "v1/engine/core.py": (
+        "EngineCoreProc.ENGINE_CORE_DEAD", "EngineCoreProc._send_engine_dead", "EngineCoreProc.process_output_sockets",
+    ),
+    "v1/engine/core_client.py": ("BackgroundResources.validate_alive",),
+    "v1/engine/exceptions.py": ("EngineDeadError.__init__",),
     f"{_COMMUNICATORS}/base_device_communicator.py": (
         "DeviceCommunicatorBase.destroy", "All2AllManagerBase.get_handle", "All2AllManagerBase.dispatch",
         "All2AllManagerBase.dispatch_router_logits", "All2AllManagerBase.combine", "All2AllManagerBase.destroy",
@@ -60,6 +65,9 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Names by file of the package vllm. Functions are known by their parameters, everything else by being there."""
+
+OPTIONAL = ("v1/engine/",)
+"""How files begin without whose names, as they are known, only something of minor use is missing; nobody is refused."""
 
 MISSING = "missing"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.common import logger
-from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
+from ep_a2a.integrations.vllm.signatures import MISSING, OPTIONAL, read_signatures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,8 @@ def check_signatures() -> None:
     Raises:
         UnsupportedError: something is missing or takes other arguments; the error names version, symbol and difference.
     """
-    problems = differences(read_signatures(_package()))
+    found = read_signatures(_package())
+    problems = differences({symbol: text for symbol, text in found.items() if not symbol.startswith(OPTIONAL)})
     if problems:
         raise UnsupportedError(
             f"vLLM {SUPPORTED}", f"{vllm_version()}, in which " + "; ".join(problems),

