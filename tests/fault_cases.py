@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
+from ep_a2a.kernels.told import ToldFailures
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
@@ -280,6 +281,33 @@ def stopped_for_long(context: RankContext, case: Case, place_name: str, folder: 
         for number in range(3, 5):
             run_step(case, op, number, context.device)
         return seen
+
+
+def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> list[int]:
+    """One rank gives up in a step that the others have not begun: they are told, though no kernel of theirs sees it."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        told = ToldFailures(op)
+        run_step(case, op, 0, context.device)
+        settle(op)
+        told.check()
+        op.set_timeout(timeout_secs)
+        arena.rendezvous.barrier("a step that went well")
+        if context.rank == VICTIM:
+
+            def step_alone() -> None:
+                Step.dispatch(case, op, 1, op.device)
+                settle(op)
+
+            raised(RankTimeoutError, step_alone, "absent here")
+        arena.rendezvous.barrier("one rank has given up")
+        if context.rank != VICTIM:
+            op.check()
+        error = raised(RankTimeoutError, told.check, "absent here" if context.rank == VICTIM else "has told")
+        op.reset()
+        told.check()
+        run_step(case, op, 2, context.device)
+        return list(error.missing_ranks)
 
 
 def stop_until_let_go(case: Case, op: EpDispatchCombineOp, place_name: str, goes_on: Path) -> dict[str, Any]:

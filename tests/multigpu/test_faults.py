@@ -37,3 +37,8 @@ def test_a_rank_that_stops_for_long_is_named_by_all(ranks: Any, place: str, call
         assert seen["missing"] == [VICTIM]
         assert seen["call"] == ("any" if rank == VICTIM else call)
         assert seen["secs"] < TIMEOUT_SECS + SLACK_SECS
+
+
+def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
+    case = case_of(FLAGGED, WORLD_SIZE)
+    assert ranks(fault_cases.told_of_a_failure, WORLD_SIZE, case, TIMEOUT_SECS, device="cuda") == [[0], [0]]

@@ -102,6 +102,12 @@ def test_a_rank_that_stops_for_long_is_named_by_all(
         check_error(seen, "any" if rank == VICTIM else call)
 
 
+def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
+    named = ranks(fault_cases.told_of_a_failure, 3, case_of(FLAGGED), TIMEOUT_SECS)
+    assert len({tuple(each) for each in named}) == 1
+    assert VICTIM not in named[0]
+
+
 def test_an_exception_between_dispatch_and_combine(ranks: Any) -> None:
     for rank, seen in enumerate(ranks(fault_cases.raises_between, 3, case_of(FLAGGED))):
         assert seen["close_secs"] < LOCAL_SECS

@@ -70,6 +70,11 @@ CASES = {
         RankTimeoutError,
         ("rank 0 did not arrive", "ranks [0] absent here", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
     ),
+    "timeout of which another rank has told": (
+        Failure.told(TIMEOUT, 3),
+        RankTimeoutError,
+        ("timeout_secs = 2.5", "rank 3 did not arrive", "in a call of another rank that has told rank 1"),
+    ),
     # a rank that a peer has poisoned may itself miss nobody
     "timeout seen by another rank": (
         failure(TIMEOUT, 2, DISPATCH),

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from tests.vllm_contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
 
+ROOT = Path(__file__).resolve().parents[2]
 FOR_EVERYBODY = ("backend-name", "chosen-config")
 UNPICKLE = "unpickle"
 
@@ -75,6 +76,26 @@ def the_command_line_takes_the_name() -> None:
     assert parser.parse_args([]).all2all_backend == "allgather_reducescatter"
     with refused(SystemExit, "2"):
         parser.parse_args(["--all2all-backend", "bogus"])
+
+
+def the_files_for_its_command_line_are_taken() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
+
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = {path.stem: parser.parse_args(["--config", str(path)]) for path in (ROOT / "configs/vllm").glob("*.yaml")}
+    assert {"single_node", "two_nodes"} <= set(given)
+    for each in given.values():
+        assert (each.all2all_backend, each.enable_expert_parallel) == (NAME, True)
+    first = given["two_nodes"]
+    assert first.data_parallel_size == 2 * first.data_parallel_size_local == 16
+    second = parser.parse_args(
+        ["--config", str(ROOT / "configs/vllm/two_nodes.yaml"), "--data-parallel-start-rank", "8"]
+    )
+    assert second.data_parallel_start_rank == first.data_parallel_size_local
+    assert second.data_parallel_address == first.data_parallel_address
 
 
 def the_configuration_answers_as_for_backends_of_vllm() -> None:
@@ -213,7 +234,7 @@ WITHOUT_CHOICE = {
 WITH_CHOICE = {
     check.__name__: check
     for check in (
-        the_command_line_takes_the_name, a_version_that_is_too_old_is_refused,
+        the_command_line_takes_the_name, the_files_for_its_command_line_are_taken, a_version_that_is_too_old_is_refused,
         the_configuration_answers_as_for_backends_of_vllm, copies_of_the_configuration_stay_what_they_are,
         a_fresh_process_is_activated_by_the_configuration, the_platform_is_patched_once,
         options_that_cannot_work_are_refused, options_are_refused_by_the_real_configuration,

@@ -130,7 +130,7 @@ def experts_class() -> type:
             return getattr(topk_weight_and_reduce, f"TopKWeightAndReduce{self.case.reduce}")()
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
-            self.seen.append(SimpleNamespace(rows=hidden_states.clone(), **given))
+            self.seen.append(SimpleNamespace(rows=hidden_states.clone(), output=output, **given))
             if self.error is not None:
                 raise self.error
             assert given["expert_tokens_meta"] is None

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from ep_a2a.errors import ClosedError, TooManyTokensError
+from ep_a2a.errors import ClosedError, RankTimeoutError, TooManyTokensError
 from ep_a2a.quantization import E4M3_MAX
 from ep_a2a.routing import destination_mask, expert_ranges
 from tests.vllm_contract.checks import refused, replaced
@@ -133,6 +133,25 @@ def the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> N
         assert len(kernel.fused_experts.seen[1].rows) == 2 * case.max_tokens
 
 
+def the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
+    """So nothing would be saved if vLLM asked us for the memory that experts write to."""
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        kernels, sent = kernel.prepare_finalize._op._kernels, []
+        combine = kernels.combine
+
+        def remembered(args: Any, *more: Any) -> None:
+            sent.append(args)
+            combine(args, *more)
+
+        with replaced(kernels, "combine", remembered):
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        (args,), (seen,) = sent, kernel.fused_experts.seen
+        assert args.rows.data_ptr() == seen.output.data_ptr()
+        assert not args.copies
+
+
 def too_many_tokens_are_an_error_on_all_ranks(context: RankContext) -> None:
     """Otherwise the ranks with few tokens would wait for the one that has raised."""
     from vllm.config import VllmConfig
@@ -247,6 +266,26 @@ def an_error_when_rows_are_added_closes_the_op(context: RankContext) -> None:
             run_kernel(case, kernel, context.rank)
 
 
+def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankContext) -> None:
+    """They gather each other's results, and vLLM looks at the errors of one of them."""
+    from ep_a2a.kernels.layout import Region
+
+    case = Layer()
+    for tp_size in (1, 2):
+        with manager_of(context) as manager:
+            manager.tp_group = SimpleNamespace(rank_in_group=0, world_size=tp_size)
+            kernel = kernel_of(case, manager)
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            manager.check()
+            # as a kernel of the other rank does that gives up when this rank's last one has ended
+            kernel.prepare_finalize._op._memory.view(Region.POISON).fill_((1 << 16) + 1)
+            if tp_size == 1:
+                manager.check()
+            else:
+                with refused(RankTimeoutError, "rank 1 did not arrive", f"has told rank {context.rank}"):
+                    manager.check()
+
+
 def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
     """Names of the kernels that a step launches, in order."""
     from ep_a2a.kernels.variants import Variant
@@ -351,10 +390,13 @@ LAYER_CHECKS = {
         fp8_by_whole_tensor_ignores_rows_without_a_token, router_weights_on_the_input, ids_of_padding_rows,
         ids_beside_valid_ones, a_rank_that_receives_nothing, ranks_without_tokens, uneven_experts,
         experts_that_leave_the_sum_to_finalize, rows_without_a_token_name_another_ranks_expert,
-        the_rows_that_experts_see_are_bounded_by_the_step, too_many_tokens_are_an_error_on_all_ranks,
-        layers_share_one_op, layers_built_again_keep_their_op, waits_are_bounded_by_the_groups_timeout_at_first,
+        the_rows_that_experts_see_are_bounded_by_the_step, the_experts_rows_are_sent_from_where_they_lie,
+        too_many_tokens_are_an_error_on_all_ranks, layers_share_one_op, layers_built_again_keep_their_op,
+        waits_are_bounded_by_the_groups_timeout_at_first,
         layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
         an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
-        shared_experts_between_the_halves_of_combine, nothing_is_counted_by_default, steps_are_counted_layer_by_layer,
+        shared_experts_between_the_halves_of_combine,
+        what_other_ranks_have_found_reaches_tensor_parallel_ranks, nothing_is_counted_by_default,
+        steps_are_counted_layer_by_layer,
     )
 }  # fmt: skip

@@ -1,10 +1,10 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
     python -m tests.vllm_engine.program MODEL RESULT.json [--expert-parallel] [--compiled] [--late SECS] [--stop CALLS]
-        [--counters]
+        [--counters] [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER]
 
 VLLM_DP_* say which rank this is. MODEL is a folder from tests.vllm_engine.models. With --counters the result has those
-of the engine under "counters", and beside it, in RESULT.routed, lies what the layers were given (`record_routing`).
+of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.vllm_engine.changes import Changes
 
 PROMPTS = [
     [5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]
@@ -29,16 +29,19 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
-    parser.add_argument("--late", type=float, default=0, help="seconds that rank 1 sleeps in its first forward")
-    parser.add_argument("--stop", type=int, default=0, help="dispatches after which rank 1 stops, as by SIGSTOP")
+    parser.add_argument("--late", type=float, default=0, help="seconds that the last rank sleeps in its first forward")
+    parser.add_argument("--stop", type=int, default=0, help="dispatches after which the last rank stops")
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
     parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
     options = parser.parse_args()
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
-    if rank == 1:
-        disturb(options.late, options.stop)
-    if options.counters:
-        record_routing(options.result.with_suffix(".routed"))
+    Changes(
+        size * options.tensor_parallel - 1, options.late, options.stop, options.ranks_per_node,
+        str(options.result.parent) if options.counters else "",
+    ).send()  # fmt: skip
     outputs, counters = generate(options, PROMPTS[rank::size], rank)
     result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
     options.result.write_text(json.dumps(result | ({} if counters is None else {"counters": counters})))
@@ -56,11 +59,13 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
         str(options.model), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8,
         max_num_batched_tokens=MAX_BATCHED_TOKENS, enforce_eager=not options.compiled, seed=0,
         enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, disable_log_stats=True,
-        distributed_executor_backend="uni", **parallel,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
+        worker_extension_cls="tests.vllm_engine.worker.WorkerExtension", **parallel,
     )  # fmt: skip
     # not as many steps on all ranks, so that some run steps without tokens at the end
     params = SamplingParams(
-        temperature=0, max_tokens=NUM_TOKENS - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
+        temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
     )
     completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     counters = llm.collective_rpc("ep_a2a_counters") if options.counters else None
@@ -70,50 +75,6 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
 def _as_numbers(completion: Any) -> dict[str, Any]:
     tokens = list(completion.token_ids)
     return {"tokens": tokens, "logprobs": [step[token].logprob for token, step in zip(tokens, completion.logprobs)]}
-
-
-def record_routing(path: Path) -> None:
-    """Writes a line of JSON for each dispatch of an engine in this process: the ids that it is given.
-
-    A line null marks the end of warm-up.
-    """
-    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.kernels.op import EpDispatchCombineOp
-
-    send, end_warm_up = EpDispatchCombineOp.dispatch_send, VllmAll2AllManager.end_warm_up
-
-    def write(line: Any) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> None:
-        write(ids.tolist())
-        send(self, tokens, weights, scales, ids, **options)
-
-    def recorded_end(self: Any, timeout_secs: float) -> None:
-        end_warm_up(self, timeout_secs)
-        write(None)
-
-    EpDispatchCombineOp.dispatch_send = recorded  # type: ignore[method-assign]
-    VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
-
-
-def disturb(late_secs: float, stop_after: int) -> None:
-    """Makes this rank late in its first dispatch, or stops it in a later one."""
-    from ep_a2a.kernels.op import EpDispatchCombineOp
-
-    dispatch, calls = EpDispatchCombineOp.dispatch, 0
-
-    def disturbed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            time.sleep(late_secs)
-        if calls == stop_after:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return dispatch(self, *args, **kwargs)
-
-    EpDispatchCombineOp.dispatch = disturbed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

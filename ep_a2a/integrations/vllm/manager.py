@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ep_a2a.kernels.counted import CountedExchange
+    from ep_a2a.kernels.told import ToldFailures
     from ep_a2a.managers.op_factory import NativeOp
 
 MIB = 1 << 20
@@ -23,6 +24,15 @@ MIB = 1 << 20
 def _group_timeout_secs(group: Any) -> float:
     """How long vLLM lets the ranks of a group (gloo) wait for each other."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def told_failures(op: NativeOp) -> ToldFailures:
+    """Of an op; of one across nodes those of this rank's node, where a replica's tensor-parallel ranks should be."""
+    # Triton is loaded when the first op is made
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.kernels.told import ToldFailures
+
+    return ToldFailures(op if isinstance(op, EpDispatchCombineOp) else op._in_node)
 
 
 class VllmAll2AllManager(NativeAll2AllManager):
@@ -45,6 +55,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
         self._kept: list[NativeOp] = []
+        self._told: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
         self.counters = LayerCounters.wanted()
         worker.managers.add(self)
@@ -57,13 +68,16 @@ class VllmAll2AllManager(NativeAll2AllManager):
         op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
             self._kept.append(op)
+            if self.tp_group.world_size > 1:
+                self._told.append(told_failures(op))
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:
                 found = self.explain(kwargs.get("gpu_per_node"), op.config.max_num_inp_token_per_rank)
+                over = "" if op.config.rail == "auto" else f" over {op.config.rail}"
                 logger.info(
-                    "%s: %s kernels (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
-                    found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
+                    "%s: %s kernels%s (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
+                    over, found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
                 )  # fmt: skip
         return op
 
@@ -76,9 +90,13 @@ class VllmAll2AllManager(NativeAll2AllManager):
         return op if self.counters is None else self.counters.exchange_of(op, moe)
 
     def check(self) -> None:
-        """Raises what the kernels of finished steps have recorded."""
-        for op in self._kept:
-            op.check()
+        """Raises what the kernels of finished steps have recorded.
+
+        Tensor-parallel ranks gather each other's results, and vLLM looks at the errors of one of them only. So with
+        them also what kernels of other ranks have recorded.
+        """
+        for each in (*self._kept, *self._told):
+            each.check()
 
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine: later calls must not wait for its end."""
@@ -118,4 +136,5 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     def _release(self) -> None:
         self._kept.clear()
+        self._told.clear()
         super()._release()

@@ -37,7 +37,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     Rows without a token carry the id of another rank's expert, which expert_map filters out. The op is built when
     vLLM pairs this object with its experts, after the weights are loaded and before memory is profiled; all layers of
-    one shape share it.
+    one shape share it. Combine sends the experts' rows from where they lie, so vLLM's allocate_fused_expert_output
+    (from 0.32) is left as it is: no memory that experts could write to would save a copy.
 
     Args:
         manager: of the expert-parallel group.
