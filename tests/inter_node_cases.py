@@ -163,6 +163,8 @@ def check_rows(
         if tensor is not None and right is not None:
             found = torch.cat(nodes.valid(expected, tensor))
             same_bits(found, nodes.in_order(expected, expected.valid_rows(right)), name)
+    positions = nodes.in_order(expected, expected.valid_rows(expected.source_positions))
+    same_bits(op.get_dispatch_src_token_pos(), positions, "source positions")
     is_pad = torch.ones_like(ids, dtype=torch.bool)
     for part in nodes.valid(expected, is_pad):
         part.fill_(False)

@@ -11,9 +11,9 @@ import triton.language as tl
 from ep_a2a.config import FP8_DTYPE, CompiledCalls
 from ep_a2a.kernels.arguments import NO_BIASES, Biases
 from ep_a2a.kernels.inputs import elements_of
-from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
+from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.rail_kernels import add_nodes_kernel, pack_kernel
-from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.kernels.row_constants import MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
 from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.policy import INTERPRETED_PROGRAMS
@@ -36,7 +36,7 @@ def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> t
 class RailTokens:
     """What one direction of the hop carries: lines [N * M, ...], of which a step uses the first N * max_num_tokens.
 
-    Line n * max_num_tokens + i goes to, or comes from, node n.
+    Line n * max_num_tokens + t goes to, or comes from, node n, and is that of token t at its source.
 
     Attributes:
         tokens: rows of wire_dtype [N * M, H].
@@ -103,11 +103,11 @@ class RailKernels:
         weights: torch.Tensor | None,
         ids: torch.Tensor,
         lines: RailTokens,
-        routes: torch.Tensor,
+        visits: torch.Tensor,
         max_num_tokens: int,
     ) -> None:
-        """Launches what writes each token's line for every node that it goes to, and its routes int32 [T, N]."""
-        variant, values = self._pack(x, scales, weights, ids, lines, routes, max_num_tokens)
+        """Launches what writes each token's line for every node that it goes to, and those nodes: visits int32 [T, N]."""
+        variant, values = self._pack(x, scales, weights, ids, lines, visits, max_num_tokens)
         # programs without tokens mark lines that nobody fills
         variant.run(self._programs(max_num_tokens), values, self.device)
 
@@ -115,7 +115,7 @@ class RailKernels:
         self,
         rows: torch.Tensor,
         weight_rows: torch.Tensor | None,
-        routes: torch.Tensor,
+        visits: torch.Tensor,
         biases: Biases,
         result: torch.Tensor,
         result_weights: torch.Tensor,
@@ -124,12 +124,12 @@ class RailKernels:
     ) -> None:
         """Launches what adds nodes' sums [N * max_num_tokens, H] and biases into result [T, H], and their weights."""
         variant, values = self._add(
-            rows, weight_rows, routes, biases, result, result_weights, num_tokens, max_num_tokens
+            rows, weight_rows, visits, biases, result, result_weights, num_tokens, max_num_tokens
         )
         num_blocks = -(-self.config.hidden_dim // variant.constants["BLOCK"])
         variant.run(self._programs(num_tokens * num_blocks, ADDING_PROGRAMS_PER_SM), values, self.device)
 
-    def compile(self, lines: RailTokens, routes: torch.Tensor, result: torch.Tensor) -> None:
+    def compile(self, lines: RailTokens, visits: torch.Tensor, result: torch.Tensor) -> None:
         """Compiles and loads, on a GPU, every form of these launches that the op's calls need; launches nothing."""
         if self.device.type != "cuda":
             return
@@ -143,15 +143,15 @@ class RailKernels:
             given = config.num_scales and (not config.casts_in_dispatch or x.dtype == FP8_DTYPE)
             for scales in (None, word) if given else (None,):
                 for weights in (floats,) if only_serving else (None, floats):
-                    variant, values = self._pack(x, scales, weights, word, lines, routes, 1)
+                    variant, values = self._pack(x, scales, weights, word, lines, visits, 1)
                     variant.compile(values)
         for weight_rows in (None,) if only_serving else (None, floats):
-            variant, values = self._add(result, weight_rows, routes, NO_BIASES, result, floats, 0, 1)
+            variant, values = self._add(result, weight_rows, visits, NO_BIASES, result, floats, 0, 1)
             variant.compile(values)
 
     def _pack(
         self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, ids: torch.Tensor,
-        lines: RailTokens, routes: torch.Tensor, max_num_tokens: int,
+        lines: RailTokens, visits: torch.Tensor, max_num_tokens: int,
     ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
         casts = self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
         key = casts, scales is not None, weights is not None
@@ -166,12 +166,12 @@ class RailKernels:
             ids,
             lines.tokens.view(torch.uint8 if casts else torch.int32),
             ids if lines.scales is None else lines.scales.view(scale_dtype),
-            lines.weights.view(torch.int32), lines.ids, routes, x.shape[0], max_num_tokens,
+            lines.weights.view(torch.int32), lines.ids, visits, x.shape[0], max_num_tokens,
         )  # fmt: skip
         return self._packs[key], values
 
     def _add(
-        self, rows: torch.Tensor, weight_rows: torch.Tensor | None, routes: torch.Tensor, biases: Biases,
+        self, rows: torch.Tensor, weight_rows: torch.Tensor | None, visits: torch.Tensor, biases: Biases,
         result: torch.Tensor, result_weights: torch.Tensor, num_tokens: int, max_num_tokens: int,
     ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
         has_weights = weight_rows is not None
@@ -180,7 +180,7 @@ class RailKernels:
             self._adds[key] = Variant(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
         element = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
         values = (
-            rows.view(element), routes if weight_rows is None else weight_rows.view(torch.int32), routes, *biases,
+            rows.view(element), visits if weight_rows is None else weight_rows.view(torch.int32), visits, *biases,
             result, result_weights, num_tokens, max_num_tokens,
         )  # fmt: skip
         return self._adds[key], values
@@ -206,8 +206,6 @@ class RailKernels:
             "TOPK": config.topk, "TOPK_LANES": padded(config.topk),
             "OWNERS": (num_experts, num_ranks, 0, config.world_size // self.num_nodes), "NUM_NODES": self.num_nodes,
             "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)), "HAS_WEIGHTS": has_weights,
-            "MANY_TOKENS": MANY_TOKENS,
-            "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
         }  # fmt: skip
 
     def _add_constants(self, has_weights: bool) -> dict[str, Any]:

@@ -1,57 +1,52 @@
-"""Before and after the hop between nodes: tokens packed by node, and the nodes' sums added. Local, nobody waits."""
+"""Before and after the hop between nodes: tokens sorted by node, and the nodes' sums added. Local, nobody waits."""
 
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import plus_biases, quantize_tile, round_to, widened
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.routing_kernels import count_rows, field_of, fields_of_token, plus
+from ep_a2a.kernels.primitives import reduce_max
+from ep_a2a.kernels.routing_kernels import owner_of
 from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
 
 
 @portable(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["scales", "weights", "ids"])
 def pack_kernel(
-    x, scales, weights, ids, to_tokens, to_scales, to_weights, to_ids, routes, num_tokens, stride,
+    x, scales, weights, ids, to_tokens, to_scales, to_weights, to_ids, visits, num_tokens, stride,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr, NUM_NODES: tl.constexpr,
     ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr,
     GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    MANY_TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes each token once for every distinct node that owns one of its experts, dense in the order of tokens.
+    """Writes each token once for every distinct node that owns one of its experts, into the line of its number.
+
+    As many lines travel whatever the routing, so that dense ones would save nothing, and tell less.
 
     Args:
         x: [num_tokens, row] as 4-byte words, or as elements when GROUP > 0 asks for the fp8 cast.
         scales: [num_tokens, SCALE_WIDTH] when SCALE_WIDTH > 0 and nothing is cast.
         weights: [num_tokens, TOPK] as int32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
-        to_tokens, to_scales, to_weights, to_ids: [NUM_NODES, stride, ...], what goes to each node. Slots that no token
-            takes get ids of -1.
-        routes: int32 [num_tokens, NUM_NODES], out: the token's slot at each node, or -1.
-        stride: max_num_tokens, slots per node.
+        to_tokens, to_scales, to_weights, to_ids: [NUM_NODES, stride, ...], what goes to each node. Lines that no token
+            takes get ids of -1; of the rest of them nothing is written.
+        visits: int32 [num_tokens, NUM_NODES], out: 1 where the token goes to a node, else 0.
+        stride: max_num_tokens, lines per node.
         OWNERS: of nodes; see routing_kernels.owner_of.
     """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    chunk = (num_tokens + num_programs - 1) // num_programs
-    first = tl.minimum(program * chunk, num_tokens)
-    last = tl.minimum(first + chunk, num_tokens)
     choices, scale_lanes = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES)
     groups, elements = tl.arange(0, GROUPS_LANES), tl.arange(0, GROUP_LANES)
     num_groups: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else 1
     cast_mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    before = count_rows(ids, 0, first, TOPK, OWNERS, NUM_NODES, MANY_TOKENS, COUNT_BITS)
-    for token in range(first, last):
-        token_ids, token_weights = load_choices(ids, weights, token, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        own = fields_of_token(token_ids, OWNERS, NUM_NODES, COUNT_BITS)
+    for token in range(tl.program_id(0), stride, tl.num_programs(0)):
+        token_ids, token_weights = load_choices(ids, weights, token, num_tokens, TOPK, TOPK_LANES, HAS_WEIGHTS)
+        nodes_of_ids = owner_of(token_ids, OWNERS)
         if GROUP > 0:
-            tile = load_for_cast(x, token, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
+            tile = load_for_cast(x, token, num_tokens, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
             bits, scale_bits = quantize_tile(tile.to(tl.float32), POWERS_OF_TWO)
         elif SCALE_WIDTH > 0:
-            token_scales = load_line(scales, token, last, SCALE_WIDTH, SCALE_LANES)
+            token_scales = load_line(scales, token, num_tokens, SCALE_WIDTH, SCALE_LANES)
         for node in tl.static_range(NUM_NODES):
-            at_node = program * 0 + node
-            slot = field_of(before, at_node, NUM_NODES, COUNT_BITS)
-            goes = field_of(own, at_node, NUM_NODES, COUNT_BITS) > 0
+            row = tl.cast(node * stride + token, tl.int64)
+            goes = reduce_max((nodes_of_ids == node).to(tl.int32), 0) > 0
             if goes:
-                row = tl.cast(at_node * stride + slot, tl.int64)
                 if GROUP > 0:
                     at = groups[:, None] * GROUP + elements[None, :]
                     tl.store(to_tokens + row * (ROW_WORDS * 4) + at, bits, mask=cast_mask)
@@ -65,38 +60,32 @@ def pack_kernel(
                     if SCALE_WIDTH > 0:
                         at_scales = to_scales + row * SCALE_WIDTH + scale_lanes
                         tl.store(at_scales, token_scales, mask=scale_lanes < SCALE_WIDTH)
-                tl.store(to_ids + row * TOPK + choices, token_ids, mask=choices < TOPK)
                 if HAS_WEIGHTS:
                     tl.store(to_weights + row * TOPK + choices, token_weights, mask=choices < TOPK)
-            tl.store(routes + tl.cast(token, tl.int64) * NUM_NODES + node, tl.where(goes, slot, -1))
-        before = plus(before, own, NUM_NODES, COUNT_BITS)
-    totals = count_rows(ids, 0, num_tokens, TOPK, OWNERS, NUM_NODES, MANY_TOKENS, COUNT_BITS)
-    for node in tl.static_range(NUM_NODES):
-        at_node = program * 0 + node
-        for slot in range(field_of(totals, at_node, NUM_NODES, COUNT_BITS) + program, stride, num_programs):
-            row = tl.cast(at_node * stride + slot, tl.int64)
-            tl.store(to_ids + row * TOPK + choices, choices * 0 - 1, mask=choices < TOPK)
+            tl.store(to_ids + row * TOPK + choices, tl.where(goes, token_ids, -1), mask=choices < TOPK)
+            if token < num_tokens:
+                tl.store(visits + tl.cast(token, tl.int64) * NUM_NODES + node, goes.to(tl.int32))
 
 
 @portable
 def sum_over_nodes(
-    rows, routes, token, first, stride, WIDTH: tl.constexpr, LANES: tl.constexpr, NUM_NODES: tl.constexpr,
+    rows, visits, token, first, stride, WIDTH: tl.constexpr, LANES: tl.constexpr, NUM_NODES: tl.constexpr,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """float32 [LANES]: elements first, first + 1, ... of a token's rows [NUM_NODES, stride, WIDTH], nodes ascending."""
     offsets = first + tl.arange(0, LANES)
     total = tl.full((LANES,), 0, tl.float32)
     for node in tl.static_range(NUM_NODES):
-        slot = tl.load(routes + tl.cast(token, tl.int64) * NUM_NODES + node)
-        row = tl.cast(tl.maximum(slot, 0) + node * stride, tl.int64)
-        bits = tl.load(rows + row * WIDTH + offsets, mask=(offsets < WIDTH) & (offsets * 0 + slot >= 0), other=0)
+        goes = tl.load(visits + tl.cast(token, tl.int64) * NUM_NODES + node)
+        row = tl.cast(node * stride + token, tl.int64)
+        bits = tl.load(rows + row * WIDTH + offsets, mask=(offsets < WIDTH) & (offsets * 0 + goes > 0), other=0)
         total += widened(bits.to(ELEMENT), DTYPE)
     return total
 
 
 @portable(do_not_specialize=["num_tokens", "stride"])
 def add_nodes_kernel(
-    rows, weight_rows, routes, bias_0, bias_1, result, result_weights, num_tokens, stride,
+    rows, weight_rows, visits, bias_0, bias_1, result, result_weights, num_tokens, stride,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     NUM_NODES: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +93,7 @@ def add_nodes_kernel(
 
     Args:
         rows: [NUM_NODES, stride, HIDDEN] of DTYPE as ELEMENT (integers); weight_rows: [NUM_NODES, stride, TOPK] int32.
-        routes: from pack_kernel.
+        visits: from pack_kernel.
         bias_0, bias_1: as of combine_kernel.
         result: [num_tokens, HIDDEN] of DTYPE; result_weights: float32 [num_tokens, TOPK] when HAS_WEIGHTS.
     """
@@ -112,7 +101,7 @@ def add_nodes_kernel(
     for unit in range(tl.program_id(0), num_tokens * num_blocks, tl.num_programs(0)):
         token = unit // num_blocks
         first = (unit % num_blocks) * BLOCK
-        total = sum_over_nodes(rows, routes, token, first, stride, HIDDEN, BLOCK, NUM_NODES, DTYPE, ELEMENT)
+        total = sum_over_nodes(rows, visits, token, first, stride, HIDDEN, BLOCK, NUM_NODES, DTYPE, ELEMENT)
         offsets = first + tl.arange(0, BLOCK)
         total = plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN)
         target = result + tl.cast(token, tl.int64) * HIDDEN + offsets
@@ -120,7 +109,7 @@ def add_nodes_kernel(
         if HAS_WEIGHTS:
             if first == 0:
                 sums = sum_over_nodes(
-                    weight_rows, routes, token, 0, stride, TOPK, TOPK_LANES, NUM_NODES, tl.float32, tl.int32
+                    weight_rows, visits, token, 0, stride, TOPK, TOPK_LANES, NUM_NODES, tl.float32, tl.int32
                 )
                 choices = tl.arange(0, TOPK_LANES)
                 tl.store(result_weights + tl.cast(token, tl.int64) * TOPK + choices, sums, mask=choices < TOPK)

@@ -78,8 +78,8 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._weights_back = zeros((num_lines, config.topk), torch.float32, self.device)
         self._output = zeros((most, hidden_dim), dtype, self.device)
         self._output_weights = zeros((most, config.topk), torch.float32, self.device)
-        self._routes = zeros((most, grid.num_nodes), torch.int32, self.device)
-        self._kernels.compile(self._sent, self._routes, self._output)
+        self._visits = zeros((most, grid.num_nodes), torch.int32, self.device)
+        self._kernels.compile(self._sent, self._visits, self._output)
         if self.device.type == "cuda":
             # the first exchange connects, which could not be captured
             self._exchange(self._back_received[: grid.num_nodes], self._back_sent[: grid.num_nodes])
@@ -129,7 +129,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         scales = inputs.travelling_scales(config, scales)
         self._streams.follow(self.device)
         self._num_tokens, self._max_num_tokens = input.shape[0], limit
-        self._kernels.pack(input, scales, weights, indices, self._sent, self._routes, limit)
+        self._kernels.pack(input, scales, weights, indices, self._sent, self._visits, limit)
         has_scales = config.casts_in_dispatch or scales is not None
         num_lines = self._grid.num_nodes * limit
         sent, received = (
@@ -193,7 +193,7 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             weight_rows = self._weights_back[:num_lines]
             self._exchange(weight_rows, sums[:num_lines])
         self._kernels.add_nodes(
-            self._back_received, weight_rows, self._routes, (bias_0, bias_1), result, self._output_weights,
+            self._back_received, weight_rows, self._visits, (bias_0, bias_1), result, self._output_weights,
             self._num_tokens, self._max_num_tokens,
         )  # fmt: skip
         self._has_combined = True
@@ -233,16 +233,18 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             self._weights_back,
             self._output,
             self._output_weights,
-            self._routes,
+            self._visits,
         )
         return self._sent.num_bytes + self._received.num_bytes + sum(tensor.nbytes for tensor in others)
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Not here: a line does not carry its place at the source."""
-        raise UnsupportedError(
-            "source positions of received rows", "an op across nodes, whose rows do not carry them",
-            "Send the position as a scale or a weight of your own.",
-        )  # fmt: skip
+        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
+        grid, most = self._grid, self.config.world_size * self.config.max_num_inp_token_per_rank
+        positions = self._in_node.get_dispatch_src_token_pos()
+        # inside of the node a row comes from a line of the rank with its source's local number
+        local_ranks, lines = positions // most, positions % most
+        nodes, tokens = lines // self._max_num_tokens, lines % self._max_num_tokens
+        return (nodes * grid.gpus_per_node + local_ranks) * most + tokens
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of the launches inside of a node from now on; 0 = all. Local."""

@@ -41,7 +41,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         runs_on_cpu=True, was_run="CPU; H200s, one node",
         notes=(
             "expert_major: combine applies the weights",
-            "several nodes: virtual ones of one host so far; over torch.distributed without source positions",
+            "several nodes: virtual ones of one host so far",
         ),
     )  # fmt: skip
 

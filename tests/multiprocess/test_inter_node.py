@@ -118,7 +118,6 @@ def wrong_calls(context: RankContext) -> None:
         raised(errors.ShapeError, lambda: op.combine(rows[:1], None, None))
         raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, mine.ids[:1]))
         op.combine(rows, None, mine.ids)
-        raised(errors.UnsupportedError, op.get_dispatch_src_token_pos, "across nodes")
         run_inter_node_step(FULL, nodes, op, 1, context.device)
         op.close()
         raised(errors.ClosedError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids))

@@ -40,11 +40,11 @@ def test_it_compiles(changes: dict[str, Any]) -> None:
     lines = RailTokens.allocate(config, NUM_NODES, device)
     x = torch.zeros(8, config.hidden_dim, dtype=config.data_type)
     scales = torch.zeros(8, 56) if config.scale_dim and not config.casts_in_dispatch else None
-    ids, weights, routes = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(8, 8), torch.zeros(8, 4, dtype=torch.int32)
+    ids, weights, visits = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(8, 8), torch.zeros(8, 4, dtype=torch.int32)
     rows = torch.zeros(8, config.hidden_dim, dtype=config.combined_dtype)
     for variant, values in (
-        kernels._pack(x, scales, weights, ids, lines, routes, 8),
-        kernels._add(rows, weights, routes, (None, rows), rows, weights, 8, 8),
+        kernels._pack(x, scales, weights, ids, lines, visits, 8),
+        kernels._add(rows, weights, visits, (None, rows), rows, weights, 8, 8),
     ):
         ptx = compile_offline(variant.kernel, values, variant.constants, variant.num_warps)["ptx"]
         assert re.search(r"ld\.global\S*\.v4", ptx), variant.kernel.__name__
