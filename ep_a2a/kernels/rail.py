@@ -106,7 +106,7 @@ class RailKernels:
         visits: torch.Tensor,
         max_num_tokens: int,
     ) -> None:
-        """Launches what writes each token's line for every node that it goes to, and those nodes: visits int32 [T, N]."""
+        """Launches what writes each token's line for every node that it visits, and which those are: int32 [T, N]."""
         variant, values = self._pack(x, scales, weights, ids, lines, visits, max_num_tokens)
         # programs without tokens mark lines that nobody fills
         variant.run(self._programs(max_num_tokens), values, self.device)
