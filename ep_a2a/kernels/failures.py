@@ -91,17 +91,18 @@ class Failure:
                 f"passes empty ones, [0, K] and [0, S]. {RESET}",
             )
         if self.code == 4:
+            rows = f", {self.detail} rows there if this is that rank" if self.phase else ""
             return CapacityError(
-                "max_total_recv_tokens rows at most",
-                f"more on rank {self.accused} (seen at {where}, {self.detail} rows there if this is that rank)",
+                "max_total_recv_tokens rows at most", f"more on rank {self.accused} (seen at {where}{rows})"
             )
         if self.code == 6:
             without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
             return ConfigMismatchError(
                 "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
             )
+        token = f"token {self.detail}, " if self.phase else ""
         return ForeignIndicesError(
-            "combine's indices to be those given to this rank's dispatch", f"others at token {self.detail}, {where}",
+            "combine's indices to be those given to this rank's dispatch", f"others at {token}{where}",
             f"{ForeignIndicesError.remedy} {RESET}",
         )  # fmt: skip
 

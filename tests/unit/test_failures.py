@@ -48,6 +48,13 @@ def test_codes_are_those_of_the_kernels():
     assert primitives.NOBODY.value == NOBODY
 
 
+def test_what_another_rank_has_not_told_is_not_made_up():
+    for code in (CAPACITY, FOREIGN):
+        text = str(error_of(Failure.told(code, 3)))
+        assert "has told rank 1" in text
+        assert not any(f"{word} 0" in text or f"0 {word}" in text for word in ("token", "rows"))
+
+
 def test_the_record_is_read_word_by_word():
     header = [TIMEOUT, 3, COMBINE, -5, 11, 91, 92, 93]
     assert len(header) == RECORD_HEADER_WORDS

@@ -126,6 +126,30 @@ def errors_of_workers_in_other_processes_are_told() -> None:
     assert sent_for(failed) == b"ENGINE_CORE_DEAD: " + text.encode()
 
 
+def errors_of_rays_workers_are_told_without_their_traceback() -> None:
+    """As Ray raises them: of the cause's class and its own, the cause being an attribute."""
+    from ep_a2a.errors import RankTimeoutError
+
+    class RayTaskError(RankTimeoutError):
+        def __init__(self, cause: Exception) -> None:
+            self.cause, self.args = cause, (cause,)
+
+        def __str__(self) -> str:
+            return f"ray::RayWorkerWrapper.execute_method() (ip=192.0.2.1)\n{self.cause}"
+
+    assert sent_for(RayTaskError(timed_out())) == b"ENGINE_CORE_DEAD: " + str(timed_out()).encode()
+
+
+def long_and_broken_texts_are_no_burden() -> None:
+    """An engine that dies must not think about it for long, nor stumble over what cannot be encoded."""
+    for text in ("expected " * 20000 + "; got " * 20000, "'expected " * 20000, "\ud800" * 20000):
+        assert sent_for(RuntimeError(f"Worker failed with error '{text}")) == b"ENGINE_CORE_DEAD"
+    from ep_a2a.errors import EpA2AError
+
+    _, error = client_told(sent_for(EpA2AError("\ud800", "x" * (1 << 20))))
+    assert "expected ?; got xxx" in str(error)
+
+
 def other_errors_are_told_as_before() -> None:
     hidden = ValueError("of the model")
     hidden.__context__, hidden.__suppress_context__ = timed_out(), True
@@ -233,6 +257,7 @@ ENGINE_CHECKS = {
     for check in (
         the_engine_is_patched_where_its_configuration_is_made, the_engine_is_patched_where_its_configuration_arrives,
         clients_are_told_our_errors, causes_of_other_errors_are_told, errors_of_workers_in_other_processes_are_told,
+        errors_of_rays_workers_are_told_without_their_traceback, long_and_broken_texts_are_no_burden,
         other_errors_are_told_as_before, the_engine_dies_as_before_when_the_cause_cannot_be_told,
         all_errors_of_the_client_have_the_cause, the_cause_is_forgotten_with_its_client, outputs_are_left_alone,
         an_engine_that_ends_in_another_way_is_left_alone,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -340,6 +341,36 @@ def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
             assert stages == [Stage.COMBINE_RECEIVE] * 2
 
 
+def experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
+    """Also within experts that choose between two kinds; a limit that is no size of such memory stays the layer's."""
+    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+    from vllm.model_executor.layers.fused_moe.experts.fallback import FallbackExperts
+
+    # what they are told apart by
+    assert callable(CutlassExpertsFp8._get_permute_scratch)
+    assert {"experts", "fallback_experts"} < set(inspect.signature(FallbackExperts.__init__).parameters)
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        layers = kernel.prepare_finalize._moe
+        layers.max_num_tokens = case.max_tokens
+
+        def experts(**more: Any) -> SimpleNamespace:
+            return SimpleNamespace(moe_config=layers, **more)
+
+        def with_scratch() -> SimpleNamespace:
+            return experts(_get_permute_scratch=lambda: None)
+
+        for each in (with_scratch(), experts(experts=with_scratch(), fallback_experts=experts()), experts()):
+            kernel.prepare_finalize._tell_experts_how_many_rows(each)
+            for one in (each, *(vars(each).get(name) for name in ("experts", "fallback_experts"))):
+                if hasattr(one, "_get_permute_scratch"):
+                    assert one.moe_config.max_num_tokens == 2 * case.max_tokens
+                elif one is not None:
+                    assert one.moe_config is layers
+    assert layers.max_num_tokens == case.max_tokens
+
+
 def rows_of(case: Layer, source: int, destination: int) -> int:
     """Tokens of a rank that have an expert at another, or at itself."""
     first, end = expert_ranges(case.num_experts, 2)[destination]
@@ -395,7 +426,7 @@ LAYER_CHECKS = {
         waits_are_bounded_by_the_groups_timeout_at_first,
         layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
         an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
-        shared_experts_between_the_halves_of_combine,
+        shared_experts_between_the_halves_of_combine, experts_with_scratch_memory_learn_how_many_rows_they_see,
         what_other_ranks_have_found_reaches_tensor_parallel_ranks, nothing_is_counted_by_default,
         steps_are_counted_layer_by_layer,
     )

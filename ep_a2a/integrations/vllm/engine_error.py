@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,8 @@ MESSAGE = "ENGINE_CORE_DEAD"
 """The attribute of EngineCoreProc with the constant message."""
 SEPARATOR = b": "
 
-WORKER_FAILED = re.compile(r"Worker failed with error '(expected .+; got .+)', please check the", re.DOTALL)
-"""Of a worker in a process of its own the engine has the error's text only: EpA2AError's words within vLLM's."""
+WORKER_FAILED = "Worker failed with error '", "', please check the"
+"""vLLM's words around the text of an error of a worker in a process of its own: the engine has no more of it."""
 
 _told: tuple[weakref.ref[Any], str] | None = None
 """In a client's process: the latest client that was told of its engine's end, and the cause; None without one."""
@@ -66,13 +65,22 @@ def cause_of(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, EpA2AError):
-            return str(error)
-        found = WORKER_FAILED.search(str(error))
-        if found:
-            return found[1]
+        # Ray's error of a worker is of the class of its cause, too, but with a traceback for a text
+        for each in (getattr(error, "cause", None), error):
+            if isinstance(each, EpA2AError):
+                return str(each)
+        told = _told_by_worker(str(error))
+        if told is not None:
+            return told
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _told_by_worker(text: str) -> str | None:
+    """The text of an error of ours, which its first words tell, within vLLM's; None if it is not there."""
+    before, behind = WORKER_FAILED
+    told, ends, _ = text.partition(before)[2].rpartition(behind)
+    return told if ends and told.startswith("expected ") and "; got " in told else None
 
 
 def _reads_message(function: Callable[..., Any]) -> bool:
