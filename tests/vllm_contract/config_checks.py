@@ -180,6 +180,7 @@ OPTIONS = {
     "--enable-elastic-ep": ("enable_elastic_ep", True),
     "--enable-dbo": ("enable_dbo", True),
     "--prefill-context-parallel-size": ("prefill_context_parallel_size", 2),
+    "--pipeline-parallel-size": ("pipeline_parallel_size", 2),
 }
 
 
@@ -191,7 +192,7 @@ def options_that_cannot_work_are_refused() -> None:
 
     chosen()
     for option, (field, value) in OPTIONS.items():
-        parallel = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True)
+        parallel = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1)
         config = SimpleNamespace(parallel_config=parallel, lora_config=None)
         check_options(config)
         setattr(config if field == "lora_config" else parallel, field, value)
@@ -214,6 +215,8 @@ def options_are_refused_by_the_real_configuration() -> None:
         VllmConfig(parallel_config=chosen(enable_dbo=True))
     with refused(UnsupportedError, "--prefill-context-parallel-size"):
         VllmConfig(parallel_config=chosen(prefill_context_parallel_size=2))
+    with refused(UnsupportedError, "--pipeline-parallel-size"):
+        VllmConfig(parallel_config=chosen(pipeline_parallel_size=2))
 
 
 def a_version_that_is_too_old_is_refused() -> None:

@@ -69,6 +69,10 @@ def check_options(vllm_config: Any) -> None:
         "--prefill-context-parallel-size": (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its ranks bring different numbers of tokens"
         ),
+        "--pipeline-parallel-size": (
+            parallel.pipeline_parallel_size > 1,
+            "vLLM does not ask stages before the last one whether their step has failed, and would hand out its tokens",
+        ),
     }  # fmt: skip
     for option, (is_used, why) in refused.items():
         if is_used:

@@ -61,6 +61,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "FusedMoEPrepareAndFinalize.max_num_tokens_per_rank", "FusedMoEPrepareAndFinalize.num_dispatchers",
         "FusedMoEPrepareAndFinalize.output_is_reduced", "FusedMoEPrepareAndFinalize.supports_async",
         "FusedMoEPrepareAndFinalizeModular.prepare", "FusedMoEPrepareAndFinalizeModular.finalize",
+        "FusedMoEPrepareAndFinalizeModular.prepare_async", "FusedMoEPrepareAndFinalizeModular.finalize_async",
         "FusedMoEExpertsModular.apply", "FusedMoEExperts.expects_unquantized_inputs",
     ),
 }  # fmt: skip
