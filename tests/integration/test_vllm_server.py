@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +14,7 @@ import pytest
 
 from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 from tests.vllm_engine.models import save_model
+from tests.vllm_engine.processes import cpu_environment, end_group, free_port
 from tests.vllm_engine.server import MAX_BATCHED_TOKENS, STOP_FILE
 
 if TYPE_CHECKING:
@@ -79,9 +77,7 @@ def require_server() -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     require_server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     options = [
         save_model(tmp_path / "model", "qwen3_moe"), "--served-model-name", "tiny", "--skip-tokenizer-init",
         "--host", "127.0.0.1", "--port", port, "--data-parallel-size", 2,
@@ -89,12 +85,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         "--max-model-len", 128, "--max-num-seqs", 8, "--max-num-batched-tokens", MAX_BATCHED_TOKENS,
         "--kv-cache-memory-bytes", 64 << 20, "--no-enable-prefix-caching",
     ]  # fmt: skip
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
-    variables |= {
-        "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "EP_A2A_TIMEOUT_SECS": str(WAIT_SECS),
-        STOP_FILE: str(tmp_path / STOP_FILE),
-    }  # fmt: skip
+    variables = cpu_environment(tmp_path, WAIT_SECS) | {STOP_FILE: str(tmp_path / STOP_FILE)}
     command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]
     path = tmp_path / "log"
     with path.open("wb") as log:
@@ -104,10 +95,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         try:
             yield Server(process, port, path)
         finally:
-            # with the process that has stopped itself
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
 
 
 def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):

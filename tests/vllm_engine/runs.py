@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_engine.processes import cpu_environment, end_group, free_port
 from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishe
     `variables` are added to the environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     with contextlib.ExitStack() as stack:
         ranks = [_start(stack, folder, model, rank, num_ranks, port, options, variables) for rank in range(num_ranks)]
         deadline = time.monotonic() + RUN_TIMEOUT_SECS
@@ -67,12 +65,7 @@ def _start(
     stack: contextlib.ExitStack, folder: Path, model: Path, rank: int, num_ranks: int, port: int,
     options: tuple[str, ...], more: dict[str, str],
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
-    variables |= {
-        "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        "EP_A2A_TIMEOUT_SECS": str(WAIT_SECS),
-    }  # fmt: skip
+    variables = cpu_environment(folder, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if num_ranks > 1:
         variables |= {
             "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(num_ranks),
@@ -85,21 +78,8 @@ def _start(
     process = subprocess.Popen(
         [str(part) for part in command], cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
     )
-    stack.callback(_end, process)
+    stack.callback(end_group, process)
     return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Also workers that it has started: one that was stopped does not end with its engine."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_equal(got: dict[int, Any], expected: dict[int, Any], num_tokens: int = NUM_TOKENS) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.integration.programs import ROOT, environment
+from tests.vllm_engine.processes import end_group, free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +76,7 @@ def run_engine(
     turns = {"folder": str(folder.parent), "place": place, "num_engines": num_engines}
     job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
     (folder / "job.json").write_text(json.dumps(job))
-    port = _free_port()
+    port = free_port()
     processes = [_start(folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
     try:
         error = _wait(processes, limit_secs)
@@ -121,8 +120,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        _signal(process, signal.SIGKILL)
-        process.wait()
+        end_group(process)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -133,14 +131,3 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _free_port(num_ports: int = 8) -> int:
-    """The first of some free ports, since vLLM takes the next ones, too; none that the system gives to connections."""
-    chosen = random.SystemRandom()
-    while True:
-        first = chosen.randrange(20000, 30000, num_ports)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + num_ports):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
