@@ -65,41 +65,60 @@ class Failure:
             rank: this one. bounds: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
         """
-        where = f"a call of another rank that has told rank {rank}"
+        where = self._where(rank)
+        match self.code:
+            case 1:
+                return self._timeout(where, bounds, seen or {})
+            case 2:
+                return self._alternation(where)
+            case 3:
+                return self._disagreement(where)
+            case 4:
+                return self._too_many_rows(where)
+            case 6:
+                return self._weights_missing(where)
+            case _:
+                return self._foreign_indices(where)
+
+    def _where(self, rank: int) -> str:
         if self.phase:
-            where = f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
-        if self.code == 1:
-            return self._timeout(where, bounds, seen or {})
-        if self.code == 2:
-            return AlternationError(
-                "dispatch and combine to alternate on the device",
-                f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
-                "holds one without the other, or a combine of another number of tokens",
-                f"{AlternationError.remedy} {RESET}",
-            )
-        if self.code == 3:
-            if not self.detail:
-                # told by another rank: per_rank holds who was late here, not what the ranks said
-                return ConfigMismatchError(
-                    "all ranks to agree on each step", f"a rank found otherwise before {where}", RESET
-                )
-            words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
-            return ConfigMismatchError(
-                "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
-                f"{words} at {where}",
-                "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
-                f"passes empty ones, [0, K] and [0, S]. {RESET}",
-            )
-        if self.code == 4:
-            rows = f", {self.detail} rows there if this is that rank" if self.phase else ""
-            return CapacityError(
-                "max_total_recv_tokens rows at most", f"more on rank {self.accused} (seen at {where}{rows})"
-            )
-        if self.code == 6:
-            without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
-            return ConfigMismatchError(
-                "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
-            )
+            return f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
+        return f"a call of another rank that has told rank {rank}"
+
+    def _alternation(self, where: str) -> AlternationError:
+        return AlternationError(
+            "dispatch and combine to alternate on the device",
+            f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
+            "holds one without the other, or a combine of another number of tokens",
+            f"{AlternationError.remedy} {RESET}",
+        )
+
+    def _disagreement(self, where: str) -> ConfigMismatchError:
+        if not self.detail:
+            # told by another rank: per_rank holds who was late here, not what the ranks said
+            found = f"a rank found otherwise before {where}"
+            return ConfigMismatchError("all ranks to agree on each step", found, RESET)
+        words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
+        return ConfigMismatchError(
+            "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
+            f"{words} at {where}",
+            "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
+            f"passes empty ones, [0, K] and [0, S]. {RESET}",
+        )
+
+    def _too_many_rows(self, where: str) -> CapacityError:
+        rows = f", {self.detail} rows there if this is that rank" if self.phase else ""
+        return CapacityError(
+            "max_total_recv_tokens rows at most", f"more on rank {self.accused} (seen at {where}{rows})"
+        )
+
+    def _weights_missing(self, where: str) -> ConfigMismatchError:
+        without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
+        return ConfigMismatchError(
+            "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
+        )
+
+    def _foreign_indices(self, where: str) -> ForeignIndicesError:
         token = f"token {self.detail}, " if self.phase else ""
         return ForeignIndicesError(
             "combine's indices to be those given to this rank's dispatch", f"others at {token}{where}",
