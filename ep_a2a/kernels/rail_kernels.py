@@ -31,11 +31,12 @@ def pack_kernel(
         stride: max_num_tokens, lines per node.
         OWNERS: of nodes; see routing_kernels.owner_of.
     """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     choices, scale_lanes = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES)
     groups, elements = tl.arange(0, GROUPS_LANES), tl.arange(0, GROUP_LANES)
     num_groups: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else 1
     cast_mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    for token in range(tl.program_id(0), stride, tl.num_programs(0)):
+    for token in range(program, num_tokens, num_programs):
         token_ids, token_weights = load_choices(ids, weights, token, num_tokens, TOPK, TOPK_LANES, HAS_WEIGHTS)
         nodes_of_ids = owner_of(token_ids, OWNERS)
         if GROUP > 0:
@@ -63,8 +64,11 @@ def pack_kernel(
                 if HAS_WEIGHTS:
                     tl.store(to_weights + row * TOPK + choices, token_weights, mask=choices < TOPK)
             tl.store(to_ids + row * TOPK + choices, tl.where(goes, token_ids, -1), mask=choices < TOPK)
-            if token < num_tokens:
-                tl.store(visits + tl.cast(token, tl.int64) * NUM_NODES + node, goes.to(tl.int32))
+            tl.store(visits + tl.cast(token, tl.int64) * NUM_NODES + node, goes.to(tl.int32))
+    for unused in range(num_tokens + program, stride, num_programs):
+        for node in tl.static_range(NUM_NODES):
+            row = tl.cast(node * stride + unused, tl.int64)
+            tl.store(to_ids + row * TOPK + choices, choices * 0 - 1, mask=choices < TOPK)
 
 
 @portable

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from tests.vllm_contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
+from tests.vllm_contract.wheels import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FOR_EVERYBODY = ("backend-name", "chosen-config")
 UNPICKLE = "unpickle"
 

@@ -81,7 +81,8 @@ def run_engine(
     try:
         error = _wait(processes, limit_secs)
     finally:
-        _end(processes)
+        for process in processes:
+            end_group(process)
     reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
     logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Run(reports, logs, error)
@@ -116,11 +117,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
             return f"not finished after {limit_secs:.0f} s"
     codes = [process.returncode for process in processes]
     return f"exit codes {codes}" if any(codes) else ""
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        end_group(process)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
