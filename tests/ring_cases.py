@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from ep_a2a.kernels.open_step import rows_from_other_nodes
+from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
 from tests.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.op_checks import synchronize
 from tests.op_matrix import CASES, UNEVEN
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.testing import RankContext
 
 
@@ -81,10 +85,23 @@ RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 
 
+PUTS = {"rail": "nvshmem"}
+"""Options of rings whose ranks reach other nodes by puts only."""
+
+
+def by_puts(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+    """A body with rings by puts: over NVSHMEM on GPUs, by copies of bytes on CPU."""
+    case = replace(case, options=case.options | PUTS)
+    if context.device.type == "cpu":
+        return body(context, case, *more)
+    with mock.patch.object(arena, "allocate_symmetric", nvshmem.allocate_symmetric):
+        return body(context, case, *more)
+
+
 def other_numbers_of_programs(context: RankContext, case: Case) -> None:
     """Ranks ask for different launch numbers; more channels than programs must not make them wait for each other."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with Arena(context.group, context.device) as memory:
+        op = make_op(context, case, memory)
         everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
         tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
@@ -102,8 +119,8 @@ def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:
         (rows that other nodes sent to this rank, other nodes that its own tokens go to, other nodes' ranks likewise).
     """
     per_node = case.world_size // case.num_nodes
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with Arena(context.group, context.device) as memory:
+        op = make_op(context, case, memory)
         step = Step.dispatch(case, op, 0, context.device)
         synchronize(context)
         crossed = rows_from_other_nodes(op, max(step.counts))

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
+from ep_a2a.kernels.far_kernels import tell_far_kernel
 from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
@@ -17,7 +18,7 @@ from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_ke
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
-from ep_a2a.kernels.variants import TRITON_DTYPES, Variant
+from ep_a2a.kernels.variants import TRITON_DTYPES, Variant, linked_with_nvshmem
 from ep_a2a.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class InterNodeKernels(IntraNodeKernels):
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         super().__init__(config, table, device)
         self._rings = Rings.of(config)
+        self._linked: dict[str, Any] = {}
+        if self._rings.by_puts and not self._interpreted:
+            self._linked = linked_with_nvshmem(device)
         self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
 
     @property
@@ -68,6 +72,7 @@ class InterNodeKernels(IntraNodeKernels):
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
             yield self._number_variant(finishes), values, self._num_programs(args.num_tokens, block_num)
+            yield from self._tell_far(counts=True)
         sends, forwards = stages.send, stages.receive
         if not self._holds_a_step:
             sends = forwards = stages.receive
@@ -79,6 +84,24 @@ class InterNodeKernels(IntraNodeKernels):
             plain = args._replace(x=args.ids, scales=None, weights=None)
             receiving = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
             yield receiving, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
+        yield from self._tell_far()
+
+    def _tell_far(
+        self, *, counts: bool = False, flags: bool = False, weights: bool = False
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        """What tells ranks that only puts reach of a failure, and of what is said; see tell_far_kernel."""
+        if not self._rings.by_puts:
+            return
+        key = "tell far", counts, flags, weights
+        if key not in self._variants:
+            constants = {
+                "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
+                "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
+            }  # fmt: skip
+            self._variants[key] = Variant(tell_far_kernel, constants, 1, **self._linked)
+        num_far = self.config.world_size - self._rings.gpus_per_node
+        if num_far:
+            yield self._variants[key], (self.table, self.config.rank), num_far
 
     def _num_programs(self, num_tokens: int, block_num: int) -> int:
         most = self._usable_sms or INTERPRETED_PROGRAMS
@@ -94,10 +117,12 @@ class InterNodeKernels(IntraNodeKernels):
             offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
             most_rows = self.config.world_size * args.max_num_tokens
             yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)
+            yield from self._tell_far(flags=True, weights=args.weights is not None)
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
             values = (args.result, ids, *args.biases, self.table, args.num_tokens, config.rank)
             yield self._return_variant(args), values, self._num_channel_programs
+            yield from self._tell_far()
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
         for dispatch in stand_in_dispatches(self.config, self.device):
@@ -134,7 +159,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, RING_REGISTERS)
+            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, RING_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -183,7 +208,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
                 "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, RING_REGISTERS)
+            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, RING_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:
@@ -194,6 +219,6 @@ class InterNodeKernels(IntraNodeKernels):
             "NODE_LANES": padded(rings.num_nodes),
             "RINGS": (
                 rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots, rings.chunk_tokens,
-                rings.num_chunks, line_words, slot_words,
+                rings.num_chunks, line_words, slot_words, rings.staged_words,
             ),
         }  # fmt: skip

@@ -12,7 +12,9 @@ result   this rank's only, shared by sequential ops: what combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
 
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
-region; for regions of the local, result and expert blocks only this rank's own column is set. The op's step counters
+region; for regions of the local, result and expert blocks only this rank's own column is set. Where ranks of other
+nodes are reached by puts only, their columns have what is to be put (FAR_COPIES), or nothing; row ELEMENTS has the
+ranks' numbers in NVSHMEM. The op's step counters
 (Stage) follow the table, and then the address of where spans are noted (Span), 0 for nowhere.
 """
 
@@ -73,6 +75,22 @@ class Region(enum.IntEnum):
     FORWARDED_CHUNKS = 39
     FORWARDED_LINES = 40
     FORWARDED_ROWS = 41
+    STAGED_CHUNKS = 42
+    FAR_POISON = 43
+    FAR_COMBINE_FLAGS = 44
+    FAR_COUNTS = 45
+    FAR_WEIGHT_EPOCHS = 46
+    FAR_UNREAD = 47
+    ELEMENTS = 48
+
+
+FAR_COPIES = {
+    Region.POISON: Region.FAR_POISON,
+    Region.COMBINE_FLAGS: Region.FAR_COMBINE_FLAGS,
+    Region.COUNTS: Region.FAR_COUNTS,
+    Region.WEIGHT_EPOCHS: Region.FAR_WEIGHT_EPOCHS,
+}
+"""Where kernels write, in this rank's memory, what ranks that only puts reach are to have in a region (far_kernels)."""
 
 
 class State(enum.IntEnum):
@@ -190,6 +208,7 @@ class OpLayout:
         expert_rows = config.num_local_experts * reduced_rows
         rings = Rings.of(config)
         num_nodes, channels, slots = rings.num_nodes, rings.num_channels, rings.num_slots
+        far_ranks = world_size if rings.by_puts else 0
         # with rings the ranks of a token's node take results from where its experts' ranks keep them
         result_rows = rows if config.uses_rings else sent_rows
         i32, i64, f32, u8 = torch.int32, torch.int64, torch.float32, torch.uint8
@@ -204,14 +223,20 @@ class OpLayout:
                 (Region.SOURCE_POSITIONS, i32, (rows,)),
                 (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, hidden_dim)),
                 (Region.FLAGGED_SIDES, i64, (world_size * config.flagged_tokens, side_words(config))),
-                (Region.CHUNKS_ARRIVED, i32, (2, num_nodes, channels)),
-                (Region.CHUNKS_TAKEN, i32, (2, num_nodes, channels)),
+                (Region.CHUNKS_ARRIVED, i64, (2, num_nodes, channels)),
+                (Region.CHUNKS_TAKEN, i64, (2, num_nodes, channels)),
+                (Region.FAR_POISON, i32, (far_ranks and 1,)),
+                (Region.FAR_COMBINE_FLAGS, i32, (far_ranks,)),
+                (Region.FAR_COUNTS, i64, (far_ranks, world_size + 1)),
+                (Region.FAR_WEIGHT_EPOCHS, i32, (far_ranks,)),
+                (Region.FAR_UNREAD, i64, (far_ranks and 1,)),
             ),
             dispatch=_block(
                 (Region.TOKENS, config.wire_dtype, (rows, hidden_dim)),
                 (Region.SCALES, u8, (rows, config.num_scales * config.scale_bytes)),
                 (Region.WEIGHTS, f32, (rows, topk)),
                 (Region.CHUNKS, i32, (num_nodes, channels, slots, rings.slot_words)),
+                (Region.STAGED_CHUNKS, i32, (channels, rings.staged_words)),
             ),
             combine=_block(
                 (Region.COMBINE_ROWS, config.combine_wire_dtype, (result_rows, hidden_dim)),

@@ -8,11 +8,10 @@ NVSHMEM's device functions are linked in from its bitcode; these kernels run on 
 """
 
 import triton.language as tl
-from triton.language import core
 
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, clock_ns, pause
-from ep_a2a.memory.nvshmem import COMPARE_GE, SIGNAL_ADD
+from ep_a2a.kernels.put_kernels import ADD, GE, put_with_signal, wait_for_signal
 
 NUM_WORDS = 3
 STOPPED = tl.constexpr(0)
@@ -21,33 +20,6 @@ ROUNDS = tl.constexpr(1)
 """Word of the exchanges that have ended."""
 PIECES = tl.constexpr(2)
 """Word of the pieces that each peer has sent in them."""
-ADD = tl.constexpr(SIGNAL_ADD)
-GE = tl.constexpr(COMPARE_GE)
-
-
-@core.extern
-def _put_with_signal(target, source, num_bytes, signal, value, operation, element, _semantic=None):
-    """All threads of a program together copy bytes to a symmetric address of an element, then signal it once.
-
-    NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as there are threads.
-    """
-    types = ("int64", "int64", "int64", "int64", "uint64", "int32", "int32")
-    return core.extern_elementwise(
-        "", "", [target, source, num_bytes, signal, value, operation, element],
-        {tuple(core.dtype(name) for name in types): ("nvshmemx_putmem_signal_block", core.dtype("int32"))},
-        is_pure=False, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@core.extern
-def _wait_for_signal(signal, comparison, value, _semantic=None):
-    """NVSHMEM's wait, which has no bound."""
-    types = ("int64", "int32", "uint64")
-    return core.extern_elementwise(
-        "", "", [signal, comparison, value],
-        {tuple(core.dtype(name) for name in types): ("nvshmem_signal_wait_until", core.dtype("int32"))},
-        is_pure=False, _semantic=_semantic,
-    )  # fmt: skip
 
 
 @portable
@@ -98,7 +70,7 @@ def put_blocks_kernel(
     first = (program % num_pieces) * piece_bytes
     stopped = wait_until(taken + peer, tl.load(state + ROUNDS), peer, state, stopped_on_host, limit_ms)
     if stopped == 0:
-        _put_with_signal(
+        put_with_signal(
             landed.to(tl.int64) + tl.cast(node, tl.int64) * capacity_bytes + first,
             staged.to(tl.int64) + tl.cast(peer, tl.int64) * capacity_bytes + first,
             tl.cast(tl.minimum(block_bytes - first, piece_bytes), tl.int64),
@@ -116,7 +88,7 @@ def await_blocks_kernel(
     least = tl.load(state + PIECES) + (block_bytes + piece_bytes - 1) // piece_bytes
     if wait_until(arrived + peer, least, peer, state, stopped_on_host, limit_ms) == 0:
         # at once; it does what else a transport needs before the bytes may be read
-        _wait_for_signal((arrived + peer).to(tl.int64), tl.full((), GE, tl.int32), tl.cast(least, tl.uint64))
+        wait_for_signal((arrived + peer).to(tl.int64), tl.full((), GE, tl.int32), tl.cast(least, tl.uint64))
 
 
 @portable(do_not_specialize=["block_bytes", "piece_bytes", "node"])
@@ -132,7 +104,7 @@ def release_blocks_kernel(
     if tl.load(state + STOPPED) == 0:
         for turn in range(1, NUM_NODES):
             own = (unread + node).to(tl.int64)
-            _put_with_signal(
+            put_with_signal(
                 own, own, tl.full((), 8, tl.int64), (taken + node).to(tl.int64), tl.full((), 1, tl.uint64),
                 tl.full((), ADD, tl.int32), tl.load(elements + (node + turn) % NUM_NODES),
             )  # fmt: skip

@@ -14,7 +14,7 @@ from ep_a2a.kernels.nvshmem_kernels import (
     put_blocks_kernel,
     release_blocks_kernel,
 )
-from ep_a2a.kernels.variants import Variant
+from ep_a2a.kernels.variants import Variant, linked_with_nvshmem
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.memory.rails import RailTransport, check_blocks
@@ -74,9 +74,9 @@ class NvshmemRail(RailTransport):
         self._state = zeros_outside_pools(NUM_WORDS * WORD_BYTES, device).view(torch.int64)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._device, self._is_open = device, True
-        libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
+        linked = linked_with_nvshmem(device)
         self._put, self._await, self._release = (
-            Variant(kernel, {"NUM_NODES": nodes}, WARPS, libraries=libraries, on_load=self._library.load_into)
+            Variant(kernel, {"NUM_NODES": nodes}, WARPS, **linked)
             for kernel in (put_blocks_kernel, await_blocks_kernel, release_blocks_kernel)
         )
         for variant, values in zip((self._put, self._await, self._release), self._values(1, 1, timeout_secs)):

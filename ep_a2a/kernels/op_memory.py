@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import StateError
+from ep_a2a.errors import PeerAccessError, StateError
 from ep_a2a.kernels.failures import COMBINE_PHASE, UINT32_MASK
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
+from ep_a2a.kernels.layout import FAR_COPIES, RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
+from ep_a2a.kernels.rings import Rings
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.pools import outside_pools
 from ep_a2a.memory.streams import is_capturing
@@ -96,8 +97,24 @@ class BoundMemory:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
+        if Rings.of(self.config).by_puts:
+            self._lead_far_ranks_to_copies(table)
         words = torch.cat([table.flatten(), table.new_zeros(len(Stage) + 1)])
         return outside_pools(lambda: words.to(device), device)
+
+    def _lead_far_ranks_to_copies(self, table: torch.Tensor) -> None:
+        """Other nodes are reached by puts: their columns have what is to be put there, and nothing else."""
+        config = self.config
+        nodes = torch.arange(config.world_size) // config.gpu_per_node
+        is_far = nodes != nodes[config.rank]
+        for memory in self.memory.symmetric.values():
+            unreachable = [r for r, address in enumerate(memory.peer_addresses) if not address and not is_far[r]]
+            if unreachable:
+                raise PeerAccessError("memory of this node's ranks to be mapped", f"none of ranks {unreachable}")
+        table[:, is_far] = 0
+        for region, copy in FAR_COPIES.items():
+            table[region, is_far] = table[copy, config.rank]
+        table[Region.ELEMENTS] = torch.tensor(self.memory.symmetric["own"].elements)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
         for block, tensor, _ in self._blocks:

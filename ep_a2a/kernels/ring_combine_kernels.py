@@ -32,15 +32,18 @@ from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
     CHUNKS_BACK,
     CHUNKS_TAKEN,
+    before_reading,
     counter_of,
+    give_room_to_all,
+    hand_over,
     has_reached,
     idle,
     load_channel,
     num_own_chunks,
     pick,
-    raise_counter,
     row_at,
     slot_of,
+    slot_to_fill,
     store_channel,
     tokens_of_chunk,
     words_at,
@@ -140,7 +143,7 @@ def add_ranks(
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the node's sums for the lines of a chunk that was forwarded, at an address."""
+    """Writes the node's sums for the lines of a chunk that was forwarded, at an address; returns the words written."""
     GPUS: tl.constexpr = RINGS[1]
     CHUNK_TOKENS: tl.constexpr = RINGS[4]
     NUM_CHUNKS: tl.constexpr = RINGS[5]
@@ -148,7 +151,8 @@ def add_ranks(
     first_rank = (rank // GPUS) * GPUS
     lines = address(table, FORWARDED_LINES, rank, WORLD_SIZE, tl.int32)
     record = address(table, FORWARDED_ROWS, rank, WORLD_SIZE, tl.int32)
-    for number in range(tl.load(lines + source_node * NUM_CHUNKS + chunk)):
+    num_lines = tl.load(lines + source_node * NUM_CHUNKS + chunk)
+    for number in range(num_lines):
         line = slot + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
         recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
         rows = ()
@@ -168,6 +172,7 @@ def add_ranks(
             tl.store(words_at(line, 0, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
             tl.store(words_at(line, BACK_WORDS, tl.float32) + choices, sums, mask=choices < TOPK)
+    return num_lines * LINE_WORDS
 
 
 @portable
@@ -177,20 +182,17 @@ def return_chunk(
     HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sends the sums for a channel's next chunk back to node `peer` if the ring has room; returns whether it had."""
-    GPUS: tl.constexpr = RINGS[1]
     CHANNELS: tl.constexpr = RINGS[2]
     SLOTS: tl.constexpr = RINGS[3]
-    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
     room = counter_of(table, CHUNKS_TAKEN, rank, BACK, peer, channel, RINGS, WORLD_SIZE)
     has_room = has_reached(room, before + count + 1 - SLOTS)
     if has_room:
-        slot = slot_of(table, CHUNKS_BACK, partner, node, channel, before + count, RINGS, WORLD_SIZE)
-        add_ranks(
-            table, slot, peer, channel + count * CHANNELS, rank, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS,
+        slot, written = slot_to_fill(table, CHUNKS_BACK, peer, channel, before + count, rank, RINGS, WORLD_SIZE)
+        num_words = add_ranks(
+            table, written, peer, channel + count * CHANNELS, rank, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS,
             DTYPE, ELEMENT, HAS_WEIGHTS, WORLD_SIZE,
         )  # fmt: skip
-        arrived = counter_of(table, CHUNKS_ARRIVED, partner, BACK, node, channel, RINGS, WORLD_SIZE)
-        raise_counter(arrived, before + count + 1)
+        hand_over(table, slot, written, num_words, BACK, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE)
     return has_room
 
 
@@ -270,7 +272,6 @@ def take_chunk(
         ([NODE_LANES] 1 for the nodes from which it had not come, whether it was there).
     """
     NODES: tl.constexpr = RINGS[0]
-    GPUS: tl.constexpr = RINGS[1]
     nodes = tl.arange(0, NODE_LANES)
     present = nodes < NODES
     safe = tl.where(present, nodes, 0)
@@ -280,14 +281,14 @@ def take_chunk(
     missing = behind.to(tl.int32)
     is_there = reduce_sum(missing, 0) == 0
     if is_there:
+        for node in tl.static_range(NODES):
+            came = counter_of(table, CHUNKS_ARRIVED, rank, BACK, node, channel, RINGS, WORLD_SIZE)
+            before_reading(came, RINGS)
         add_nodes(
             table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank, RINGS, TOPK,
             TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
         )  # fmt: skip
-        partners = safe * GPUS + rank % GPUS
-        room = counter_of(table, CHUNKS_TAKEN, partners, BACK, rank // GPUS, channel, RINGS, WORLD_SIZE)
-        tl.debug_barrier()
-        tl.atomic_xchg(room, nodes * 0 + before + count + 1, mask=present, sem="release", scope="sys")
+        give_room_to_all(table, BACK, channel, before + count + 1, rank, NODE_LANES, RINGS, WORLD_SIZE)
     return missing, is_there
 
 

@@ -9,13 +9,13 @@ from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS,
     CHUNKS_ARRIVED,
-    CHUNKS_TAKEN,
     HEADER,
     TO_EXPERTS,
+    before_reading,
     counter_of,
+    give_room,
     has_reached,
     pick,
-    raise_counter,
     row_at,
     slot_of,
     words_at,
@@ -143,21 +143,19 @@ def forward_chunk(
     Returns:
         (whether it had, whether it was the last one of the step).
     """
-    GPUS: tl.constexpr = RINGS[1]
     CHANNELS: tl.constexpr = RINGS[2]
-    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
     arrived = counter_of(table, CHUNKS_ARRIVED, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
     has_come = has_reached(arrived, before + count + 1)
     is_last = tl.full((), 0, tl.int32)
     if has_come:
+        before_reading(arrived, RINGS)
         slot = slot_of(table, CHUNKS, rank, peer, channel, before + count, RINGS, WORLD_SIZE)
         is_last += tl.load(words_at(slot, 1, tl.int32))
         copy_lines(
             table, slot, peer, channel + count * CHANNELS, stride, row_limit, positions_per_rank, rank, RINGS, ROW,
             SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, COMPACT, WORLD_SIZE, WORLD_LANES,
         )  # fmt: skip
-        room = counter_of(table, CHUNKS_TAKEN, partner, TO_EXPERTS, node, channel, RINGS, WORLD_SIZE)
-        raise_counter(room, before + count + 1)
+        give_room(table, TO_EXPERTS, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE)
         if is_last > 0:
             end_stream(table, peer, channel, count + 1, epoch, rank, GPU_LANES, RINGS, WORLD_SIZE)
     return has_come, is_last > 0

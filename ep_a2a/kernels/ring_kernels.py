@@ -5,7 +5,9 @@ writer of chunk c may use its slot when c + 1 - num_slots chunks have been taken
 arrived. A release of either counter orders what was written to, or read from, the slot before it.
 
 RINGS, a compile-time argument of all kernels that use rings, is (nodes, ranks per node, channels, slots of a ring,
-tokens of a chunk, chunks of M tokens, words of a line, words of a slot), the last two by direction (kernels/rings.py).
+tokens of a chunk, chunks of M tokens, words of a line, words of a slot, words of a channel's staged chunk), those of
+lines and slots by direction (kernels/rings.py). With staged words, memory of other nodes is reached by puts only: a
+chunk is written where it is staged and put to its slot, and counters are raised with puts.
 """
 
 import triton.language as tl
@@ -13,6 +15,7 @@ import triton.language as tl
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, overdue, pause, reduce_min, reduce_sum
+from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
 from ep_a2a.kernels.rings import HEADER_WORDS
 
@@ -20,6 +23,9 @@ CHUNKS_ARRIVED = tl.constexpr(Region.CHUNKS_ARRIVED.value)
 CHUNKS_TAKEN = tl.constexpr(Region.CHUNKS_TAKEN.value)
 CHUNKS = tl.constexpr(Region.CHUNKS.value)
 CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
+STAGED_CHUNKS = tl.constexpr(Region.STAGED_CHUNKS.value)
+FAR_UNREAD = tl.constexpr(Region.FAR_UNREAD.value)
+ELEMENTS = tl.constexpr(Region.ELEMENTS.value)
 CHANNEL_STATE = tl.constexpr(Region.CHANNEL_STATE.value)
 
 HEADER = tl.constexpr(HEADER_WORDS)
@@ -32,10 +38,13 @@ def counter_of(
     table, region: tl.constexpr, owner, direction: tl.constexpr, node, channel, RINGS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Pointer to the counter that `owner` keeps of its ring with `node`; owner and node may be vectors."""
+    """Pointer to the counter that `owner` keeps of its ring with `node`; owner and node may be vectors.
+
+    NVSHMEM counts in 64 bits, of which the lower ones are looked at.
+    """
     NODES: tl.constexpr = RINGS[0]
     CHANNELS: tl.constexpr = RINGS[2]
-    return address(table, region, owner, WORLD_SIZE, tl.int32) + (direction * NODES + node) * CHANNELS + channel
+    return address(table, region, owner, WORLD_SIZE, tl.int32) + 2 * ((direction * NODES + node) * CHANNELS + channel)
 
 
 @portable
@@ -61,6 +70,95 @@ def slot_of(table, region: tl.constexpr, owner, node, channel, chunk, RINGS: tl.
     # a power of two divides 2**32, so that counters may wrap
     slot = (node * CHANNELS + channel) * SLOTS + (chunk & (SLOTS - 1))
     return tl.load(table + region * WORLD_SIZE + owner) + tl.cast(slot, tl.int64) * (SLOT_WORDS * 4)
+
+
+@portable
+def slot_to_fill(
+    table, region: tl.constexpr, peer, channel, chunk, rank, RINGS: tl.constexpr, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    """(the slot of this rank's next chunk for node `peer`, where the chunk is to be written), both addresses.
+
+    By puts the slot is given as the place in this rank's own memory.
+    """
+    GPUS: tl.constexpr = RINGS[1]
+    STAGED_WORDS: tl.constexpr = RINGS[8]
+    node = rank // GPUS
+    if STAGED_WORDS > 0:
+        slot = slot_of(table, region, rank, node, channel, chunk, RINGS, WORLD_SIZE)
+        staged = tl.load(table + STAGED_CHUNKS * WORLD_SIZE + rank) + tl.cast(channel, tl.int64) * (STAGED_WORDS * 4)
+        written = tl.where(peer == node, slot, staged)
+    else:
+        slot = slot_of(table, region, peer * GPUS + rank % GPUS, node, channel, chunk, RINGS, WORLD_SIZE)
+        written = slot
+    return slot, written
+
+
+@portable
+def hand_over(
+    table, slot, written, num_words, direction: tl.constexpr, peer, channel, value, rank, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Makes a chunk of slot_to_fill the node's: `value` chunks of the channel have come to it then."""
+    GPUS: tl.constexpr = RINGS[1]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    if RINGS[8] > 0:
+        arrived = counter_of(table, CHUNKS_ARRIVED, rank, direction, node, channel, RINGS, WORLD_SIZE)
+        if peer == node:
+            raise_counter(arrived, value)
+        else:
+            tl.debug_barrier()
+            element = tl.load(table + ELEMENTS * WORLD_SIZE + partner)
+            put_and_count(slot, written, num_words * 4, arrived.to(tl.int64), element)
+    else:
+        raise_counter(
+            counter_of(table, CHUNKS_ARRIVED, partner, direction, node, channel, RINGS, WORLD_SIZE), value
+        )  # fmt: skip
+
+
+@portable
+def give_room(
+    table, direction: tl.constexpr, peer, channel, value, rank, RINGS: tl.constexpr, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    """Tells node `peer` that this rank has taken `value` chunks of the channel from it."""
+    GPUS: tl.constexpr = RINGS[1]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    if RINGS[8] > 0:
+        taken = counter_of(table, CHUNKS_TAKEN, rank, direction, node, channel, RINGS, WORLD_SIZE)
+        if peer == node:
+            raise_counter(taken, value)
+        else:
+            # a signal does not come without bytes
+            unread = tl.load(table + FAR_UNREAD * WORLD_SIZE + rank)
+            tl.debug_barrier()
+            put_and_count(unread, unread, 8, taken.to(tl.int64), tl.load(table + ELEMENTS * WORLD_SIZE + partner))
+    else:
+        raise_counter(counter_of(table, CHUNKS_TAKEN, partner, direction, node, channel, RINGS, WORLD_SIZE), value)
+
+
+@portable
+def give_room_to_all(
+    table, direction: tl.constexpr, channel, value, rank, NODE_LANES: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """give_room for every node; in one hop where memory is reached by stores."""
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    if RINGS[8] > 0:
+        for step in tl.static_range(NODES):
+            give_room(table, direction, (rank // GPUS + step) % NODES, channel, value, rank, RINGS, WORLD_SIZE)
+    else:
+        nodes = tl.arange(0, NODE_LANES)
+        partners = tl.where(nodes < NODES, nodes, 0) * GPUS + rank % GPUS
+        taken = counter_of(table, CHUNKS_TAKEN, partners, direction, rank // GPUS, channel, RINGS, WORLD_SIZE)
+        tl.debug_barrier()
+        tl.atomic_xchg(taken, nodes * 0 + value, mask=nodes < NODES, sem="release", scope="sys")
+
+
+@portable
+def before_reading(counter, RINGS: tl.constexpr):
+    """To be called when a chunk has come, by its counter, before it is read."""
+    if RINGS[8] > 0:
+        after_arrival(counter.to(tl.int64), tl.load(counter.to(tl.pointer_type(tl.int64)), volatile=True))
 
 
 @portable

@@ -8,14 +8,13 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, reduce_max
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS,
-    CHUNKS_ARRIVED,
     CHUNKS_TAKEN,
     HEADER,
     TO_EXPERTS,
     counter_of,
+    hand_over,
     has_reached,
-    raise_counter,
-    slot_of,
+    slot_to_fill,
     tokens_of_chunk,
     words_at,
 )
@@ -88,9 +87,9 @@ def write_chunk(
     SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes tokens first ... end - 1 that go to node `peer` into a slot there, and which line each has taken.
+    """Writes tokens first ... end - 1 that go to node `peer` at an address, and which line each has taken.
 
-    OWN_LINE_EACH: every token has the line of its place in the chunk; else lines are dense.
+    OWN_LINE_EACH: every token has the line of its place in the chunk; else lines are dense. Returns the words written.
     """
     NODES: tl.constexpr = RINGS[0]
     GPUS: tl.constexpr = RINGS[1]
@@ -115,6 +114,7 @@ def write_chunk(
     header = words_at(slot, 0, tl.int32)
     tl.store(header, num_lines)
     tl.store(header + 1, is_last.to(tl.int32))
+    return HEADER + num_lines * LINE_WORDS
 
 
 @portable
@@ -129,18 +129,17 @@ def send_chunk(
     Args:
         count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
     """
-    GPUS: tl.constexpr = RINGS[1]
     SLOTS: tl.constexpr = RINGS[3]
-    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
     room = counter_of(table, CHUNKS_TAKEN, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
     has_room = has_reached(room, before + count + 1 - SLOTS)
     if has_room:
         first, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
-        slot = slot_of(table, CHUNKS, partner, node, channel, before + count, RINGS, WORLD_SIZE)
-        write_chunk(
-            x, scales, weights, ids, table, slot, first, end, peer, count + 1 == num_own, rank, GPU_LANES, RINGS,
+        slot, written = slot_to_fill(table, CHUNKS, peer, channel, before + count, rank, RINGS, WORLD_SIZE)
+        num_words = write_chunk(
+            x, scales, weights, ids, table, written, first, end, peer, count + 1 == num_own, rank, GPU_LANES, RINGS,
             OWN_LINE_EACH, ROW, SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, WORLD_SIZE,
         )  # fmt: skip
-        arrived = counter_of(table, CHUNKS_ARRIVED, partner, TO_EXPERTS, node, channel, RINGS, WORLD_SIZE)
-        raise_counter(arrived, before + count + 1)
+        hand_over(
+            table, slot, written, num_words, TO_EXPERTS, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE
+        )  # fmt: skip
     return has_room

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
 from ep_a2a.errors import ConfigError
 
+BY_PUTS = "nvshmem"
+"""The transport whose memory of other nodes is reached by puts."""
 MAX_CHANNELS = 128
 """Nearly a program for each multiprocessor of an H200: one works on one line at a time."""
 HEADER_WORDS = 4
@@ -33,6 +35,7 @@ class Rings:
         line_words: words of a line on the way to experts: row, scales, K ids, K weights, the row's number at each of
             the node's G ranks or -1, and the token's number at its source.
         back_line_words: words of a line on the way back: a row of results and K weights.
+        by_puts: kernels reach memory of other nodes by puts only (transport nvshmem), not by stores.
     """
 
     num_nodes: int
@@ -45,6 +48,7 @@ class Rings:
     scale_words: int
     line_words: int
     back_line_words: int
+    by_puts: bool = False
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> "Rings":
@@ -75,7 +79,7 @@ class Rings:
         return cls(
             config.world_size // per_node, per_node, num_channels, chunk_tokens, math.ceil(most / chunk_tokens),
             num_slots, row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
-            _aligned(back_words + topk),
+            _aligned(back_words + topk), config.rail == BY_PUTS,
         )  # fmt: skip
 
     @property
@@ -87,6 +91,11 @@ class Rings:
     def back_slot_words(self) -> int:
         """Words of a chunk on the way back."""
         return self.chunk_tokens * self.back_line_words
+
+    @property
+    def staged_words(self) -> int:
+        """Words of a channel's memory for the chunk that it puts next, of either direction."""
+        return max(self.slot_words, self.back_slot_words) if self.by_puts else 0
 
 
 def _aligned(words: int) -> int:

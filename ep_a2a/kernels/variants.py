@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.errors import StateError
+from ep_a2a.memory import nvshmem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,12 @@ NO_HOOKS = (None, None, None)
 REGISTERS_PER_SM = 65536
 """Of all NVIDIA GPUs since compute capability 3.5, allotted to threads in multiples of REGISTER_GRANULARITY."""
 REGISTER_GRANULARITY = 8
+
+
+def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
+    """What a Variant is given whose kernel calls NVSHMEM, which must have been started."""
+    libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
+    return {"libraries": libraries, "on_load": nvshmem.load_into}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ep_a2a.config import EpDispatchCombineKernelType, QuantType
 from ep_a2a.errors import EpA2AError
 from ep_a2a.kernels.base_op import agree_on_config
+from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.rail_choice import choose_transport, make_rail, name_network_devices
@@ -74,6 +75,7 @@ class OpFactory:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._nodes: dict[tuple[int, str], Nodes] = {}
+        self._puts: Arena | None = None
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> NativeOp:
         """The op of a config: kernels that write to all ranks where they can, else a hop over a rail and one inside.
@@ -98,6 +100,9 @@ class OpFactory:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 
+        if config.rail == "nvshmem" and config.uses_rings and config.combine_quant is QuantType.NONE:
+            logger.info("%s with puts of %s: %s", config.kernel_type.name, config.rail, reason)
+            return EpDispatchCombineOp(config, arena=self._put_arena(), index=index)
         nodes = self._nodes_of(grid, config.timeout, config.rail, reason)
         index = nodes.arena.unshared_index() if index is None else index
         return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
@@ -121,6 +126,15 @@ class OpFactory:
         agree_on_config(config, self.arena.rendezvous, index or 0)
         return config, grid, reason
 
+    def _put_arena(self) -> Arena:
+        """Memory that ranks of other nodes reach by puts; on CPU all memory is."""
+        if self.arena.device.type == "cpu":
+            return self.arena
+        if self._puts is None:
+            name_network_devices()
+            self._puts = Arena(self.arena.group, self.arena.device, nvshmem.allocate_symmetric)
+        return self._puts
+
     def _nodes_of(self, grid: NodeGrid, timeout_secs: float, transport: str, reason: str) -> Nodes:
         key = grid.num_nodes, transport
         if key not in self._nodes:
@@ -131,13 +145,17 @@ class OpFactory:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arenas of nodes, which are not in the factory's own, and of rails."""
-        return sum(nodes.arena.num_bytes + nodes.rail.num_bytes for nodes in self._nodes.values())
+        puts = 0 if self._puts is None else self._puts.num_bytes
+        return puts + sum(nodes.arena.num_bytes + nodes.rail.num_bytes for nodes in self._nodes.values())
 
     def close(self) -> None:
         """Gives back what ops across nodes share, not the arena; to be called on every rank."""
         for nodes in self._nodes.values():
             nodes.close()
         self._nodes.clear()
+        if self._puts is not None:
+            # the manager's own arena, which all ranks share, is where they meet
+            self._puts.close(alone=True)
 
 
 def _why_not_rings(topology: Topology, config: EpDispatchCombineConfig) -> str | None:

@@ -168,10 +168,12 @@ class Arena:
     Args:
         group: ranks that take part.
         device: where the memory lies.
+        allocate: what makes symmetric memory in place of allocate_symmetric.
     """
 
     group: dist.ProcessGroup
     device: torch.device
+    allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
     closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -220,8 +222,11 @@ class Arena:
             role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
             for role, num_bytes in sizes.shared.items()
         }
-        symmetric["own"] = allocate_symmetric(self.rendezvous, self.device, sizes.own)
+        symmetric["own"] = self._symmetric(sizes.own)
         return self._with_local_memory(symmetric, slot, sizes)
+
+    def _symmetric(self, num_bytes: int) -> SymmetricMemory:
+        return (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
 
     def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
         """Allocates what only this rank reaches, on every rank or on none: one that fails must not be waited for."""
@@ -253,7 +258,7 @@ class Arena:
         for block in blocks:
             if block.num_bytes >= num_bytes:
                 return block
-        blocks.append(allocate_symmetric(self.rendezvous, self.device, num_bytes))
+        blocks.append(self._symmetric(num_bytes))
         if fill_byte is not None:
             slot.fill_new(role, blocks[-1], fill_byte)
         return blocks[-1]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
 import stat
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import EpA2AError, HostMemoryError, UntrustedFolderError
+from ep_a2a.errors import EpA2AError, HostMemoryError, StateError, UntrustedFolderError
 from ep_a2a.memory.symmetric import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "ep_a2a_"
 PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+_living: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 
 
 def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
@@ -55,7 +59,34 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     addresses = tuple(tensor.data_ptr() for tensor in maps)
-    return SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
+    memory = SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
+    _living.add(memory)
+    return memory
+
+
+def put(target: int, source: int, num_bytes: int, rank: int) -> None:
+    """Copies bytes to the place in a rank's memory that `target` is in this rank's, as NVSHMEM's puts do.
+
+    Raises:
+        StateError: there is no symmetric memory at `target`.
+    """
+    ctypes.memmove(_place_of(target, rank), source, num_bytes)
+
+
+def count(counter: int, rank: int) -> None:
+    """Adds one to the int64 at the place in a rank's memory that `counter` is in this rank's; it has one writer."""
+    place = ctypes.c_int64.from_address(_place_of(counter, rank))
+    place.value += 1
+
+
+def _place_of(address: int, rank: int) -> int:
+    for memory in _living:
+        offset_bytes = address - memory.local.data_ptr() if not memory.closed else -1
+        if 0 <= offset_bytes < memory.num_bytes:
+            return memory.peer_addresses[rank] + offset_bytes
+    raise StateError(
+        "an address in symmetric memory of this process", hex(address), "Report this as an error of ep_a2a."
+    )
 
 
 def remove_stale_files() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, UnsupportedError
-from ep_a2a.memory.symmetric import bytes_at
+from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
 
 if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
@@ -98,7 +98,8 @@ def _host_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(_folder() / HOST_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise _missing(str(error)) from error
-    library.nvshmem_malloc.restype = ctypes.c_void_p
+    library.nvshmem_malloc.restype = library.nvshmem_ptr.restype = ctypes.c_void_p
+    library.nvshmem_ptr.argtypes = (ctypes.c_void_p, ctypes.c_int)
     library.nvshmem_malloc.argtypes = (ctypes.c_size_t,)
     library.nvshmemx_cumodule_init.argtypes = (ctypes.c_void_p,)
     return library
@@ -159,6 +160,17 @@ class Nvshmem:
         rendezvous.barrier("NVSHMEM memory is zeroed")
         return block
 
+    def symmetric(self, rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
+        """The same as symmetric memory; 0 stands for the address of a rank that no store reaches."""
+        block = self.allocate(rendezvous, num_bytes)
+        addresses = tuple(_host_library().nvshmem_ptr(block.address, element) or 0 for element in self.elements)
+
+        def release() -> None:
+            block.is_lent = False
+
+        local = block.tensor(self.device)
+        return SymmetricMemory(local, addresses, "NVSHMEM", release, elements=self.elements)
+
     def _free(self, num_bytes: int) -> list[int]:
         return [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
 
@@ -171,15 +183,21 @@ class Nvshmem:
         self.blocks.append(block)
         return block
 
-    def load_into(self, module: int) -> None:
-        """Tells a loaded CUDA module (its CUmodule) of this NVSHMEM: kernels that call it must be in such a one."""
-        status = _host_library().nvshmemx_cumodule_init(module)
-        if status:
-            raise DeviceMemoryError("NVSHMEM to take a kernel's module", f"status {status}", "See NVSHMEM's own log.")
+
+def load_into(module: int) -> None:
+    """Tells the NVSHMEM that runs of a loaded CUDA module (its CUmodule), which kernels that call it must be in."""
+    status = _host_library().nvshmemx_cumodule_init(module)
+    if status:
+        raise DeviceMemoryError("NVSHMEM to take a kernel's module", f"status {status}", "See NVSHMEM's own log.")
 
 
 _started: dict[tuple[int, ...], Nvshmem] = {}
 """By processing elements of a group; one entry, since all elements must be in the group."""
+
+
+def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
+    """Memory of NVSHMEM's heap on every rank, which is started for it. Collective; errors of `start` and `allocate`."""
+    return start(rendezvous, device).symmetric(rendezvous, num_bytes)
 
 
 def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:

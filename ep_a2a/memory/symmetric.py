@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@dataclass(eq=False)
 class SymmetricMemory:
     """One region of equal size on every rank of a group.
 
@@ -19,6 +19,7 @@ class SymmetricMemory:
         local: this rank's region, uint8 [num_bytes]; zero after allocation.
         peer_addresses: by rank, where this process (or its GPU) reaches that rank's region.
         kind: how it is shared, for logs.
+        elements: by rank, its number for puts.
         release: gives this rank's mappings back; local, not collective. Tensors made of `local` must be gone on a GPU.
     """
 
@@ -27,6 +28,10 @@ class SymmetricMemory:
     kind: str
     release: Callable[[], None] = field(repr=False)
     closed: bool = False
+    elements: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.elements = self.elements or tuple(range(len(self.peer_addresses)))
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,95 @@
+"""Puts of kernels into memory of other nodes, which no store reaches: NVSHMEM's on GPUs, copies of bytes on CPU.
+
+A put names an address of this rank's own symmetric memory; it writes to the same place of the other rank's. NVSHMEM's
+device functions are linked in from its bitcode, so that kernels which put are compiled with it (Variant.libraries).
+"""
+
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+
+from ep_a2a.kernels.portable import portable
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.nvshmem import COMPARE_GE, SIGNAL_ADD
+
+ADD = tl.constexpr(SIGNAL_ADD)
+GE = tl.constexpr(COMPARE_GE)
+
+
+@core.extern
+def put_with_signal(target, source, num_bytes, signal, value, operation, element, _semantic=None):
+    """All threads of a program together copy bytes to a symmetric address of an element, then signal it once.
+
+    NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as there are threads.
+    """
+    types = ("int64", "int64", "int64", "int64", "uint64", "int32", "int32")
+    return core.extern_elementwise(
+        "", "", [target, source, num_bytes, signal, value, operation, element],
+        {tuple(core.dtype(name) for name in types): ("nvshmemx_putmem_signal_block", core.dtype("int32"))},
+        is_pure=False, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@core.extern
+def wait_for_signal(signal, comparison, value, _semantic=None):
+    """NVSHMEM's wait, which has no bound."""
+    types = ("int64", "int32", "uint64")
+    return core.extern_elementwise(
+        "", "", [signal, comparison, value],
+        {tuple(core.dtype(name) for name in types): ("nvshmem_signal_wait_until", core.dtype("int32"))},
+        is_pure=False, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@core.extern
+def _fence(_semantic=None):
+    return core.extern_elementwise(
+        "", "", [], {(): ("nvshmem_fence", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
+    )
+
+
+def _number(value: Any) -> int:
+    return int(value.handle.data.item()) if hasattr(value, "handle") else int(value)
+
+
+def _interpreted_put(target: Any, source: Any, num_bytes: Any, counter: Any, element: Any) -> None:
+    rank = _number(element)
+    host_shm.put(_number(target), _number(source), _number(num_bytes), rank)
+    host_shm.count(_number(counter), rank)
+
+
+@portable(interpreted=_interpreted_put)
+def put_and_count(target, source, num_bytes, counter, element):
+    """Copies bytes to another rank, then adds one to a counter (int64) there; `source` may be used again at once.
+
+    All threads of the program together: what they have written to `source` must be behind a barrier.
+
+    Args:
+        target, counter: this rank's addresses (int64) of the places that are meant at the other one.
+        element: the other rank's number in NVSHMEM.
+    """
+    put_with_signal(
+        target, source, tl.cast(num_bytes, tl.int64), counter, tl.full((), 1, tl.uint64), tl.full((), ADD, tl.int32),
+        tl.cast(element, tl.int32),
+    )  # fmt: skip
+
+
+def _in_order(_counter: object, _target: object) -> None:
+    """On CPU bytes that were copied before a counter can be read with it."""
+
+
+@portable(interpreted=_in_order)
+def after_arrival(counter, target):
+    """What else a transport needs before bytes may be read whose counter (address) has come to `target`; at once."""
+    wait_for_signal(counter, tl.full((), GE, tl.int32), tl.cast(target, tl.uint64))
+
+
+def _nothing() -> None:
+    """Copies on CPU are made in their order."""
+
+
+@portable(interpreted=_nothing)
+def fence():
+    """Puts to a rank that come after this arrive there behind those before it."""
+    _fence()
