@@ -78,11 +78,16 @@ class RailContender(NodesContender):
         return RailSession(workload, context, self)
 
 
-class NvshmemContender(RailContender):
-    """The same over NVSHMEM, whose puts are made by kernels."""
+class NvshmemContender(NodesContender):
+    """Rings of a few chunks, which kernels put to other nodes by NVSHMEM."""
 
     name: ClassVar[str] = "ep_a2a_nvshmem"
+    kernel_type = EpDispatchCombineKernelType.InterNodeV1
     rail = "nvshmem"
+
+    def prepare(self, workload: Workload, context: BenchContext) -> Session:
+        """Builds the op. Collective."""
+        return PutRingsSession(workload, context, self)
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
         """What the op refuses, workloads of one node, and no GPUs or no NVSHMEM."""
@@ -94,14 +99,8 @@ class NvshmemContender(RailContender):
         return reason
 
 
-class RailSession(OpSession):
-    """The op of a rail and a node."""
-
-    def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
-        super().__init__(workload, context, contender)
-        lines = workload.world_size * (workload.num_nodes - 1) * workload.max_num_tokens
-        payload = workload.rows_between_nodes[0]
-        self.details |= {"rows_between_nodes": payload, "padding_between_nodes": lines - payload}
+class MadeByFactory(OpSession):
+    """An op as a manager makes it."""
 
     def _make_op(self, config: EpDispatchCombineConfig, context: BenchContext) -> EpDispatchCombineOp:
         self._factory = OpFactory(self._arena)
@@ -119,6 +118,16 @@ class RailSession(OpSession):
         self._factory.close()
 
 
+class RailSession(MadeByFactory):
+    """The op of a rail and a node."""
+
+    def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
+        super().__init__(workload, context, contender)
+        lines = workload.world_size * (workload.num_nodes - 1) * workload.max_num_tokens
+        payload = workload.rows_between_nodes[0]
+        self.details |= {"rows_between_nodes": payload, "padding_between_nodes": lines - payload}
+
+
 class RingsSession(OpSession):
     """The op on rings."""
 
@@ -133,3 +142,7 @@ class RingsSession(OpSession):
         if crossed != once:
             raise CheckFailedError(f"{once} rows to cross between nodes, one per token and node", str(crossed))
         self.details |= {"rows_between_nodes": crossed, "rows_between_nodes_flat": flat}
+
+
+class PutRingsSession(RingsSession, MadeByFactory):
+    """The op on rings whose chunks are put."""

@@ -13,6 +13,7 @@ from ep_a2a.kernels.far_kernels import tell_far_kernel
 from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
+from ep_a2a.kernels.put_kernels import settle_kernel
 from ep_a2a.kernels.ring_combine_kernels import offer_results_kernel, return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
 from ep_a2a.kernels.rings import Rings
@@ -85,6 +86,14 @@ class InterNodeKernels(IntraNodeKernels):
             receiving = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
             yield receiving, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
         yield from self._tell_far()
+
+    def settle(self) -> None:
+        """Launches what ends when all that was put has come to other nodes."""
+        if self._rings.by_puts and not self._interpreted:
+            key = ("settle",)
+            if key not in self._variants:
+                self._variants[key] = Variant(settle_kernel, {}, 1, **self._linked)
+            self._variants[key].run(1, (self.table,), self.device)
 
     def _tell_far(
         self, *, counts: bool = False, flags: bool = False, weights: bool = False

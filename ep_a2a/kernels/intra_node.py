@@ -200,6 +200,9 @@ class IntraNodeKernels:
             variant, values = variants[(position + self.config.rank) % len(variants)]
             variant.compile(values)
 
+    def settle(self) -> None:
+        """Launches what ends when all that was sent is where it belongs: nothing, where kernels store it themselves."""
+
     def record_spans(self) -> None:
         """Takes kernels that note when their programs begin and end what they do, from now on (kernels/spans.py)."""
         self._spans = True

@@ -379,6 +379,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
+        self._kernels.settle()
         self._end_step()
         self.arena.together("resetting the op", lambda: self._memory.initialize(self._bounds, refill=True))
 

@@ -85,11 +85,24 @@ def after_arrival(counter, target):
     wait_for_signal(counter, tl.full((), GE, tl.int32), tl.cast(target, tl.uint64))
 
 
+@core.extern
+def _quiet(_semantic=None):
+    return core.extern_elementwise(
+        "", "", [], {(): ("nvshmem_quiet", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
+    )
+
+
 def _nothing() -> None:
-    """Copies on CPU are made in their order."""
+    """Copies on CPU are made in their order, and at once."""
 
 
 @portable(interpreted=_nothing)
 def fence():
     """Puts to a rank that come after this arrive there behind those before it."""
     _fence()
+
+
+@portable
+def settle_kernel(table):
+    """Ends when all that this rank's kernels have put is there; one program."""
+    _quiet()
