@@ -10,6 +10,7 @@ import torch
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.rails import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.reference import DispatchReference, combine_weights_reference
@@ -26,11 +27,10 @@ from tests.op_cases import (
     same_sums,
     wire_rows,
 )
-from tests.rail_cases import grid_of, rail_of
+from tests.rail_cases import grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid
-    from ep_a2a.memory.rails import RailTransport
     from ep_a2a.testing import RankContext
 
 POISON_BYTE = 0xC3
@@ -41,15 +41,15 @@ class Nodes:
     """N virtual nodes of G ranks, seen from one rank, with what an op across them stands on."""
 
     grid: NodeGrid
-    rail: RailTransport
+    rail: TorchDistributedRail
     arena: Arena
     rendezvous: Rendezvous
 
     @classmethod
-    def of(cls, context: RankContext, num_nodes: int, transport: str = "torch.distributed") -> Nodes:
+    def of(cls, context: RankContext, num_nodes: int) -> Nodes:
         """Cuts the context's group, whose size num_nodes divides."""
         grid = grid_of(num_nodes, context.world_size // num_nodes, context.rank)
-        rail = rail_of(transport, context, grid, 60.0)
+        rail = TorchDistributedRail(context.group, grid, 60.0)
         return cls(
             grid, rail, Arena(make_subgroup(context.group, grid.node_ranks), context.device), Rendezvous(context.group)
         )
@@ -82,9 +82,9 @@ class Nodes:
         return [tensor[: sum(counts)]] if tensor.dim() == 2 else [tensor[g, :n] for g, n in enumerate(counts)]
 
 
-def run_inter_node(context: RankContext, case: Case, num_nodes: int, transport: str = "torch.distributed") -> None:
+def run_inter_node(context: RankContext, case: Case, num_nodes: int) -> None:
     """Every step of the case on one op across num_nodes nodes, against the oracle."""
-    nodes = Nodes.of(context, num_nodes, transport)
+    nodes = Nodes.of(context, num_nodes)
     with nodes.arena:
         op = nodes.op(case, context.rank)
         for number in range(case.num_steps):

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.rails import RailTransport, TorchDistributedRail
-from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
+    from ep_a2a.memory.rails import TorchDistributedRail
 
 GUARD_BYTES = 64
 POISON = 0xA5
@@ -31,22 +29,13 @@ def grid_of(num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
     )
 
 
-def rail_of(transport: str, context: RankContext, grid: NodeGrid, timeout_secs: float) -> RailTransport:
-    """A rail of the context's group."""
-    if transport == "nvshmem":
-        from ep_a2a.kernels.nvshmem_rail import NvshmemRail
-
-        return NvshmemRail(Rendezvous(context.group), grid, context.device, timeout_secs)
-    return TorchDistributedRail(context.group, grid, timeout_secs)
-
-
 def block(source: int, target: int, step: int, num_bytes: int) -> torch.Tensor:
     """What rank `source` sends to rank `target` in a step: bytes that no other pair or step has."""
     generator = torch.Generator().manual_seed((step * 997 + source) * 997 + target)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def exchange_and_check(rail: RailTransport, rank: int, step: int, num_bytes: int, device: torch.device) -> None:
+def exchange_and_check(rail: TorchDistributedRail, rank: int, step: int, num_bytes: int, device: torch.device) -> None:
     """One exchange into poisoned memory, between guards, checked bit for bit; what was sent must be as before."""
     peers = rail.grid.rail_ranks
     sent = torch.stack([block(rank, peer, step, num_bytes) for peer in peers]).to(device)
@@ -57,7 +46,7 @@ def exchange_and_check(rail: RailTransport, rank: int, step: int, num_bytes: int
     assert torch.equal(sent, before)
 
 
-def check(rail: RailTransport, rank: int, step: int, num_bytes: int, memory: torch.Tensor) -> None:
+def check(rail: TorchDistributedRail, rank: int, step: int, num_bytes: int, memory: torch.Tensor) -> None:
     """Whether `memory` holds what the peers sent in this step, between two guards."""
     wanted = torch.stack([block(peer, rank, step, num_bytes) for peer in rail.grid.rail_ranks])
     received = memory.cpu()

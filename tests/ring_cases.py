@@ -34,7 +34,7 @@ OF_FOUR_RANKS = (
     "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
     "combine-without-weights", "bias", "biases-in-halves", "max-num-tokens-compact", "pad-id", "cap",
     "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
-    "fp8_per_1x128-float32_power_of_two",
+    "fp8_per_1x128-float32_power_of_two", "fp8_blockwise-four-ranks", "biases-fp8",
     "cast-fp16-odd-hidden", "unusual-four-ranks", "epoch-2**32",
 )  # fmt: skip
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
@@ -52,6 +52,14 @@ SHAPES: dict[str, Case] = {
     "whole-steps": replace(FEW, kernel="InterNodeV1LL", options=rings(64, 1, 3)),
     "whole-steps-cast": replace(
         FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_per_1x128", hidden_dim=256
+    ),
+    "combine-cast": replace(FEW, quant_type="fp8_direct_cast", hidden_dim=1040, options=SMALL_RINGS),
+    "combine-cast-whole-steps": replace(
+        FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_blockwise", hidden_dim=640, unusual=True
+    ),
+    "both-casts-expert_major": replace(
+        FEW, layout="expert_major", quant_type="fp8_blockwise", hidden_dim=256,
+        options=SMALL_RINGS | {"dispatch_quant_type": "fp8_per_1x128"},
     ),
     "flat": replace(FEW, kernel="InterNode", split="mixed"),
     "many-tokens": Case(

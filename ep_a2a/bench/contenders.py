@@ -25,6 +25,7 @@ CONTENDERS = {
     "ep_a2a_flat": ("nodes", "FlatContender"),
     "ep_a2a_rail": ("nodes", "RailContender"),
     "ep_a2a_nvshmem": ("nodes", "NvshmemContender"),
+    "ep_a2a_nvshmem_ll": ("nodes", "NvshmemLLContender"),
     "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
     "nccl_all_to_all": ("nccl", "AllToAllContender"),
     "flashinfer": ("flashinfer", "FlashInferContender"),
@@ -36,7 +37,13 @@ CONTENDERS = {
 BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
 """Kernels and transports that only several nodes have."""
 
-ONLY_WHEN_NAMED = ("ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem", "deepep_low_latency")
+ONLY_WHEN_NAMED = (
+    "ep_low_latency",
+    "ep_low_latency_traced",
+    "ep_a2a_nvshmem",
+    "ep_a2a_nvshmem_ll",
+    "deepep_low_latency",
+)
 """Not among the usual contenders: interfaces on our op, what needs NVSHMEM, and another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})

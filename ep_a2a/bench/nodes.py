@@ -90,13 +90,18 @@ class NvshmemContender(NodesContender):
         return PutRingsSession(workload, context, self)
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the op refuses, workloads of one node, and no GPUs or no NVSHMEM."""
+        """What the op refuses, workloads of one node, and GPUs without NVSHMEM. On CPU copies stand for puts."""
         reason = super().unavailable(workload, device)
-        if reason is None and device.type != "cuda":
-            reason = "needs GPUs"
-        if reason is None and library_folder() is None:
+        if reason is None and device.type == "cuda" and library_folder() is None:
             reason = "no package nvidia-nvshmem"
         return reason
+
+
+class NvshmemLLContender(NvshmemContender):
+    """The same with rings that hold a whole step."""
+
+    name: ClassVar[str] = "ep_a2a_nvshmem_ll"
+    kernel_type = EpDispatchCombineKernelType.InterNodeV1LL
 
 
 class MadeByFactory(OpSession):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout, QuantType
+from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout
 from ep_a2a.errors import (
     ClosedError,
     ContiguityError,
@@ -43,11 +43,6 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
         return UnsupportedError(
             "another kernel_type", "IntraNodeLL",
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
-        )  # fmt: skip
-    if config.uses_rings and config.combine_quant is not QuantType.NONE:
-        return UnsupportedError(
-            f"no cast on the wire of combine with {config.kernel_type.name}", config.combine_quant.value,
-            "Use another quant_type, or kernel_type InterNode.",
         )  # fmt: skip
     if arena.in_use(config.digest(), index):
         return StateError(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import WHOLE_RING_KERNEL_TYPES
+from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
 from ep_a2a.kernels.far_kernels import tell_far_kernel
-from ep_a2a.kernels.inputs import elements_of
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import settle_kernel
@@ -19,7 +18,7 @@ from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_ke
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
-from ep_a2a.kernels.variants import TRITON_DTYPES, Variant, linked_with_nvshmem
+from ep_a2a.kernels.variants import Variant, linked_with_nvshmem
 from ep_a2a.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ RING_REGISTERS = 255
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
 ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
+OFFER_ELEMENTS = 8192
+"""Elements of a row that a program offers at once."""
 
 
 def kernels_of(config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> IntraNodeKernels:
@@ -122,7 +123,7 @@ class InterNodeKernels(IntraNodeKernels):
         config = self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
         if stages.send:
-            rows = elements_of(args.rows, torch.int32)
+            rows = self._results.for_kernels(args.rows)
             offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
             most_rows = self.config.world_size * args.max_num_tokens
             yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)
@@ -195,11 +196,12 @@ class InterNodeKernels(IntraNodeKernels):
     def _offer_variant(self, args: CombineArguments) -> Variant:
         key = "offer", args.weights is None
         if key not in self._variants:
-            words = self.config.hidden_dim * self.config.combined_dtype.itemsize // WORD_BYTES
+            results = self._results
+            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS)
             constants = {
-                **self._topk, **self._world, "HIDDEN_WORDS": words,
-                "BLOCK_WORDS": min(padded(words), MAX_BLOCK_WORDS), "HAS_WEIGHTS": args.weights is not None,
-                **self._compact, "POISON_LANES": 32 * RING_WARPS,
+                **self._topk, **self._world, "HIDDEN": self.config.hidden_dim, "GROUPS_LANES": lanes, "GROUP": group,
+                "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
+                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
             self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
         return self._variants[key]
@@ -207,13 +209,13 @@ class InterNodeKernels(IntraNodeKernels):
     def _return_variant(self, args: CombineArguments) -> Variant:
         key = "return", args.weights is None, args.ids is None, args.given_biases
         if key not in self._variants:
-            config = self.config
-            itemsize = config.combined_dtype.itemsize
+            config, results = self.config, self._results
             constants = {
                 **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
                 "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
-                "BACK_WORDS": config.hidden_dim * itemsize // WORD_BYTES,
-                "DTYPE": TRITON_DTYPES[config.combined_dtype], "ELEMENT": tl.int16 if itemsize == 2 else tl.int32,
+                "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
+                "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
+                "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
                 "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, CompiledCalls, Layout, QuantType
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.kernels.combine_kernels import combine_kernel
@@ -19,9 +19,9 @@ from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.plans import Plan, make_plan
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.kernels.remembered import Remembered
-from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, ResultRows, row_constants
 from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
-from ep_a2a.kernels.variants import REGISTERS_PER_SM, TRITON_DTYPES, Variant
+from ep_a2a.kernels.variants import REGISTERS_PER_SM, Variant
 from ep_a2a.policy import (
     COUNT_WARPS,
     MAX_COUNTED_ALONE,
@@ -73,6 +73,7 @@ class IntraNodeKernels:
         self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
         self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
         self._compact = {"COMPACT": config.layout == Layout.COMPACT}
+        self._results = ResultRows.of(config)
         self._can_depend = (
             not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
         )
@@ -348,31 +349,24 @@ class IntraNodeKernels:
     def _combine_constants(
         self, args: CombineArguments, launch: Launch, stages: Stages, in_place: bool
     ) -> dict[str, Any]:
-        config, threads = self.config, 32 * launch.num_warps
-        quantized = config.combine_quant != QuantType.NONE
-        scaled = config.combine_quant == QuantType.FP8_BLOCKWISE
-        dtype = TRITON_DTYPES[config.combined_dtype]
-        blocks = [max(min(padded(config.hidden_dim), n), threads) for n in (launch.send_elements, launch.add_elements)]
-        send, add = [(n // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if scaled else (1, n) for n in blocks]
-        element = tl.int16 if config.combined_dtype.itemsize == 2 else tl.int32
+        config, results = self.config, self._results
+        elements = launch.send_elements, launch.add_elements
+        send, add = (results.tile(config.hidden_dim, most, launch.num_warps) for most in elements)
         return {
             **self._topk, **self._world, **self._compact,
-            "WEIGHT_LANES": max(padded(config.topk), threads),
+            "WEIGHT_LANES": max(padded(config.topk), 32 * launch.num_warps),
             "HIDDEN": config.hidden_dim,
             "SEND_GROUPS_LANES": send[0], "SEND_GROUP": send[1], "GROUPS_LANES": add[0], "GROUP": add[1],
-            "DTYPE": dtype, "WIRE_DTYPE": tl.float8e4nv if quantized else dtype,
-            "ELEMENT": tl.uint8 if quantized else element, "QUANTIZED": quantized, "SCALED": scaled,
+            "DTYPE": results.dtype, "WIRE_DTYPE": tl.float8e4nv if results.quantized else results.dtype,
+            "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
             "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-            "OWN_IN_PLACE": in_place and not quantized, "READ_AHEAD": launch.read_ahead,
+            "OWN_IN_PLACE": in_place and not results.quantized, "READ_AHEAD": launch.read_ahead,
             "SEND": stages.send, "RECEIVE": stages.receive,
             "DEPENDENT_LAUNCH": launch.dependent and self._can_depend, "SPANS": self._spans,
         }  # fmt: skip
 
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
-        config = self.config
-        rows = args.rows
-        if config.combine_quant == QuantType.NONE:
-            rows = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)
+        config, rows = self.config, self._results.for_kernels(args.rows)
         return (
             rows, self.table if args.weights is None else args.weights.view(torch.int32), args.result,
             self.table if args.ids is None else args.ids, *args.biases, self.table,

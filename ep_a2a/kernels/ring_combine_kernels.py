@@ -1,9 +1,9 @@
 """InterNodeV1 combine: each node adds its ranks' rows first, one row per token crosses back, and the source adds nodes.
 
-Ranks offer their results where the others of their node can read them. The rank through which a token came adds its
-rows, in float32 and in ascending order of ranks, rounds the sum to the dtype of the results and sends it back in a
-chunk; the token's own rank adds the nodes' sums likewise. As in dispatch, a channel does its roles in turn and waits in
-none.
+Ranks offer their results where the others of their node can read them, cast to fp8 if that is asked for. The rank
+through which a token came adds its rows, in float32 and in ascending order of ranks, rounds the sum to the dtype of the
+results and sends it back in a chunk; the token's own rank adds the nodes' sums likewise. As in dispatch, a channel does
+its roles in turn and waits in none.
 """
 
 import triton.language as tl
@@ -11,6 +11,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import hear_peers, tell_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
+from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -48,10 +49,10 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
-from ep_a2a.kernels.send_kernels import copy_row
 
 COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
+COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
@@ -67,14 +68,17 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 def offer_results_kernel(
     rows_in, weights_in, table, num_tokens, stride, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    HIDDEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
+    HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
     POISON_LANES: tl.constexpr,
 ):  # fmt: skip
     """Puts the received rows' results where the ranks of this node can read them, and tells that they are there.
 
     Args:
-        rows_in: as of combine_kernel, in 4-byte words; weights_in: [rows, TOPK] as int32 when HAS_WEIGHTS.
+        rows_in, weights_in: as of combine_kernel, and so ELEMENT, QUANTIZED and SCALED. Rows are taken in blocks of
+            GROUPS_LANES * GROUP elements.
     """
+    block: tl.constexpr = GROUPS_LANES * GROUP
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
     # a graph of another number of tokens would leave rows behind that nobody takes
@@ -83,8 +87,7 @@ def offer_results_kernel(
     answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
     poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    offered_rows = address(table, COMBINE_ROWS, rank, WORLD_SIZE, tl.int32)
-    offered_weights = address(table, COMBINE_WEIGHTS, rank, WORLD_SIZE, tl.int32)
+    places = return_places(table, rank, WORLD_SIZE, ELEMENT)
     if poison == 0:
         first, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         for source in range(WORLD_SIZE):
@@ -94,14 +97,16 @@ def offer_results_kernel(
             # rows are shared out over all sources: a few from each would else all be the first programs'
             own = (program + num_programs - before % num_programs) % num_programs
             for index in range(own, count, num_programs):
-                target = row_at(offered_rows, first + index, HIDDEN_WORDS, tl.int32)
-                copy_row(rows_in, first + index, target, HIDDEN_WORDS, BLOCK_WORDS)
+                row = first + index
+                for start in tl.static_range(0, HIDDEN, block):
+                    values = load_block(rows_in, row, start, HIDDEN, GROUPS_LANES, GROUP)
+                    push_block(values, places, row, start, HIDDEN, GROUPS_LANES, GROUP, QUANTIZED, SCALED)
                 if HAS_WEIGHTS:
                     # where they lie is not known to be aligned
                     choices = tl.arange(0, TOPK_LANES)
-                    where = tl.cast(first + index, tl.int64) * TOPK + choices
+                    where = tl.cast(row, tl.int64) * TOPK + choices
                     words = tl.load(weights_in + where, mask=choices < TOPK)
-                    tl.store(offered_weights + where, words, mask=choices < TOPK)
+                    tl.store(places[2] + where, words, mask=choices < TOPK)
             first += count
             before += count
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
@@ -127,13 +132,22 @@ def places_of_rows(
 
 
 @portable
-def sum_of(places, numbers, first, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 [LANES]: elements first, first + 1, ... of the COUNT rows at `places`, but for those numbered -1."""
+def sum_of(
+    places, scales, numbers, first, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):  # fmt: skip
+    """float32 [LANES]: elements first, first + 1, ... of the COUNT rows at `places`, but for those numbered -1.
+
+    SCALE_GROUP: elements to which one of the row's float32 `scales` belongs; 0 without scales.
+    """
     at = first + tl.arange(0, LANES)
     total = tl.full((LANES,), 0, tl.float32)
     for index in tl.static_range(COUNT):
         is_there = (at < WIDTH) & (at * 0 + numbers[index] >= 0)
-        total += widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
+        values = widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
+        if SCALE_GROUP:
+            values *= tl.load(scales[index] + at // SCALE_GROUP, mask=is_there, other=0)
+        total += values
     return total
 
 
@@ -141,13 +155,15 @@ def sum_of(places, numbers, first, COUNT: tl.constexpr, WIDTH: tl.constexpr, LAN
 def add_ranks(
     table, slot, source_node, chunk, rank, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes the node's sums for the lines of a chunk that was forwarded, at an address; returns the words written."""
     GPUS: tl.constexpr = RINGS[1]
     CHUNK_TOKENS: tl.constexpr = RINGS[4]
     NUM_CHUNKS: tl.constexpr = RINGS[5]
     LINE_WORDS: tl.constexpr = RINGS[6]
+    OFFERED: tl.constexpr = tl.float8e4nv if QUANTIZED else DTYPE
+    OFFERED_ELEMENT: tl.constexpr = tl.uint8 if QUANTIZED else ELEMENT
     first_rank = (rank // GPUS) * GPUS
     lines = address(table, FORWARDED_LINES, rank, WORLD_SIZE, tl.int32)
     record = address(table, FORWARDED_ROWS, rank, WORLD_SIZE, tl.int32)
@@ -158,17 +174,22 @@ def add_ranks(
         rows = ()
         for local in tl.static_range(GPUS):
             rows = rows + (tl.load(recorded + local),)
-        places = places_of_rows(table, COMBINE_ROWS, rows, first_rank, HIDDEN, ELEMENT, GPUS, WORLD_SIZE)
+        places = places_of_rows(table, COMBINE_ROWS, rows, first_rank, HIDDEN, OFFERED_ELEMENT, GPUS, WORLD_SIZE)
+        scales = places
+        if SCALE_GROUP:
+            scales = places_of_rows(
+                table, COMBINE_SCALES, rows, first_rank, HIDDEN // SCALE_GROUP, tl.float32, GPUS, WORLD_SIZE
+            )
         if HAS_WEIGHTS:
             # asked for before the first store, which would wait for it
             choices = tl.arange(0, TOPK_LANES)
             places_of_weights = places_of_rows(
                 table, COMBINE_WEIGHTS, rows, first_rank, TOPK, tl.int32, GPUS, WORLD_SIZE
             )
-            sums = sum_of(places_of_weights, rows, 0, GPUS, TOPK, TOPK_LANES, tl.float32)
+            sums = sum_of(places_of_weights, places, rows, 0, GPUS, TOPK, TOPK_LANES, tl.float32, 0)
         for first in tl.static_range(0, HIDDEN, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            total = sum_of(places, rows, first, GPUS, HIDDEN, BLOCK, DTYPE)
+            total = sum_of(places, scales, rows, first, GPUS, HIDDEN, BLOCK, OFFERED, SCALE_GROUP)
             tl.store(words_at(line, 0, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
             tl.store(words_at(line, BACK_WORDS, tl.float32) + choices, sums, mask=choices < TOPK)
@@ -179,7 +200,7 @@ def add_ranks(
 def return_chunk(
     table, channel, peer, count, before, rank, RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sends the sums for a channel's next chunk back to node `peer` if the ring has room; returns whether it had."""
     CHANNELS: tl.constexpr = RINGS[2]
@@ -190,7 +211,7 @@ def return_chunk(
         slot, written = slot_to_fill(table, CHUNKS_BACK, peer, channel, before + count, rank, RINGS, WORLD_SIZE)
         num_words = add_ranks(
             table, written, peer, channel + count * CHANNELS, rank, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS,
-            DTYPE, ELEMENT, HAS_WEIGHTS, WORLD_SIZE,
+            DTYPE, ELEMENT, QUANTIZED, SCALE_GROUP, HAS_WEIGHTS, WORLD_SIZE,
         )  # fmt: skip
         hand_over(table, slot, written, num_words, BACK, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE)
     return has_room
@@ -234,9 +255,9 @@ def add_nodes(
         if HAS_WEIGHTS:
             choices = tl.arange(0, TOPK_LANES)
             places_of_weights = places_in_slots(slots, numbers, BACK_WORDS, RINGS, tl.int32)
-            sums = sum_of(places_of_weights, numbers, 0, NODES, TOPK, TOPK_LANES, tl.float32)
+            sums = sum_of(places_of_weights, places, numbers, 0, NODES, TOPK, TOPK_LANES, tl.float32, 0)
         for first in tl.static_range(0, HIDDEN, BLOCK):
-            total = sum_of(places, numbers, first, NODES, HIDDEN, BLOCK, DTYPE)
+            total = sum_of(places, places, numbers, first, NODES, HIDDEN, BLOCK, DTYPE, 0)
             at = first + tl.arange(0, BLOCK)
             total = plus_biases(total, bias_0, bias_1, token, at, HIDDEN)
             tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
@@ -297,14 +318,15 @@ def return_kernel(
     result, ids, bias_0, bias_1, table, num_tokens, rank,
     TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     NODE_LANES: tl.constexpr, RINGS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    CHECK_INDICES: tl.constexpr, POISON_LANES: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, QUANTIZED: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CHECK_INDICES: tl.constexpr, POISON_LANES: tl.constexpr,
 ):  # fmt: skip
     """Sends back the sums of this node for what it has forwarded, and adds those that come for this rank's tokens.
 
     Args:
         result: [num_tokens, HIDDEN] of DTYPE; ids, bias_0, bias_1: as of combine_kernel.
         RINGS: of the way back. BACK_WORDS: words of a row in its lines.
+        QUANTIZED: ranks offer rows of fp8, not of DTYPE; every SCALE_GROUP elements with a scale unless that is 0.
     """
     NODES: tl.constexpr = RINGS[0]
     GPUS: tl.constexpr = RINGS[1]
@@ -335,7 +357,8 @@ def return_kernel(
                 if count < pick(to_send, peer, NODE_LANES):
                     gone = return_chunk(
                         table, channel, peer, count, pick(sent_before, peer, NODE_LANES), rank, RINGS, TOPK,
-                        TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, WORLD_SIZE,
+                        TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, QUANTIZED, SCALE_GROUP, HAS_WEIGHTS,
+                        WORLD_SIZE,
                     )  # fmt: skip
                     sent += (here & gone).to(tl.int32)
                     moved += gone.to(tl.int32)

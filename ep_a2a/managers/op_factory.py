@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ep_a2a.config import EpDispatchCombineKernelType, QuantType
+from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import EpA2AError
 from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.memory import nvshmem
@@ -21,25 +21,12 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.op import EpDispatchCombineOp
     from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
-    from ep_a2a.memory.rails import RailTransport
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.topology import Topology
 
     NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
 
 logger = logging.getLogger(__name__)
-
-
-def _make_rail(
-    rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str, reason: str
-) -> RailTransport:
-    """The rail of a transport that is no peer_memory; arguments as of Nodes. Collective."""
-    if transport == "nvshmem":
-        from ep_a2a.kernels.nvshmem_rail import NvshmemRail
-
-        name_network_devices()
-        return NvshmemRail(rendezvous, grid, device, timeout_secs, reason)
-    return make_rail(reason, rendezvous.group, grid, device, timeout_secs)
 
 
 class Nodes:
@@ -50,15 +37,14 @@ class Nodes:
         grid: the nodes, and where this rank is.
         device: where tensors lie.
         timeout_secs: bound of a hop between nodes.
-        transport, reason: what choose_transport says.
+        reason: why there is a rail.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, transport: str,
-        reason: str,
-    ) -> None:  # fmt: skip
+        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, reason: str
+    ) -> None:
         self._group = make_subgroup(rendezvous.group, grid.node_ranks)
-        self.rail = _make_rail(rendezvous, grid, device, timeout_secs, transport, reason)
+        self.rail = make_rail(reason, rendezvous.group, grid, device, timeout_secs)
         self.arena = Arena(self._group, device)
 
     def close(self) -> None:
@@ -74,7 +60,7 @@ class OpFactory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._nodes: dict[tuple[int, str], Nodes] = {}
+        self._nodes: dict[int, Nodes] = {}
         self._puts: Arena | None = None
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> NativeOp:
@@ -95,15 +81,13 @@ class OpFactory:
         if not topology.internode:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         config, grid, reason = self._agree_on_transport(config, topology, index)
-        if config.rail == "peer_memory":
-            logger.info("%s through %s: %s", config.kernel_type.name, config.rail, reason)
-            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+        logger.info("%s through %s: %s", config.kernel_type.name, config.rail, reason)
+        if config.rail != "torch.distributed":
+            arena = self.arena if config.rail == "peer_memory" else self._put_arena()
+            return EpDispatchCombineOp(config, arena=arena, index=index)
         from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 
-        if config.rail == "nvshmem" and config.uses_rings and config.combine_quant is QuantType.NONE:
-            logger.info("%s with puts of %s: %s", config.kernel_type.name, config.rail, reason)
-            return EpDispatchCombineOp(config, arena=self._put_arena(), index=index)
-        nodes = self._nodes_of(grid, config.timeout, config.rail, reason)
+        nodes = self._nodes_of(grid, config.timeout, reason)
         index = nodes.arena.unshared_index() if index is None else index
         return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
 
@@ -116,7 +100,7 @@ class OpFactory:
         """
         try:
             grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
-            transport, reason = choose_transport(config.rail, why_not_peer_memory=_why_not_rings(topology, config))
+            transport, reason = choose_transport(config.rail, self._out_of_use(topology))
         except EpA2AError as error:
             agree_on_config(None, self.arena.rendezvous, index or 0, error)
             raise
@@ -126,8 +110,17 @@ class OpFactory:
         agree_on_config(config, self.arena.rendezvous, index or 0)
         return config, grid, reason
 
+    def _out_of_use(self, topology: Topology) -> dict[str, str]:
+        """Transports that cannot serve these nodes, and why."""
+        if topology.on_one_host:
+            return {}
+        found = {"peer_memory": "these are nodes of several hosts"}
+        if self.arena.device.type == "cpu":
+            found["nvshmem"] = "these are nodes of several hosts without GPUs"
+        return found
+
     def _put_arena(self) -> Arena:
-        """Memory that ranks of other nodes reach by puts; on CPU all memory is."""
+        """Memory that ranks of other nodes reach by puts; on CPU, where copies stand for them, that is all memory."""
         if self.arena.device.type == "cpu":
             return self.arena
         if self._puts is None:
@@ -135,18 +128,17 @@ class OpFactory:
             self._puts = Arena(self.arena.group, self.arena.device, nvshmem.allocate_symmetric)
         return self._puts
 
-    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, transport: str, reason: str) -> Nodes:
-        key = grid.num_nodes, transport
-        if key not in self._nodes:
+    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, reason: str) -> Nodes:
+        if grid.num_nodes not in self._nodes:
             rendezvous, device = self.arena.rendezvous, self.arena.device
-            self._nodes[key] = Nodes(rendezvous, grid, device, timeout_secs, transport, reason)
-        return self._nodes[key]
+            self._nodes[grid.num_nodes] = Nodes(rendezvous, grid, device, timeout_secs, reason)
+        return self._nodes[grid.num_nodes]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arenas of nodes, which are not in the factory's own, and of rails."""
-        puts = 0 if self._puts is None else self._puts.num_bytes
-        return puts + sum(nodes.arena.num_bytes + nodes.rail.num_bytes for nodes in self._nodes.values())
+        """Bytes of the arenas that are not the factory's own."""
+        arenas = [nodes.arena for nodes in self._nodes.values()]
+        return sum(arena.num_bytes for arena in (arenas if self._puts is None else [*arenas, self._puts]))
 
     def close(self) -> None:
         """Gives back what ops across nodes share, not the arena; to be called on every rank."""
@@ -156,12 +148,3 @@ class OpFactory:
         if self._puts is not None:
             # the manager's own arena, which all ranks share, is where they meet
             self._puts.close(alone=True)
-
-
-def _why_not_rings(topology: Topology, config: EpDispatchCombineConfig) -> str | None:
-    """Why kernels cannot write to all nodes for this config, None if they can."""
-    if not topology.on_one_host:
-        return "nodes of several hosts"
-    if config.uses_rings and config.combine_quant is not QuantType.NONE:
-        return f"quant_type {config.quant_type} casts on the wire of combine, which rings do not"
-    return None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from ep_a2a import env
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.memory.rails import RailTransport, TorchDistributedRail
+from ep_a2a.memory.rails import TorchDistributedRail
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     import torch.distributed as dist
 
@@ -22,16 +24,16 @@ RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
 NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 
-def choose_transport(name: str, *, why_not_peer_memory: str | None) -> tuple[str, str]:
+def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     """Which transport carries tokens between nodes.
 
     Args:
         name: one of RAIL_TRANSPORTS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
-        why_not_peer_memory: why ranks of different nodes cannot write into each other's memory; None if they can.
+        why_not: transports that cannot be used here, and why.
 
     Returns:
-        (name, reason): "torch.distributed" or "nvshmem", or "peer_memory", with which kernels do all and there is no
-            rail to make. "nvshmem" only if asked for: no network of real nodes has been had to compare the two.
+        (name, reason): "torch.distributed" has a rail; with the others kernels do all. "nvshmem" only if asked for: no
+            network of real nodes has been had to compare it with.
 
     Raises:
         UnknownNameError: there is no transport of this name; the error lists those there are.
@@ -41,21 +43,20 @@ def choose_transport(name: str, *, why_not_peer_memory: str | None) -> tuple[str
     if asked not in ("auto", *RAIL_TRANSPORTS):
         known = ", ".join(map(repr, ("auto", *RAIL_TRANSPORTS)))
         raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
-    if asked == "peer_memory" and why_not_peer_memory is not None:
+    if asked in why_not:
         raise UnsupportedError(
-            "nodes that reach each other's memory, with transport 'peer_memory'", why_not_peer_memory,
-            "Use 'torch.distributed' or 'auto'.",
-        )  # fmt: skip
+            "a rail transport that works here", f"{asked!r}, and {why_not[asked]}", "Use 'torch.distributed' or 'auto'."
+        )
     if asked != "auto":
         return asked, "asked for by name"
-    if why_not_peer_memory is None:
+    if "peer_memory" not in why_not:
         return "peer_memory", "virtual nodes of one host"
-    return "torch.distributed", why_not_peer_memory
+    return "torch.distributed", why_not["peer_memory"]
 
 
 def make_rail(
     reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
-) -> RailTransport:
+) -> TorchDistributedRail:
     """The rail on torch.distributed, made together with its other ranks.
 
     Args:

@@ -1,8 +1,7 @@
-"""Rails: fixed blocks exchanged among the ranks that have the same local rank on each node."""
+"""Rails over torch.distributed: fixed blocks exchanged among the ranks that have the same local rank on each node."""
 
 from __future__ import annotations
 
-import abc
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -21,28 +20,30 @@ GLOO_PATIENCE_SECS = 5.0
 """What gloo waits beyond our own bound before it closes its connections: those of ranks that came later, too."""
 
 
-class RailTransport(abc.ABC):
+class TorchDistributedRail:
     """Moves blocks between this rank and its rail peers, the ranks of the same local rank on the other nodes.
 
-    Args:
-        grid: where this rank stands; ranks in errors are those of the group that the grid is of.
-        timeout_secs: bound of an exchange that is given none, which can be changed later; NCCL's own holds for it.
-        reason: why this transport was chosen.
+    By all_to_all_single: NCCL for CUDA tensors, gloo for CPU tensors. Making one is collective over the rail.
 
-    Attributes:
-        name: the transport's name, as `choose_transport` takes it.
-        num_bytes: memory of the device that the transport itself holds.
+    Args:
+        group: the group that `grid` is of.
+        grid: where this rank stands; ranks in errors are those of `group`.
+        timeout_secs: bound of an exchange that is given none, which can be changed later; NCCL's own holds for it.
+        reason: why there is one.
+
+    Raises:
+        RankTimeoutError: a rank of the rail did not come to make its group.
     """
 
-    name: str
-    num_bytes = 0
-
-    def __init__(self, grid: NodeGrid, timeout_secs: float, reason: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
         self.grid = grid
         self.timeout_secs = timeout_secs
         self.reason = reason
+        self._group = make_subgroup(group, grid.rail_ranks)
+        self._device_groups = DeviceGroups(self._group)
+        self._arrivals = RailArrivals(self._group, grid.rail_ranks)
+        self._state = "open"
 
-    @abc.abstractmethod
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
         """Sends block n of `sent` to the peer on node n, and puts its block for this rank into block n of `received`.
 
@@ -52,45 +53,14 @@ class RailTransport(abc.ABC):
 
         Args:
             received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping.
-            timeout_secs: bound of this exchange, and of its replays in a graph; None for the transport's. It may
-                differ between ranks. With NCCL its own holds.
+            timeout_secs: bound of this exchange on CPU; None for the rail's. It may differ between ranks. With NCCL
+                its own holds.
 
         Raises:
             ShapeError, ContiguityError: the tensors are not so; nothing was sent.
-            RankTimeoutError: on CPU, peers did not come in time; the transport cannot be used afterwards.
-            StateError: an exchange has failed before, or the transport is closed.
+            RankTimeoutError: on CPU, peers did not come in time; the rail cannot be used afterwards.
+            StateError: an exchange has failed before, or the rail is closed.
         """
-
-    def check(self) -> None:  # noqa: B027  NCCL has nothing to ask: it ends the process
-        """Raises RankTimeoutError if a peer did not come to an exchange that ran on a GPU; waits for nothing."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Gives up what the transport made; local, no exchange may be running. A second call does nothing."""
-
-
-class TorchDistributedRail(RailTransport):
-    """all_to_all_single: NCCL for CUDA tensors, gloo for CPU tensors. Making one is collective over the rail.
-
-    Args:
-        group: the group that `grid` is of.
-        grid, timeout_secs, reason: as in RailTransport.
-
-    Raises:
-        RankTimeoutError: a rank of the rail did not come to make the group.
-    """
-
-    name = "torch.distributed"
-
-    def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
-        super().__init__(grid, timeout_secs, reason)
-        self._group = make_subgroup(group, grid.rail_ranks)
-        self._device_groups = DeviceGroups(self._group)
-        self._arrivals = RailArrivals(self._group, grid.rail_ranks)
-        self._state = "open"
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
-        """See the base class."""
         if self._state != "open":
             raise StateError("a rail that works", f"one that is {self._state}", "Make a new one on all ranks.")
         check_blocks(received, sent, self.grid.num_nodes)
@@ -121,7 +91,10 @@ class TorchDistributedRail(RailTransport):
             raise
 
     def close(self) -> None:
-        """See the base class; after a failed exchange it may take GLOO_PATIENCE_SECS."""
+        """Gives up the rail's group; local, no exchange may be running. A second call does nothing.
+
+        After a failed exchange it may take GLOO_PATIENCE_SECS.
+        """
         if self._state != "closed":
             self._state = "closed"
             self._device_groups.close()
@@ -129,7 +102,7 @@ class TorchDistributedRail(RailTransport):
 
 
 def check_blocks(received: torch.Tensor, sent: torch.Tensor, num_nodes: int) -> None:
-    """Refuses what `RailTransport.exchange` cannot take."""
+    """Refuses what an exchange cannot take."""
     for what, tensor in (("received", received), ("sent", sent)):
         if tensor.dim() == 0 or tensor.shape[0] != num_nodes:
             raise ShapeError(f"{what} to have one block for each of {num_nodes} nodes", str(tuple(tensor.shape)))

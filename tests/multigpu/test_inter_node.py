@@ -1,4 +1,4 @@
-"""Ops across virtual nodes on GPUs: NCCL or NVSHMEM between nodes, NVLink inside, against the oracle."""
+"""Ops across virtual nodes on GPUs: NCCL between nodes, NVLink inside, against the oracle."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ FORMS = {
         pytest.param(4, 2, marks=needs_gpus(8)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("transport", ["torch.distributed", "nvshmem"])
-def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any], transport: str) -> None:
+def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
     world_size = num_nodes * per_node
     case = Case(world_size=world_size, num_experts=2 * world_size + 1, topk=3, tokens=UNEVEN, **changes)
-    ranks(run_inter_node, world_size, case, num_nodes, transport, device="cuda")
+    ranks(run_inter_node, world_size, case, num_nodes, device="cuda")

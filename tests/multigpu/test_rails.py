@@ -1,32 +1,29 @@
-"""Rails over NCCL and NVSHMEM, in CUDA graphs, and symmetric memory of a subgroup."""
+"""Rails over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
-from ep_a2a.errors import RankTimeoutError
-from ep_a2a.kernels.nvshmem_rail import STAGING_BYTES, NvshmemRail
 from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.rails import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from tests.markers import needs_gpus
-from tests.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of, rail_of
+from tests.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 NUM_BYTES = 100_000
 NUM_REPLAYS = 5
-TRANSPORTS = ("torch.distributed", "nvshmem")
 
 
-def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int, transport: str) -> tuple[str, int]:
+def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int) -> int:
     """Exchanges of several sizes, then one that a graph replays with new data each time."""
     grid, device = grid_of(num_nodes, gpus_per_node, context.rank), context.device
-    rail = rail_of(transport, context, grid, 30.0)
+    rail = TorchDistributedRail(context.group, grid, 30.0)
     for step, num_bytes in enumerate((1, 4096, NUM_BYTES, 16)):
         exchange_and_check(rail, context.rank, step, num_bytes, device)
     sent = torch.zeros(num_nodes, NUM_BYTES, dtype=torch.uint8, device=device)
@@ -45,65 +42,16 @@ def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int
     del graph
     torch.cuda.synchronize(device)
     rail.close()
-    return rail.name, allocated
+    return allocated
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_exchange_and_graph(ranks, transport):
-    assert ranks(exchange_and_replay, 2, 2, 1, transport, device="cuda") == [(transport, 0)] * 2
+def test_exchange_and_graph(ranks):
+    assert ranks(exchange_and_replay, 2, 2, 1, device="cuda") == [0] * 2
 
 
 @needs_gpus(4)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_rails_at_once(ranks, transport):
-    assert ranks(exchange_and_replay, 4, 2, 2, transport, device="cuda") == [(transport, 0)] * 4
-
-
-def exchange_in_rounds(context: RankContext) -> tuple[bool, bool]:
-    """Blocks of more than the staging; then memory that one rail has given up serves the next."""
-    grid, device = grid_of(2, 1, context.rank), context.device
-    rail = NvshmemRail(Rendezvous(context.group), grid, device, 30.0)
-    num_bytes = STAGING_BYTES + 12345
-    sent = torch.arange(2 * num_bytes, device=device).view(2, -1).add_(97 * context.rank).to(torch.uint8)
-    received = torch.full_like(sent, POISON)
-    rail.exchange(received, sent)
-    first = torch.arange(context.rank * num_bytes, (context.rank + 1) * num_bytes, device=device)
-    right = all(torch.equal(received[node], (first + 97 * node).to(torch.uint8)) for node in range(2))
-    address = rail._staged.data_ptr()
-    rail.close()
-    again = NvshmemRail(Rendezvous(context.group), grid, device, 30.0)
-    exchange_and_check(again, context.rank, 1, NUM_BYTES, device)
-    same = again._staged.data_ptr() == address
-    again.close()
-    return right, same
-
-
-def test_more_bytes_than_the_staging_holds(ranks):
-    assert ranks(exchange_in_rounds, 2, device="cuda") == [(True, True)] * 2
-
-
-def a_peer_that_does_not_come(context: RankContext) -> tuple[int, ...]:
-    """The ranks that the error names, in a graph, too: what waits behind the exchange is not waited for."""
-    grid, device = grid_of(2, 1, context.rank), context.device
-    rail = NvshmemRail(Rendezvous(context.group), grid, device, 1.0)
-    exchange_and_check(rail, context.rank, 0, NUM_BYTES, device)
-    if context.rank == 0:
-        return ()
-    sent = torch.zeros(2, NUM_BYTES, dtype=torch.uint8, device=device)
-    received = torch.zeros_like(sent)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rail.exchange(received, sent)
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize(device)
-    with pytest.raises(RankTimeoutError) as caught:
-        rail.exchange(received, sent)
-    return caught.value.missing_ranks
-
-
-def test_nvshmem_waits_are_bounded(ranks):
-    assert ranks(a_peer_that_does_not_come, 2, device="cuda") == [(), (0,)]
+def test_two_rails_at_once(ranks):
+    assert ranks(exchange_and_replay, 4, 2, 2, device="cuda") == [0] * 4
 
 
 def map_each_other(context: RankContext, members: tuple[int, ...]) -> str | None:

@@ -28,7 +28,6 @@ ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs
 NEED_GPUS = ("flashinfer", "deepep", "deepep_low_latency")
 LAYERS = ("ep_low_latency", "ep_low_latency_traced")
 """Of layout expert_major."""
-NVSHMEM = "ep_a2a_nvshmem"
 
 
 def workload_of(world_size: int, **changes: Any) -> Workload:
@@ -43,7 +42,7 @@ def test_every_contender_is_known_here():
     assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS, *LAYERS} == set(contenders.CONTENDERS)
 
 
-@pytest.mark.parametrize("name", ["ep_a2a", *(name for name in contenders.BETWEEN_NODES if name != NVSHMEM)])
+@pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
 def test_virtual_nodes(ranks, name):
     workload = workload_of(4, gpus_per_node=2, layout="rank_major")
     row = ranks(run.run_contender, 4, workload, name, QUICK)[0]
@@ -54,11 +53,6 @@ def test_virtual_nodes(ranks, name):
     assert row.details.get("rows_between_nodes") == expected
     if name == "ep_a2a_rail":
         assert once + row.details["padding_between_nodes"] == 4 * workload.max_num_tokens
-
-
-def test_nvshmem_needs_gpus():
-    workload = workload_of(4, gpus_per_node=2, layout="rank_major")
-    assert contenders.make_contender(NVSHMEM).unavailable(workload, torch.device("cpu")) == "needs GPUs"
 
 
 @pytest.mark.parametrize("name", contenders.BETWEEN_NODES)

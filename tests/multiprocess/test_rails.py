@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
-from ep_a2a.kernels.nvshmem_rail import NvshmemRail
 from ep_a2a.memory import rail_choice
 from ep_a2a.memory.rail_choice import choose_transport, make_rail
 from ep_a2a.memory.rails import GLOO_PATIENCE_SECS, TorchDistributedRail
-from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
 from tests.rail_cases import exchange_and_check, grid_of
@@ -203,45 +201,35 @@ def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
 # --- by name ---
 
 
-def choose(context: RankContext) -> list[tuple[str, str]]:
+def choose(context: RankContext) -> list[str]:
     chosen = []
     for name in ("auto", "torch.distributed"):
-        chosen_name, reason = choose_transport(name, why_not_peer_memory="nodes of several hosts")
+        chosen_name, reason = choose_transport(name, {"peer_memory": "these are nodes of several hosts"})
         assert chosen_name == "torch.distributed"
         rail = make_rail(reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
         exchange_and_check(rail, context.rank, 0, 64, CPU)
-        chosen.append((rail.name, rail.reason))
+        chosen.append(rail.reason)
         rail.close()
     return chosen
 
 
 def test_transports_by_name(ranks):
     for chosen in ranks(choose, 2):
-        assert {name for name, _ in chosen} == {"torch.distributed"}
-        assert "nodes of several hosts" in chosen[0][1]
-        assert "asked for by name" in chosen[1][1]
+        assert "nodes of several hosts" in chosen[0]
+        assert "asked for by name" in chosen[1]
 
 
 def test_choice_of_a_transport(monkeypatch):
-    assert choose_transport("auto", why_not_peer_memory=None) == ("peer_memory", "virtual nodes of one host")
-    assert choose_transport("torch.distributed", why_not_peer_memory=None)[0] == "torch.distributed"
+    assert choose_transport("auto", {}) == ("peer_memory", "virtual nodes of one host")
+    assert choose_transport("torch.distributed", {})[0] == "torch.distributed"
     known = r"'auto', 'torch\.distributed', 'peer_memory', 'nvshmem'; got 'rdma'"
     with pytest.raises(UnknownNameError, match=known):
-        choose_transport("rdma", why_not_peer_memory=None)
-    assert choose_transport("nvshmem", why_not_peer_memory=None)[0] == "nvshmem"
+        choose_transport("rdma", {})
+    assert choose_transport("nvshmem", {})[0] == "nvshmem"
     with pytest.raises(UnsupportedError, match="nodes of several hosts"):
-        choose_transport("peer_memory", why_not_peer_memory="nodes of several hosts")
+        choose_transport("peer_memory", {"peer_memory": "these are nodes of several hosts"})
     monkeypatch.setenv("EP_A2A_RAIL", "torch.distributed")
-    assert choose_transport("auto", why_not_peer_memory=None) == ("torch.distributed", "asked for by name")
-
-
-def nvshmem_without_gpus(context: RankContext) -> None:
-    with pytest.raises(UnsupportedError, match="GPUs, for rail transport 'nvshmem'"):
-        NvshmemRail(Rendezvous(context.group), grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
-
-
-def test_nvshmem_asks_for_gpus(ranks):
-    ranks(nvshmem_without_gpus, 2)
+    assert choose_transport("auto", {}) == ("torch.distributed", "asked for by name")
 
 
 @pytest.mark.parametrize(

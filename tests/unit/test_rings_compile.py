@@ -19,6 +19,7 @@ FORMS = {
     "bf16": {},
     "cast-few-compact": {"quant_type": "fp8_per_1x128", "kernel_type": EpDispatchCombineKernelType.InterNodeV1LL,
                          "layout": "compact"},
+    "combine-cast": {"quant_type": "fp8_blockwise"},
     "scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 56, "scale_type_size": 4},
 }  # fmt: skip
 
