@@ -38,12 +38,8 @@ BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module
 """Kernels and transports that only several nodes have."""
 
 ONLY_WHEN_NAMED = (
-    "ep_low_latency",
-    "ep_low_latency_traced",
-    "ep_a2a_nvshmem",
-    "ep_a2a_nvshmem_ll",
-    "deepep_low_latency",
-)
+    "ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency",
+)  # fmt: skip
 """Not among the usual contenders: interfaces on our op, what needs NVSHMEM, and another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})

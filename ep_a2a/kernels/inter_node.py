@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
 
-RING_WARPS = 8
-RING_REGISTERS = 255
-"""Asked for, since the assembler would rather spill than use more than 128 with so many warps."""
+ROW_WARPS = 8
+"""Of programs that number rows or offer them."""
+OFFERING_PROGRAMS_PER_SM = 4
+CHANNEL_WARPS = 4
+CHANNEL_PROGRAMS_PER_SM = 2
+"""Programs that take turns with the channels; each has one line in flight, and with more warps there would be one."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
 ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
@@ -65,7 +68,7 @@ class InterNodeKernels(IntraNodeKernels):
         A program goes on to its next channel when the one before is done. Ranks that went through them in different
         orders could wait for each other, where not all programs run at once; in the interpreter none do.
         """
-        return min(self._rings.num_channels, self._usable_sms or 1)
+        return min(self._rings.num_channels, CHANNEL_PROGRAMS_PER_SM * self._usable_sms or 1)
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
@@ -113,9 +116,9 @@ class InterNodeKernels(IntraNodeKernels):
         if num_far:
             yield self._variants[key], (self.table, self.config.rank), num_far
 
-    def _num_programs(self, num_tokens: int, block_num: int) -> int:
-        most = self._usable_sms or INTERPRETED_PROGRAMS
-        return max(1, min(num_tokens, most, block_num if block_num > 0 else most))
+    def _num_programs(self, num_rows: int, block_num: int, per_sm: int = 1) -> int:
+        most = per_sm * self._usable_sms or INTERPRETED_PROGRAMS
+        return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
@@ -126,7 +129,8 @@ class InterNodeKernels(IntraNodeKernels):
             rows = self._results.for_kernels(args.rows)
             offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
             most_rows = self.config.world_size * args.max_num_tokens
-            yield self._offer_variant(args), offered, self._num_programs(most_rows, block_num)
+            num_programs = self._num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
+            yield self._offer_variant(args), offered, num_programs
             yield from self._tell_far(flags=True, weights=args.weights is not None)
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
@@ -148,18 +152,18 @@ class InterNodeKernels(IntraNodeKernels):
         if key not in self._variants:
             constants = {
                 **self._topk, "OWNERS": self.config.owners, **self._world,
-                "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
-                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
+                "MANY_TOKENS": max(MANY_TOKENS, 32 * ROW_WARPS),
+                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * ROW_WARPS,
                 "FINISHES": finishes,
             }  # fmt: skip
-            self._variants[key] = Variant(number_rows_kernel, constants, RING_WARPS)
+            self._variants[key] = Variant(number_rows_kernel, constants, ROW_WARPS)
         return self._variants[key]
 
     def _exchange_variant(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Variant:
         key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
         if key not in self._variants:
             row, scale_dtype = self._row(args)
-            threads, count_words = 32 * RING_WARPS, self.config.world_size * (self.config.world_size + 1)
+            threads, count_words = 32 * CHANNEL_WARPS, self.config.world_size * (self.config.world_size + 1)
             constants = {
                 **self._topk, **self._world, **self._ring_constants(back=False),
                 "GPU_LANES": padded(self._rings.gpus_per_node), "OWN_LINE_EACH": self._holds_a_step,
@@ -169,7 +173,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, RING_REGISTERS, **self._linked)
+            self._variants[key] = Variant(exchange_kernel, constants, CHANNEL_WARPS, **self._linked)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -197,13 +201,13 @@ class InterNodeKernels(IntraNodeKernels):
         key = "offer", args.weights is None
         if key not in self._variants:
             results = self._results
-            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS)
+            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, ROW_WARPS)
             constants = {
                 **self._topk, **self._world, "HIDDEN": self.config.hidden_dim, "GROUPS_LANES": lanes, "GROUP": group,
                 "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
-                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
+                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * ROW_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
+            self._variants[key] = Variant(offer_results_kernel, constants, ROW_WARPS)
         return self._variants[key]
 
     def _return_variant(self, args: CombineArguments) -> Variant:
@@ -217,9 +221,9 @@ class InterNodeKernels(IntraNodeKernels):
                 "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
                 "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-                "POISON_LANES": 32 * RING_WARPS,
+                "POISON_LANES": 32 * CHANNEL_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, RING_REGISTERS, **self._linked)
+            self._variants[key] = Variant(return_kernel, constants, CHANNEL_WARPS, **self._linked)
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:

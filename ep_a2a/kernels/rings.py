@@ -14,8 +14,8 @@ from ep_a2a.errors import ConfigError
 
 BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
-MAX_CHANNELS = 128
-"""Nearly a program for each multiprocessor of an H200: one works on one line at a time."""
+MAX_CHANNELS = 256
+"""Nearly two programs for each multiprocessor of an H200: one works on one line at a time."""
 HEADER_WORDS = 4
 """Words before the lines of a chunk: how many lines follow, and whether it is the channel's last of the step."""
 WORD_BYTES = 4

@@ -53,7 +53,7 @@ def test_they_compile(changes: dict[str, Any]) -> None:
 
 def test_shape_of_rings() -> None:
     rings = Rings.of(config_of())
-    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 128, 4)
+    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 256, 4)
     assert (rings.chunk_tokens, rings.num_chunks) == (8, 512)
     # a row of bf16, 8 ids, 8 weights, a row number at each of 8 ranks, the token; to a multiple of 16 bytes
     assert rings.line_words == 3584 + 28
@@ -62,11 +62,11 @@ def test_shape_of_rings() -> None:
 
 
 def test_rings_that_hold_a_step_have_one_chunk_per_channel() -> None:
-    for most in (1, 5, 128, 129, 200, 4096):
+    for most in (1, 5, 256, 257, 400, 4096):
         config = config_of(kernel_type=EpDispatchCombineKernelType.InterNodeV1LL, max_num_inp_token_per_rank=most)
         rings = Rings.of(config)
         assert rings.num_slots == 1
-        assert rings.num_chunks == rings.num_channels <= 128
+        assert rings.num_chunks == rings.num_channels <= 256
         assert rings.num_chunks * rings.chunk_tokens >= most
 
 
@@ -83,7 +83,7 @@ def test_few_tokens_need_few_channels() -> None:
 
 
 def test_channels_are_a_launch_number() -> None:
-    assert Rings.of(config_of(rdma_block_num=16)).num_channels == 128
+    assert Rings.of(config_of(rdma_block_num=16)).num_channels == 256
     assert Rings.of(config_of(rdma_block_num=16, launch="manual")).num_channels == 16
 
 
