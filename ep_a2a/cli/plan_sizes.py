@@ -38,6 +38,7 @@ PART_OF_REGION = {
     Region.REDUCED_ROWS: "reduced_rows",
     Region.CHUNKS: "rings",
     Region.CHUNKS_BACK: "rings",
+    Region.STAGED_CHUNKS: "rings",
 }
 """Regions of the control and the local block that are not named here are parts of their own."""
 
