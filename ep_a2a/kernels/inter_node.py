@@ -32,6 +32,8 @@ OFFERING_PROGRAMS_PER_SM = 4
 CHANNEL_WARPS = 4
 CHANNEL_PROGRAMS_PER_SM = 2
 """Programs that take turns with the channels; each has one line in flight, and with more warps there would be one."""
+CHANNEL_REGISTERS = 255
+"""Asked for, since the assembler would rather reorder loads than use more than 128."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
 ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
@@ -173,7 +175,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, CHANNEL_WARPS, **self._linked)
+            self._variants[key] = Variant(exchange_kernel, constants, CHANNEL_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -223,7 +225,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
                 "POISON_LANES": 32 * CHANNEL_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, CHANNEL_WARPS, **self._linked)
+            self._variants[key] = Variant(return_kernel, constants, CHANNEL_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:
