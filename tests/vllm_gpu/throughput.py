@@ -1,11 +1,17 @@
 """Tokens per second of a real vLLM engine on GPUs with dummy weights, by all-to-all backend. Batches start all at once.
 
     python -m tests.vllm_gpu.throughput --ranks 2 --layers 16 --workloads 64x64x128,256x64x128
+    python -m tests.vllm_gpu.throughput --rounds 4 --workloads 64x4x128 \\
+        --backends ep_a2a,ep_a2a:max_num_batched_tokens=256
+
+A backend is a name, or NAME:KEY=VALUE where engines are to differ in more: a key in lower case is an argument of
+vllm.LLM, its value JSON or else a string; any other is a variable of the environment. Values have no "," and no ":".
 
 Engines run one after the other; with `--rounds 5` all are up at once and are measured in turn, five times each, since
 the speed of a machine's processor changes from minute to minute. Prints a line of JSON per backend, workload and round:
 the decode step lasts as long as it does on the slowest rank; output tokens are those of all ranks, their prompts' time
-included.
+included. The decode step is that of a full batch where the prompts of a batch fit into one step, or a few: sequences
+that start later end later.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--backends",
         default="ep_a2a,allgather_reducescatter",
-        help="comma-separated; NAME:VARIABLE=VALUE sets a variable of that one's environment",
+        help="comma-separated; NAME:key=VALUE sets an argument of that engine, NAME:VARIABLE=VALUE its environment",
     )
     parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
     parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
@@ -54,12 +60,27 @@ def main() -> None:
                 sys.stdout.flush()
 
 
+def parse_backend(backend: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Name, arguments of vllm.LLM, and variables of the environment, of NAME:KEY=VALUE:..."""
+    name, *settings = backend.split(":")
+    pairs = dict(setting.split("=", 1) for setting in settings)
+    own_arguments = {key: parse_value(value) for key, value in pairs.items() if key.islower()}
+    return name, own_arguments, {key: value for key, value in pairs.items() if not key.islower()}
+
+
+def parse_value(value: str) -> Any:
+    """JSON, or else the string."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
 def measure(
     options: argparse.Namespace, backend: str, folder: Path, place: int, num_engines: int
 ) -> list[dict[str, Any]]:
     """What one backend reaches, a result per workload and round."""
-    name, *settings = backend.split(":")
-    variables = dict(setting.split("=") for setting in settings)
+    name, own_arguments, variables = parse_backend(backend)
     folder = folder / backend.replace(":", "-")
     config = SHAPES[options.shape]
     config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
@@ -70,7 +91,7 @@ def measure(
         max_model_len=max(map(sum, zip(prompts, outputs))), max_num_seqs=max(batches),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         compilation_config={"cudagraph_capture_sizes": sorted({1, *batches})},
-    ) | options.engine  # fmt: skip
+    ) | options.engine | own_arguments  # fmt: skip
     rounds = range(max(1, options.rounds))
     actions = [
         {"action": "throughput", "label": f"{number} {batch}x{prompt}x{output}", "batch": batch, "prompt": prompt,
