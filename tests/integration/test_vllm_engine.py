@@ -14,13 +14,15 @@ from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_engine.models import QWEN3_MOE, save_model
 from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
-from tests.vllm_engine.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, check_equal, run_engine
+from tests.vllm_engine.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 COUNTED_STEPS = 512
+LATE_SECS = 60
+"""Three times as late as a rank may be once the engine is up."""
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
 NUM_EXPERTS = QWEN3_MOE["num_experts"]
 ROW_BYTES = QWEN3_MOE["hidden_size"] * 4
@@ -71,7 +73,7 @@ def test_tokens_are_those_of_one_rank_compiled(models, alone, tmp_path):
 
     One rank is later in its first forward, which is part of the warm-up here, than a step may be once the engine is up.
     """
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--compiled", "--late", str(WAIT_SECS + 10))
+    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--compiled", "--late", str(LATE_SECS))
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"))
 

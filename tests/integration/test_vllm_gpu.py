@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.markers import needs_gpus
+from tests.vllm_engine.changes import EXTENSION, Changes
 from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_gpu.compare import compare
 from tests.vllm_gpu.engine import Action, Run, arguments, run_engine
@@ -30,6 +31,14 @@ FLOAT32 = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
 """FlashAttention does not take float32."""
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 """Of Triton, whose products of float32 matrices are of tf32 by default."""
+MANY = 200
+"""Tokens; one per step, so an engine is in the middle of them when it is told to stop after FEW."""
+FEW = 20
+STOPPED_RANK = 1
+WAIT_SECS = 10
+"""EP_A2A_TIMEOUT_SECS where a rank stops."""
+END_SECS = 10
+"""Given to an engine to tell its client of an error."""
 CAPTURED = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}
 
 pytestmark = [
@@ -112,14 +121,16 @@ def test_tokens_with_shared_experts_between_the_halves_of_combine(model, tmp_pat
     )  # fmt: skip
 
 
-def test_tokens_while_experts_move_between_ranks(model, tmp_path):
+@pytest.mark.parametrize("use_async", [True, False], ids=["beside-steps", "between-steps"])
+def test_tokens_while_experts_move_between_ranks(model, tmp_path, use_async):
     """In float32, since in bfloat16 completions of this length part before most of the moves."""
-    eplb = {"window_size": 10, "step_interval": 10, "num_redundant_experts": NUM_RANKS}
+    eplb = {"window_size": 10, "step_interval": 10, "num_redundant_experts": NUM_RANKS, "use_async": use_async}
     engine = CAPTURED | FLOAT32 | {"enable_eplb": True, "eplb_config": eplb}
     action = tokens("moving", num_prompts=12, num_tokens=500, longest=16)
     ours = check_against_theirs(tmp_path, model("qwen3_moe"), action, engine, **IEEE)
     moves = [line for line in re.findall(r"Rearranging experts.*", ours.logs[0]) if "profile" not in line]
     assert len(moves) > 5
+    assert all(("(async mode)" in move) == use_async for move in moves)
 
 
 def test_replayed_steps_are_counted(model, tmp_path):
@@ -131,6 +142,33 @@ def test_replayed_steps_are_counted(model, tmp_path):
         # a prefill, and a token per step
         assert min(layer["num_steps"] for layer in layers) >= 32
     assert done.error == ""
+
+
+@pytest.mark.parametrize("scheduling", [{}, {"async_scheduling": False}], ids=["asynchronous", "synchronous"])
+def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(model, tmp_path, scheduling):
+    """It stops before the replay of a step that the other rank replays; whatever came is what comes undisturbed.
+
+    With asynchronous scheduling, vLLM's default, an engine begins the next step before it looks at this one's tokens.
+    """
+    file = tmp_path / "stop"
+    actions = [
+        tokens("first", num_tokens=MANY),
+        {"action": "tokens_until_failure", "label": "until failure", "num_prompts": 24, "num_tokens": MANY, "few": FEW,
+         "file": str(file)},
+    ]  # fmt: skip
+    done = run(
+        tmp_path, model("qwen3_moe"), OURS, actions, CAPTURED | scheduling | {"worker_extension_cls": EXTENSION},
+        EP_A2A_TIMEOUT_SECS=str(WAIT_SECS), **Changes(STOPPED_RANK, stop_file=str(file)).variables(),
+    )  # fmt: skip
+    (survivor,) = done.of("until failure", num_ranks=NUM_RANKS - 1)
+    assert file.read_text() == "replay"
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} did not arrive"
+    assert cause in survivor["error"]
+    assert survivor["secs"] < WAIT_SECS + END_SECS
+    undisturbed = done.completions("first")
+    for number, got in survivor["tokens"].items():
+        assert FEW <= len(got) < MANY
+        assert got == undisturbed[int(number)]["tokens"][: len(got)]
 
 
 DISTURBANCES = {

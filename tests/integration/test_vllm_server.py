@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_engine.changes import EXTENSION, Changes
 from tests.vllm_engine.models import save_model
 from tests.vllm_engine.processes import cpu_environment, end_group, free_port
-from tests.vllm_engine.server import MAX_BATCHED_TOKENS, STOP_FILE
+from tests.vllm_engine.server import MAX_BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,9 @@ WAIT_SECS = 15
 """EP_A2A_TIMEOUT_SECS; a step takes a fraction of a second, or some on a busy machine."""
 END_TIMEOUT_SECS = 120
 NUM_TOKENS = 4
+STOPPED_RANK = 1
+STOP_FILE = "stop"
+"""In the test's folder."""
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECS + 2 * END_TIMEOUT_SECS + 60)
 
@@ -83,9 +87,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
         "--host", "127.0.0.1", "--port", port, "--data-parallel-size", 2,
         "--enable-expert-parallel", "--all2all-backend", "ep_a2a", "--enforce-eager", "--dtype", "float32",
         "--max-model-len", 128, "--max-num-seqs", 8, "--max-num-batched-tokens", MAX_BATCHED_TOKENS,
-        "--kv-cache-memory-bytes", 64 << 20, "--no-enable-prefix-caching",
+        "--kv-cache-memory-bytes", 64 << 20, "--no-enable-prefix-caching", "--worker-extension-cls", EXTENSION,
     ]  # fmt: skip
-    variables = cpu_environment(tmp_path, WAIT_SECS) | {STOP_FILE: str(tmp_path / STOP_FILE)}
+    changes = Changes(STOPPED_RANK, stop_file=str(tmp_path / STOP_FILE))
+    variables = cpu_environment(tmp_path, WAIT_SECS) | changes.variables()
     command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]
     path = tmp_path / "log"
     with path.open("wb") as log:
@@ -107,6 +112,6 @@ def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):
     status, body = server.complete()
     assert status == 500
     assert "choices" not in body
-    message = body["error"]["message"]
-    assert f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank 1 did not arrive" in message
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} did not arrive"
+    assert cause in body["error"]["message"]
     assert server.process.wait(END_TIMEOUT_SECS) is not None

@@ -1,7 +1,8 @@
-"""What tests change in the workers of an engine.
+"""What tests change in the workers of an engine, on CPU and on GPUs.
 
 A worker is the engine's own process, or with tensor parallelism one of several that it starts. What is to be changed
-travels in an environment variable; tests.vllm_engine.worker does it.
+travels in an environment variable; tests.vllm_engine.worker does it, in engines with EXTENSION for
+`worker_extension_cls`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "VLLM_ENGINE_TEST_CHANGES"
+EXTENSION = "tests.vllm_engine.worker.WorkerExtension"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Changes:
         rank: that is late or stops.
         late_secs: that it sleeps in its first dispatch.
         stop_after: dispatches after which it stops, as by SIGSTOP; 0 = never.
+        stop_file: that makes it stop in its next dispatch, or before its next replay of a CUDA graph, once it is there;
+            which of them it was is written into it. "" = none.
         ranks_per_node: of virtual nodes; 0 = none.
         routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the ids that it is
             given. A line null marks the end of warm-up. "" = none.
@@ -33,12 +37,17 @@ class Changes:
     rank: int = 1
     late_secs: float = 0
     stop_after: int = 0
+    stop_file: str = ""
     ranks_per_node: int = 0
     routed: str = ""
 
+    def variables(self) -> dict[str, str]:
+        """For the environment of workers."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
     def send(self) -> None:
-        """To workers that are made after this."""
-        os.environ[VARIABLE] = json.dumps(asdict(self))
+        """To workers that are made by this process after this."""
+        os.environ.update(self.variables())
 
     @classmethod
     def sent(cls) -> Changes:
@@ -49,6 +58,8 @@ class Changes:
         """In this process, before its model is built."""
         if self.late_secs or self.stop_after:
             disturb(self.rank, self.late_secs, self.stop_after)
+        if self.stop_file:
+            stop_when_told(self.rank, Path(self.stop_file))
         if self.ranks_per_node:
             cut_nodes(self.ranks_per_node)
         if self.routed:
@@ -95,6 +106,31 @@ def disturb(rank: int, late_secs: float, stop_after: int) -> None:
         return dispatch(self, *args, **kwargs)
 
     EpDispatchCombineOp.dispatch = disturbed  # type: ignore[method-assign]
+
+
+def stop_when_told(rank: int, file: Path) -> None:
+    """See `Changes.stop_file`."""
+    from torch.cuda import CUDAGraph
+
+    from ep_a2a.kernels.op import EpDispatchCombineOp
+
+    def stop_first(call: Any, name: str) -> Any:
+        def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if file.exists() and _expert_parallel_rank() == rank:
+                file.write_text(name)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return call(self, *args, **kwargs)
+
+        return stopped
+
+    EpDispatchCombineOp.dispatch = stop_first(EpDispatchCombineOp.dispatch, "dispatch")  # type: ignore[method-assign]
+    CUDAGraph.replay = stop_first(CUDAGraph.replay, "replay")  # type: ignore[method-assign]
+
+
+def _expert_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_ep_group
+
+    return int(get_ep_group().rank_in_group)
 
 
 def cut_nodes(ranks_per_node: int) -> None:

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_engine.changes import Changes
+from tests.vllm_engine.changes import EXTENSION, Changes
 
 PROMPTS = [
     [5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]
@@ -39,8 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
     Changes(
-        size * options.tensor_parallel - 1, options.late, options.stop, options.ranks_per_node,
-        str(options.result.parent) if options.counters else "",
+        rank=size * options.tensor_parallel - 1, late_secs=options.late, stop_after=options.stop,
+        ranks_per_node=options.ranks_per_node, routed=str(options.result.parent) if options.counters else "",
     ).send()  # fmt: skip
     outputs, counters = generate(options, PROMPTS[rank::size], rank)
     result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
@@ -61,7 +61,7 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
         enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, disable_log_stats=True,
         tensor_parallel_size=options.tensor_parallel,
         distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
-        worker_extension_cls="tests.vllm_engine.worker.WorkerExtension", **parallel,
+        worker_extension_cls=EXTENSION, **parallel,
     )  # fmt: skip
     # not as many steps on all ranks, so that some run steps without tokens at the end
     params = SamplingParams(

@@ -40,12 +40,17 @@ class Run:
     logs: list[str]
     error: str
 
-    def of(self, label: str) -> list[dict[str, Any]]:
-        """What all ranks reported of an action."""
+    def of(self, label: str, num_ranks: int = 0) -> list[dict[str, Any]]:
+        """What ranks reported of an action: all of them, or `num_ranks`."""
         found = [report for reports in self.reports for report in reports if report["label"] == label]
-        tails = [f"--- rank {rank} ---\n{log[-LOG_CHARS:]}" for rank, log in enumerate(self.logs)]
-        assert len(found) == len(self.reports), "\n".join([f"{label!r} is not done: {self.error}", *tails])
+        assert len(found) == (num_ranks or len(self.reports)), f"{label!r} is not done: {self.tails()}"
         return found
+
+    def tails(self) -> str:
+        """Why it was ended, and the ends of the logs."""
+        return "\n".join(
+            [self.error, *(f"--- rank {rank} ---\n{log[-LOG_CHARS:]}" for rank, log in enumerate(self.logs))]
+        )
 
     def completions(self, label: str) -> dict[int, Any]:
         """What an action `tokens` gave, by the number of the prompt."""

@@ -3,7 +3,7 @@
     python -m tests.vllm_gpu.rank FOLDER RANK
 
 VLLM_DP_* say to vLLM which rank this is. Reads FOLDER/job.json and appends a line of JSON per action to
-FOLDER/RANK.jsonl. All ranks do the same actions in the same order.
+FOLDER/RANK.jsonl. All ranks do the same actions in the same order, and end when an engine has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NUM_TOP = 5
 """Log probabilities kept per token: enough to see by how little a token was missed."""
@@ -79,6 +82,9 @@ class Rank:
             result = getattr(self, name)(**action)
             with (self.folder / f"{self.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"label": label} | result) + "\n")
+            if "error" in result:
+                # without its engine a rank cannot meet the others; whoever started this ends them
+                sys.exit(result["error"])
             self._give_turn()
         # an engine that ends would take time from one that is measured
         self.turns.wait_for_all()
@@ -93,11 +99,8 @@ class Rank:
 
     def tokens(self, num_prompts: int, num_tokens: int, longest: int = 100) -> dict[str, Any]:
         """Greedy tokens with their log probabilities. Ranks get unlike numbers of prompts and of steps."""
-        chosen = random.Random(0)
-        prompts = [self._prompt(chosen, chosen.randint(1, longest)) for _ in range(num_prompts)]
-        mine = range(self.rank, num_prompts, self.num_ranks)
-        mine = mine[: len(mine) - self.rank % 2]
-        outputs, _ = self._generate([prompts[number] for number in mine], num_tokens - 3 * (self.rank % 2), NUM_TOP)
+        mine = self._share(num_prompts, longest)
+        outputs, _ = self._generate(list(mine.values()), num_tokens - 3 * (self.rank % 2), NUM_TOP)
         completions = {
             number: {
                 "tokens": list(output.outputs[0].token_ids),
@@ -106,6 +109,36 @@ class Rank:
             for number, output in zip(mine, outputs, strict=True)
         }
         return {"completions": completions}
+
+    def tokens_until_failure(self, num_prompts: int, num_tokens: int, few: int, file: str) -> dict[str, Any]:
+        """Tokens of the same prompts as `tokens` as they come, until an error ends this rank's engine.
+
+        Rank 0 makes `file` when each of its completions has `few` tokens. Reports what came until then and after, the
+        error, and how many seconds after the file it came. A rank whose engine has stopped stays here.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        engine, mine = self.llm.llm_engine, self._share(num_prompts)
+        parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        tokens: dict[int, list[int]] = {number: [] for number in mine}
+        told = 0.0
+
+        def enqueue() -> None:
+            for number, prompt in mine.items():
+                engine.add_request(f"{number}", {"prompt_token_ids": prompt}, parameters)
+
+        self._start_together(enqueue)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+                if self.rank == 0 and not told and min(map(len, tokens.values())) >= few:
+                    Path(file).touch()
+                    told = time.monotonic()
+        except EngineDeadError as error:
+            return {"tokens": tokens, "error": str(error), "secs": time.monotonic() - told}
+        return {"tokens": tokens}
 
     def sleep(self, level: int) -> dict[str, Any]:
         """Puts the engine to sleep and wakes it up. Level 2 forgets the weights, so they are read again."""
@@ -148,29 +181,45 @@ class Rank:
 
     # how they do it
 
+    def _share(self, num_prompts: int, longest: int = 100) -> dict[int, list[int]]:
+        """This rank's prompts by number, among those that are the same in every engine."""
+        chosen = random.Random(0)
+        prompts = [self._prompt(chosen, chosen.randint(1, longest)) for _ in range(num_prompts)]
+        mine = range(self.rank, num_prompts, self.num_ranks)
+        return {number: prompts[number] for number in mine[: len(mine) - self.rank % 2]}
+
     def _prompt(self, chosen: random.Random, length: int) -> list[int]:
         return [chosen.randrange(FIRST_WORD, self.vocab_size) for _ in range(length)]
 
     def _generate(self, prompts: list[list[int]], num_tokens: int, num_top: int = 0) -> tuple[list[Any], float]:
-        """Completions in the order of the prompts, and seconds from the first step on.
-
-        All prompts are in all engines before one starts a step: what a batch consists of, on which rounding depends,
-        does not depend on time.
-        """
+        """Completions in the order of the prompts, and seconds from the first step on."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=num_top or None
         )
+
+        def enqueue() -> None:
+            if prompts:
+                self.llm.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+
+        start = self._start_together(enqueue)
+        outputs = self.llm.wait_for_completion(use_tqdm=False)
+        return outputs, time.perf_counter() - start
+
+    def _start_together(self, enqueue: Callable[[], None]) -> float:
+        """Gives prompts to the engine and starts it. Returns when.
+
+        All prompts are in all engines before one starts a step: what a batch consists of, on which rounding depends,
+        does not depend on time.
+        """
         self._barrier()
         self.llm.sleep(level=0)
-        if prompts:
-            self.llm.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        enqueue()
         self._barrier()
         start = time.perf_counter()
         self.llm.wake_up(tags=["scheduling"])
-        outputs = self.llm.wait_for_completion(use_tqdm=False)
-        return outputs, time.perf_counter() - start
+        return start
 
     def _settle(self) -> None:
         """Waits until no engine runs a step: one without requests goes on for up to 32 for the others' sake."""
