@@ -42,9 +42,13 @@ class Run:
 
     def of(self, label: str, num_ranks: int = 0) -> list[dict[str, Any]]:
         """What ranks reported of an action: all of them, or `num_ranks`."""
-        found = [report for reports in self.reports for report in reports if report["label"] == label]
+        found = self.reported(label)
         assert len(found) == (num_ranks or len(self.reports)), f"{label!r} is not done: {self.tails()}"
         return found
+
+    def reported(self, label: str) -> list[dict[str, Any]]:
+        """What those ranks reported of an action that have done it."""
+        return [report for reports in self.reports for report in reports if report["label"] == label]
 
     def tails(self) -> str:
         """Why it was ended, and the ends of the logs."""
@@ -88,6 +92,8 @@ def run_engine(
     finally:
         for process in processes:
             end_group(process)
+        # the others go on without its turns
+        (folder.parent / f"ended.{place}").touch()
     reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
     logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Run(reports, logs, error)

@@ -32,7 +32,8 @@ class Turns:
     """Engines that are up at once act one after another: each starts and does one action in its turn.
 
     Attributes:
-        folder: where a file says that a turn has come; the same for all engines.
+        folder: where a file says that a turn has come, and another one that an engine has ended and has no more turns;
+            the same for all engines.
         place: of this engine among them. num_engines: how many there are.
         number: of this engine's next turn.
     """
@@ -57,7 +58,11 @@ class Turns:
 
     def _wait_for(self, turn: int) -> None:
         while turn and not Path(self.folder, f"turn.{turn}").exists():
-            time.sleep(0.01)
+            if Path(self.folder, f"ended.{(turn - 1) % self.num_engines}").exists():
+                # nobody ends the turn before this one: then the end of the turn before that one counts
+                turn -= 1
+            else:
+                time.sleep(0.01)
 
 
 class Rank:

@@ -11,12 +11,14 @@ Engines run one after the other; with `--rounds 5` all are up at once and are me
 the speed of a machine's processor changes from minute to minute. Prints a line of JSON per backend, workload and round:
 the decode step lasts as long as it does on the slowest rank; output tokens are those of all ranks, their prompts' time
 included. The decode step is that of a full batch where the prompts of a batch fit into one step, or a few: sequences
-that start later end later.
+that start later end later. Of an engine that fails, or is not finished in time, what it has measured is printed, and
+then why it ended; the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -44,12 +46,14 @@ def main() -> None:
     parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
     parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one engine, start included")
+    parser.add_argument("--folder", help="where the engines' logs are left; default: nowhere")
     parser.add_argument("--rounds", type=int, default=0, help="0: one engine after the other, measured once")
     options = parser.parse_args()
     options.workloads = [tuple(map(int, workload.split("x"))) for workload in options.workloads.split(",")]
     backends = options.backends.split(",")
     at_once = len(backends) if options.rounds else 1
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+    kept = contextlib.nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
+    with kept as folder, ThreadPoolExecutor(at_once) as pool:
         measured = pool.map(
             lambda place: measure(options, backends[place], Path(folder), place % at_once, at_once),
             range(len(backends)),
@@ -99,9 +103,11 @@ def measure(
         for number in rounds for batch, prompt, output in options.workloads
     ]  # fmt: skip
     run = run_engine(folder, engine, actions, options.ranks, options.limit, place, num_engines, **variables)
-    results = []
+    results: list[dict[str, Any]] = []
     for number, (batch, prompt, output) in itertools.product(rounds, options.workloads):
-        ranks = run.of(f"{number} {batch}x{prompt}x{output}")
+        ranks = run.reported(f"{number} {batch}x{prompt}x{output}")
+        if len(ranks) < options.ranks:
+            return [*results, {"backend": backend, "error": run.tails()}]
         secs, few_secs = (max(rank[name] for rank in ranks) for name in ("secs", "few_secs"))
         step_secs = (secs - few_secs) / (output - ranks[0]["few"])
         total = options.ranks * batch
