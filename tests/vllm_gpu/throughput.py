@@ -46,12 +46,15 @@ def main() -> None:
     parser.add_argument("--workloads", default="64x64x128", help="sequences per rank x prompt x output tokens (> 1)")
     parser.add_argument("--engine", default="{}", type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one engine, start included")
-    parser.add_argument("--folder", help="where the engines' logs are left; default: nowhere")
+    parser.add_argument("--folder", help="that is made, for the engines' logs; default: they are not kept")
     parser.add_argument("--rounds", type=int, default=0, help="0: one engine after the other, measured once")
     options = parser.parse_args()
     options.workloads = [tuple(map(int, workload.split("x"))) for workload in options.workloads.split(",")]
     backends = options.backends.split(",")
     at_once = len(backends) if options.rounds else 1
+    if options.folder:
+        # files of an earlier run would tell engines that their turns have come
+        Path(options.folder).mkdir(parents=True)
     kept = contextlib.nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
     with kept as folder, ThreadPoolExecutor(at_once) as pool:
         measured = pool.map(
