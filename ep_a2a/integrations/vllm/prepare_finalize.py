@@ -112,14 +112,17 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
     def _tell_experts_how_many_rows(self, fused_experts: Any) -> None:
         """Raises the limit of rows by which some experts size their scratch memory (CUTLASS, Humming; vLLM below 0.32).
 
-        Other experts keep their config: FlashInfer's multiply its limit by the data-parallel ranks themselves.
+        Other experts keep their config: FlashInfer's multiply its limit by the data-parallel ranks themselves. So do
+        Humming's of 0.30 and 0.31, which have to be told what comes to that many rows then.
         """
         # experts that choose between two kinds in each step hold both, with a reference to the config each
         of_two_kinds = (getattr(fused_experts, name, None) for name in ("experts", "fallback_experts"))
         for experts in (fused_experts, *of_two_kinds):
             if hasattr(experts, "_get_permute_scratch"):
                 experts.moe_config = moe = copy.copy(experts.moe_config)
-                moe.max_num_tokens = self._manager.world_size * self._max_num_tokens
+                multiplies = "dp_size" in experts._get_permute_scratch.__code__.co_names
+                num_rows = self._manager.world_size * self._max_num_tokens
+                moe.max_num_tokens = -(-num_rows // (self._manager.dp_group.world_size if multiplies else 1))
 
     def _close_op_when_experts_fail(self, fused_experts: Any) -> None:
         apply = fused_experts.apply
