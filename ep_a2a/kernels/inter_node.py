@@ -26,17 +26,15 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
 
-ROW_WARPS = 8
-"""Of programs that number rows or offer them."""
+RING_WARPS = 8
 OFFERING_PROGRAMS_PER_SM = 4
-CHANNEL_WARPS = 4
 CHANNEL_PROGRAMS_PER_SM = 2
-"""Programs that take turns with the channels; each has one line in flight, and with more warps there would be one."""
-CHANNEL_REGISTERS = 255
-"""Asked for, since the assembler would rather reorder loads than use more than 128."""
+"""Programs that take turns with the channels; each has one line in flight."""
+CHANNEL_REGISTERS = 128
+"""As many as leave room for those programs."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
-ADD_ELEMENTS = 4096
-"""Elements of a row that a program adds at once."""
+ADD_ELEMENTS, ADD_SCALED_ELEMENTS = 4096, 1024
+"""Elements of a row that a program adds at once, without scales and with them."""
 OFFER_ELEMENTS = 8192
 """Elements of a row that a program offers at once."""
 
@@ -154,18 +152,18 @@ class InterNodeKernels(IntraNodeKernels):
         if key not in self._variants:
             constants = {
                 **self._topk, "OWNERS": self.config.owners, **self._world,
-                "MANY_TOKENS": max(MANY_TOKENS, 32 * ROW_WARPS),
-                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * ROW_WARPS,
+                "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
+                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
                 "FINISHES": finishes,
             }  # fmt: skip
-            self._variants[key] = Variant(number_rows_kernel, constants, ROW_WARPS)
+            self._variants[key] = Variant(number_rows_kernel, constants, RING_WARPS)
         return self._variants[key]
 
     def _exchange_variant(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Variant:
         key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
         if key not in self._variants:
             row, scale_dtype = self._row(args)
-            threads, count_words = 32 * CHANNEL_WARPS, self.config.world_size * (self.config.world_size + 1)
+            threads, count_words = 32 * RING_WARPS, self.config.world_size * (self.config.world_size + 1)
             constants = {
                 **self._topk, **self._world, **self._ring_constants(back=False),
                 "GPU_LANES": padded(self._rings.gpus_per_node), "OWN_LINE_EACH": self._holds_a_step,
@@ -175,7 +173,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, CHANNEL_WARPS, CHANNEL_REGISTERS, **self._linked)
+            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -203,13 +201,13 @@ class InterNodeKernels(IntraNodeKernels):
         key = "offer", args.weights is None
         if key not in self._variants:
             results = self._results
-            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, ROW_WARPS)
+            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS)
             constants = {
                 **self._topk, **self._world, "HIDDEN": self.config.hidden_dim, "GROUPS_LANES": lanes, "GROUP": group,
                 "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
-                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * ROW_WARPS,
+                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(offer_results_kernel, constants, ROW_WARPS)
+            self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
         return self._variants[key]
 
     def _return_variant(self, args: CombineArguments) -> Variant:
@@ -218,14 +216,14 @@ class InterNodeKernels(IntraNodeKernels):
             config, results = self.config, self._results
             constants = {
                 **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
-                "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+                "BLOCK": min(padded(config.hidden_dim), ADD_SCALED_ELEMENTS if results.scaled else ADD_ELEMENTS),
                 "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
                 "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
                 "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-                "POISON_LANES": 32 * CHANNEL_WARPS,
+                "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, CHANNEL_WARPS, CHANNEL_REGISTERS, **self._linked)
+            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ep_a2a.kernels.portable import PortableFunction
 
 _TYPE_NAMES = {
@@ -25,8 +29,9 @@ _TYPE_NAMES = {
 
 
 def compile_offline(
-    kernel: PortableFunction, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, capability: int = 90
-) -> dict[str, Any]:
+    kernel: PortableFunction, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, capability: int = 90,
+    max_registers: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Compiles one variant of a kernel for CUDA compute capability `capability` / 10.
 
     Args:
@@ -36,6 +41,7 @@ def compile_offline(
         constants: its compile-time arguments by name.
         num_warps: warps per program.
         capability: 80 Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
+        max_registers: most registers per thread; None = as many as the compiler likes.
 
     Returns:
         The stages by name: "ttgir", "ptx", ...
@@ -47,6 +53,20 @@ def compile_offline(
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False, "maxnreg": max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return dict(compiled.asm)
+
+
+def resources(cubin: bytes, directory: Path) -> dict[str, int]:
+    """Registers per thread and bytes of stack (of spilled ones, too) and of shared memory, as cuobjdump prints them.
+
+    Args:
+        cubin: a stage of compile_offline. directory: for a file.
+    """
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    # "REG:64 STACK:0 SHARED:1024 LOCAL:0 ..."
+    text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}

@@ -6,7 +6,6 @@ A first run compiles for half a minute; later ones find Triton's disk cache.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombin
 from ep_a2a.kernels.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
 from ep_a2a.kernels.variants import REGISTER_GRANULARITY
 from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
-from ep_a2a.testing.offline_compile import compile_offline
+from ep_a2a.testing.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,15 +151,6 @@ def vector_accesses(ptx: str) -> tuple[int, int]:
     """16-byte loads from and stores to global memory."""
     kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
     return len(kinds[0]), len(kinds[1])
-
-
-def resources(cubin: bytes, directory: Path) -> dict[str, int]:
-    """Registers per thread and bytes of shared memory, as cuobjdump prints them: "REG:64 STACK:0 SHARED:1024 ..."."""
-    path = directory / "kernel.cubin"
-    path.write_bytes(cubin)
-    tool = triton.knobs.nvidia.cuobjdump.path
-    text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|SHARED|LOCAL):(\d+)", text)}
 
 
 @pytest.mark.parametrize(("config", "variant", "args"), chosen())
