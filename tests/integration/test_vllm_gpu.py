@@ -33,7 +33,7 @@ IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 """Of Triton, whose products of float32 matrices are of tf32 by default."""
 MANY = 200
 """Tokens; one per step, so an engine is in the middle of them when it is told to stop after FEW."""
-FEW = 20
+FEW = 8
 """Well before the 32nd step, at whose end engines of vLLM wait for each other without looking at their workers."""
 STOPPED_RANK = 1
 WAIT_SECS = 10
