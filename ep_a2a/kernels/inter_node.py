@@ -33,8 +33,8 @@ CHANNEL_PROGRAMS_PER_SM = 2
 CHANNEL_REGISTERS = 128
 """As many as leave room for those programs."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
-ADD_ELEMENTS, ADD_SCALED_ELEMENTS = 4096, 1024
-"""Elements of a row that a program adds at once, without scales and with them."""
+ADD_ELEMENTS = 4096
+"""Elements of a row that a program adds at once."""
 OFFER_ELEMENTS = 8192
 """Elements of a row that a program offers at once."""
 
@@ -216,7 +216,7 @@ class InterNodeKernels(IntraNodeKernels):
             config, results = self.config, self._results
             constants = {
                 **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
-                "BLOCK": min(padded(config.hidden_dim), ADD_SCALED_ELEMENTS if results.scaled else ADD_ELEMENTS),
+                "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
                 "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
                 "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
                 "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,

@@ -11,7 +11,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import hear_peers, tell_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
-from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places
+from ep_a2a.kernels.combine_send_kernels import block_offsets, load_block, push_block, return_places
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -132,21 +132,30 @@ def places_of_rows(
 
 
 @portable
+def tile_offsets(first, LANES: tl.constexpr, SCALE_GROUP: tl.constexpr):
+    """Elements first, first + 1, ... as a tile [LANES / SCALE_GROUP, SCALE_GROUP]; [1, LANES] without scales (0)."""
+    GROUP: tl.constexpr = SCALE_GROUP if SCALE_GROUP else LANES
+    return block_offsets(first, LANES // GROUP, GROUP)
+
+
+@portable
 def sum_of(
     places, scales, numbers, first, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """float32 [LANES]: elements first, first + 1, ... of the COUNT rows at `places`, but for those numbered -1.
+    """float32, a tile of tile_offsets: the sum of the COUNT rows at `places`, but for those numbered -1.
 
     SCALE_GROUP: elements to which one of the row's float32 `scales` belongs; 0 without scales.
     """
-    at = first + tl.arange(0, LANES)
-    total = tl.full((LANES,), 0, tl.float32)
+    at = tile_offsets(first, LANES, SCALE_GROUP)
+    total = tl.full(at.shape, 0, tl.float32)
     for index in tl.static_range(COUNT):
         is_there = (at < WIDTH) & (at * 0 + numbers[index] >= 0)
         values = widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
         if SCALE_GROUP:
-            values *= tl.load(scales[index] + at // SCALE_GROUP, mask=is_there, other=0)
+            groups = first // SCALE_GROUP + tl.arange(0, LANES // SCALE_GROUP)
+            has_scale = (groups < WIDTH // SCALE_GROUP) & (groups * 0 + numbers[index] >= 0)
+            values *= tl.load(scales[index] + groups, mask=has_scale, other=0)[:, None]
         total += values
     return total
 
@@ -182,13 +191,13 @@ def add_ranks(
             )
         if HAS_WEIGHTS:
             # asked for before the first store, which would wait for it
-            choices = tl.arange(0, TOPK_LANES)
+            choices = tile_offsets(0, TOPK_LANES, 0)
             places_of_weights = places_of_rows(
                 table, COMBINE_WEIGHTS, rows, first_rank, TOPK, tl.int32, GPUS, WORLD_SIZE
             )
             sums = sum_of(places_of_weights, places, rows, 0, GPUS, TOPK, TOPK_LANES, tl.float32, 0)
         for first in tl.static_range(0, HIDDEN, BLOCK):
-            at = first + tl.arange(0, BLOCK)
+            at = tile_offsets(first, BLOCK, SCALE_GROUP)
             total = sum_of(places, scales, rows, first, GPUS, HIDDEN, BLOCK, OFFERED, SCALE_GROUP)
             tl.store(words_at(line, 0, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
@@ -253,12 +262,12 @@ def add_nodes(
             numbers = numbers + (tl.load(lines + tl.cast(token, tl.int64) * NODES + node),)
         places = places_in_slots(slots, numbers, 0, RINGS, ELEMENT)
         if HAS_WEIGHTS:
-            choices = tl.arange(0, TOPK_LANES)
+            choices = tile_offsets(0, TOPK_LANES, 0)
             places_of_weights = places_in_slots(slots, numbers, BACK_WORDS, RINGS, tl.int32)
             sums = sum_of(places_of_weights, places, numbers, 0, NODES, TOPK, TOPK_LANES, tl.float32, 0)
         for first in tl.static_range(0, HIDDEN, BLOCK):
+            at = tile_offsets(first, BLOCK, 0)
             total = sum_of(places, places, numbers, first, NODES, HIDDEN, BLOCK, DTYPE, 0)
-            at = first + tl.arange(0, BLOCK)
             total = plus_biases(total, bias_0, bias_1, token, at, HIDDEN)
             tl.store(row_at(result, token, HIDDEN, DTYPE) + at, round_to(total, DTYPE), mask=at < HIDDEN)
         if HAS_WEIGHTS:
