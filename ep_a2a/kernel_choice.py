@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ep_a2a.config_enums import EpDispatchCombineKernelType
 
-WHOLE_STEP_MAX_TOKENS = 256
-"""Up to this M rings between nodes hold a whole step."""
+WHOLE_STEP_MAX_TOKENS = 512
+"""Up to this M rings between nodes hold a whole step (bench/results/2026-11-23_h200x2_nodes.md)."""
 
 
 def inter_node_kernel(max_num_tokens: int) -> EpDispatchCombineKernelType:

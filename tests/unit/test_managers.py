@@ -449,12 +449,12 @@ def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts
     manager._report = TopologyReport(facts, shared)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):
         manager.get_handle(small_kwargs())
-    for max_num_tokens, kernel in ((256, "InterNodeV1LL"), (257, "InterNodeV1")):
+    for max_num_tokens, kernel in ((512, "InterNodeV1LL"), (513, "InterNodeV1")):
         explained = manager.explain(max_num_tokens=max_num_tokens)
         assert explained["kernel"] == kernel
         assert f"ops of {max_num_tokens} tokens" in explained["kernel_reason"]
     assert manager.explain()["kernel"] == "InterNodeV1LL or InterNodeV1"
-    assert "at most 256 tokens" in manager.explain()["kernel_reason"]
+    assert "at most 512 tokens" in manager.explain()["kernel_reason"]
     assert len(manager.handle_cache) == 0
 
 
