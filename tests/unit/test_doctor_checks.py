@@ -436,8 +436,8 @@ def test_the_portable_backend_needs_no_peer_access():
 def test_several_nodes():
     two = choose(CPU_HOST, Request(ranks_per_node=(2, 2)))
     assert two.kernel == "InterNodeV1LL or InterNodeV1"
-    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=256)).kernel == "InterNodeV1LL"
-    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=257)).kernel == "InterNodeV1"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=512)).kernel == "InterNodeV1LL"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=513)).kernel == "InterNodeV1"
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 2))) == []
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 1))) == ["nodes"]
     assert errors_of(CPU_HOST, Request("allgather_reducescatter", ranks_per_node=(2, 1))) == []
