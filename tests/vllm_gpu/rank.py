@@ -25,15 +25,17 @@ NUM_TOP = 5
 """Log probabilities kept per token: enough to see by how little a token was missed."""
 FIRST_WORD = 2
 """Smaller tokens are the models' marks of begin and end."""
+APART_SECS = 3
+"""Between the starts of two engines, which would else look for free ports at the same time."""
 
 
 @dataclass
 class Turns:
-    """Engines that are up at once act one after another: each starts and does one action in its turn.
+    """Engines that are up at once act one after another: they start together, then each does one action in its turn.
 
     Attributes:
-        folder: where a file says that a turn has come, and another one that an engine has ended and has no more turns;
-            the same for all engines.
+        folder: where files say that an engine has started, that a turn has come, and that an engine has ended and has
+            no more turns; the same for all engines.
         place: of this engine among them. num_engines: how many there are.
         number: of this engine's next turn.
     """
@@ -42,6 +44,17 @@ class Turns:
     place: int
     num_engines: int
     number: int = 0
+
+    def wait_to_start(self) -> None:
+        """Waits until this engine may look for ports."""
+        time.sleep(self.place * APART_SECS)
+
+    def wait_until_all_have_started(self) -> None:
+        """Tells the others that this engine has started, from any of its ranks once all have, and waits for them."""
+        self._file("started", self.place).touch()
+        for place in range(self.num_engines):
+            while not (self._file("started", place).exists() or self._file("ended", place).exists()):
+                time.sleep(0.1)
 
     def wait(self) -> None:
         """Waits for this engine's next turn."""
@@ -53,12 +66,15 @@ class Turns:
 
     def give(self) -> None:
         """Ends this engine's turn, from any of its ranks once all have come to its end."""
-        Path(self.folder, f"turn.{self.number * self.num_engines + self.place + 1}").touch()
+        self._file("turn", self.number * self.num_engines + self.place + 1).touch()
         self.number += 1
 
+    def _file(self, what: str, number: int) -> Path:
+        return Path(self.folder, f"{what}.{number}")
+
     def _wait_for(self, turn: int) -> None:
-        while turn and not Path(self.folder, f"turn.{turn}").exists():
-            if Path(self.folder, f"ended.{(turn - 1) % self.num_engines}").exists():
+        while turn and not self._file("turn", turn).exists():
+            if self._file("ended", (turn - 1) % self.num_engines).exists():
                 # nobody ends the turn before this one: then the end of the turn before that one counts
                 turn -= 1
             else:
@@ -76,9 +92,11 @@ class Rank:
         self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
         self.num_barriers = 0
         self.vocab_size = json.loads((Path(job["engine"]["model"]) / "config.json").read_text())["vocab_size"]
-        self.turns.wait()
+        self.turns.wait_to_start()
         self.llm = LLM(**job["engine"])
-        self._give_turn()
+        if self.turns.num_engines > 1:
+            self._settle()
+            self.turns.wait_until_all_have_started()
 
     def run(self) -> None:
         for action in self.actions:

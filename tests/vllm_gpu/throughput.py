@@ -7,7 +7,7 @@
 A backend is a name, or NAME:KEY=VALUE where engines are to differ in more: a key in lower case is an argument of
 vllm.LLM, its value JSON or else a string; any other is a variable of the environment. Values have no "," and no ":".
 
-Engines run one after the other; with `--rounds 5` all are up at once and are measured in turn, five times each, since
+Engines run one after the other; with `--rounds 5` all start at once and are measured in turn, five times each, since
 the speed of a machine's processor changes from minute to minute. Prints a line of JSON per backend, workload and round:
 the decode step lasts as long as it does on the slowest rank; output tokens are those of all ranks, their prompts' time
 included. The decode step is that of a full batch where the prompts of a batch fit into one step, or a few: sequences
