@@ -68,7 +68,11 @@ class InterNodeKernels(IntraNodeKernels):
         A program goes on to its next channel when the one before is done. Ranks that went through them in different
         orders could wait for each other, where not all programs run at once; in the interpreter none do.
         """
-        return min(self._rings.num_channels, CHANNEL_PROGRAMS_PER_SM * self._usable_sms or 1)
+        return min(self._rings.num_channels, self._most_programs(CHANNEL_PROGRAMS_PER_SM) or 1)
+
+    def _most_programs(self, per_sm: int) -> int:
+        """Programs that run at once; where multiprocessors are bounded one for each, since more would take others."""
+        return self._usable_sms * (1 if self.max_sms else per_sm)
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
@@ -117,7 +121,7 @@ class InterNodeKernels(IntraNodeKernels):
             yield self._variants[key], (self.table, self.config.rank), num_far
 
     def _num_programs(self, num_rows: int, block_num: int, per_sm: int = 1) -> int:
-        most = per_sm * self._usable_sms or INTERPRETED_PROGRAMS
+        most = self._most_programs(per_sm) or INTERPRETED_PROGRAMS
         return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 
     def _combine_launches(

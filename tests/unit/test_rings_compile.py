@@ -10,8 +10,10 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
+from ep_a2a.kernels.arguments import WHOLE
 from ep_a2a.kernels.inter_node import InterNodeKernels
 from ep_a2a.kernels.rings import HEADER_WORDS, Rings
+from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:
@@ -92,6 +94,25 @@ def test_few_tokens_need_few_channels() -> None:
 def test_channels_are_a_launch_number() -> None:
     assert Rings.of(config_of(rdma_block_num=16)).num_channels == 256
     assert Rings.of(config_of(rdma_block_num=16, launch="manual")).num_channels == 16
+
+
+@pytest.mark.parametrize(("max_sms", "channels", "offering"), [(0, 256, 4 * NUM_SMS), (24, 24, 24)])
+def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int, offering: int) -> None:
+    config = config_of(max_sms=max_sms)
+    kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    kernels.num_sms = NUM_SMS
+    (dispatch,) = stand_in_dispatches(config, kernels.device)
+    (combine,) = stand_in_combines(config, kernels.device)
+    most = config.max_num_inp_token_per_rank
+    launches = [
+        *kernels._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),
+        *kernels._combine_launches(combine._replace(max_num_tokens=most), WHOLE, -1, -1),
+    ]
+    found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
+    assert found == {
+        "number_rows_kernel": min(NUM_SMS, channels), "exchange_kernel": channels, "dispatch_kernel": 1,
+        "offer_results_kernel": offering, "return_kernel": channels,
+    }  # fmt: skip
 
 
 def test_without_rings_there_is_no_memory_for_them() -> None:
