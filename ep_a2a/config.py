@@ -15,6 +15,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.config_enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config_enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config_enums import RAIL_TRANSPORTS as RAIL_TRANSPORTS
 from ep_a2a.config_enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
 from ep_a2a.config_enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config_enums import CompiledCalls as CompiledCalls
@@ -91,7 +92,8 @@ class EpDispatchCombineConfig:
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
         chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
             and chunks that a ring holds, a power of two. With launch="manual" rdma_block_num channels share them.
-        rail: what carries tokens between nodes, by name; "auto" reads EP_A2A_RAIL.
+        rail: what carries tokens between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built
+            without one takes it for "peer_memory".
         num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
             larger one: its ranks are first_rank ... first_rank + W - 1 there, and it drops ids of experts elsewhere.
     """
@@ -166,6 +168,8 @@ class EpDispatchCombineConfig:
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
         parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
+        if self.rail not in ("auto", *RAIL_TRANSPORTS):
+            raise UnknownNameError(f"rail to be 'auto' or one of {RAIL_TRANSPORTS}", repr(self.rail))
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
         if self.dispatch_quant_type is not None:

@@ -81,6 +81,10 @@ class CompiledCalls(enum.StrEnum):
     SERVING = "serving"
 
 
+RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
+"""Names of what carries tokens between nodes."""
+
+
 def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
     """The member of `kind` that `value` is or names; UnknownNameError listing the members otherwise."""
     try:

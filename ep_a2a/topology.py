@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
+from ep_a2a.config_fields import checked_integer
 from ep_a2a.errors import ConfigError
 from ep_a2a.topology_report import RankFacts, TopologyReport, gather_report, in_the_same_node_as
 
@@ -67,8 +68,7 @@ def classify(report: TopologyReport, gpu_per_node: int | None = None) -> Topolog
     found = _found_nodes(report)
     if gpu_per_node is None:
         return _topology(report, found, "found by host identity and a probe of /dev/shm")
-    if gpu_per_node < 1:
-        raise ConfigError("gpu_per_node >= 1", str(gpu_per_node))
+    gpu_per_node = checked_integer("gpu_per_node", gpu_per_node, 1)
     wanted = tuple(rank // gpu_per_node for rank in range(len(found)))
     for one, other in combinations_with_replacement(range(len(found)), 2):
         if wanted[one] == wanted[other] and found[one] != found[other]:

@@ -114,7 +114,8 @@ def _check(report: DemoReport) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = [
         ("largest error", f"{found.max_error:.2e}, tolerance there {found.tolerance:.2e}; outputs up to "
                           f"{found.max_output:.2e}; worst element at {found.worst_share:.0%} of its tolerance"),
-        ("tolerance", "strict, by element: each rank's sum is rounded to bfloat16 once, and so is the sum over ranks"),
+        ("tolerance", "strict, by element: each rank's sum is rounded to bfloat16 once, so is the sum over ranks, "
+                      "and between them each node's where there are several"),
     ]  # fmt: skip
     if report.quant_type != "none":
         rows.append(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ep_a2a.simulation.published import Compared
 
 MIB, MB = 1 << 20, 1e6
-PREDICTED = "PREDICTED by a simulator, not measured; kernels between nodes are not there."
+PREDICTED = "PREDICTED by a simulator, not measured; kernels between nodes have not run over a network."
 CONSTANTS = (
     f"Constants: start {START_US} µs, NVLink {NVLINK_GB_PER_S:g} GB/s and {NVLINK_HOP_US} µs, NIC {NIC_LATENCY_US} µs "
     f"and {NIC_EFFICIENCY:.1%} of its rate, end {FINISH_US} µs; ep_a2a/simulation/cluster.py says where they come from."

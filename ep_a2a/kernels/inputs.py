@@ -44,6 +44,16 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
             "another kernel_type", "IntraNodeLL",
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
         )  # fmt: skip
+    between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
+    if between_nodes and config.rail == "torch.distributed":
+        return UnsupportedError(
+            "a rail that kernels use themselves: 'peer_memory' or 'nvshmem'", repr(config.rail),
+            "Get the op from a manager, which makes the rail.",
+        )  # fmt: skip
+    if between_nodes and config.rail == "nvshmem" and not config.uses_rings:
+        return UnsupportedError(
+            f"rail 'peer_memory' with {config.kernel_type.name}", "'nvshmem'", "Use InterNodeV1, which puts."
+        )
     if arena.in_use(config.digest(), index):
         return StateError(
             f"no living op of this config and index {index} in the arena", "one that has not been closed",

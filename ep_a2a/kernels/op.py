@@ -340,7 +340,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         return launch.num_programs, max(0, rdma_block_num), launch.num_warps
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on; 0 = all. Local; captured graphs keep theirs."""
+        """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""
         self._kernels.limit_sms(max_sms)
 
     def compile_halves(self) -> None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import PeerAccessError, StateError
+from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
 from ep_a2a.kernels.failures import COMBINE_PHASE, UINT32_MASK
 from ep_a2a.kernels.layout import FAR_COPIES, RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.memory.pools import outside_pools
 from ep_a2a.memory.streams import is_capturing
 
@@ -104,7 +105,12 @@ class BoundMemory:
 
     def _lead_far_ranks_to_copies(self, table: torch.Tensor) -> None:
         """Other nodes are reached by puts: their columns have what is to be put there, and nothing else."""
-        config = self.config
+        config, own = self.config, self.memory.symmetric["own"]
+        if own.local.is_cuda and own.kind != NVSHMEM_KIND:
+            raise UnsupportedError(
+                "memory of NVSHMEM's heap, with rail 'nvshmem'", own.kind,
+                "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
+            )  # fmt: skip
         nodes = torch.arange(config.world_size) // config.gpu_per_node
         is_far = nodes != nodes[config.rank]
         for memory in self.memory.symmetric.values():
@@ -114,7 +120,7 @@ class BoundMemory:
         table[:, is_far] = 0
         for region, copy in FAR_COPIES.items():
             table[region, is_far] = table[copy, config.rank]
-        table[Region.ELEMENTS] = torch.tensor(self.memory.symmetric["own"].elements)
+        table[Region.ELEMENTS] = torch.tensor(own.elements)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
         for block, tensor, _ in self._blocks:

@@ -71,14 +71,17 @@ class Rings:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:
             chunk_tokens, num_slots = min(config.chunk_tokens, most), config.ring_chunks
+        num_chunks = math.ceil(most / chunk_tokens)
         # a channel without a chunk of its own would have no place in the record of what was forwarded
-        num_channels = min(channels, math.ceil(most / chunk_tokens))
+        num_channels = min(channels, num_chunks)
+        # a ring never holds more than its channel's chunks of one step
+        num_slots = min(num_slots, 1 << (math.ceil(num_chunks / num_channels) - 1).bit_length())
         row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
         scale_words = math.ceil(config.num_scales * config.scale_bytes / WORD_BYTES)
         back_words = config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES
         return cls(
-            config.world_size // per_node, per_node, num_channels, chunk_tokens, math.ceil(most / chunk_tokens),
-            num_slots, row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
+            config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
+            row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
             _aligned(back_words + topk), config.rail == BY_PUTS,
         )  # fmt: skip
 

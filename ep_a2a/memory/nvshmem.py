@@ -29,6 +29,8 @@ SIGNAL_ADD = 10
 COMPARE_GE = 5
 """NVSHMEM's number for >= (nvshmem_constants.h)."""
 HOST_LIBRARY = "libnvshmem_host.so.3"
+NVSHMEM_KIND = "NVSHMEM"
+"""Of symmetric memory."""
 INIT_WITH_UNIQUE_ID = 8
 IS_INITIALIZED = 2
 UNIQUE_ID_BYTES = 128
@@ -169,7 +171,7 @@ class Nvshmem:
             block.is_lent = False
 
         local = block.tensor(self.device)
-        return SymmetricMemory(local, addresses, "NVSHMEM", release, elements=self.elements)
+        return SymmetricMemory(local, addresses, NVSHMEM_KIND, release, elements=self.elements)
 
     def _free(self, num_bytes: int) -> list[int]:
         return [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
+from ep_a2a.config_enums import RAIL_TRANSPORTS
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.rails import TorchDistributedRail
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
 NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 

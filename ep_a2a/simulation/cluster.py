@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ep_a2a.errors import ConfigError
@@ -48,7 +49,7 @@ class Cluster:
             ("--nodes", self.num_nodes), ("--gpus-per-node", self.gpus_per_node), ("--nic-gbps", self.nic_gbps),
             ("--chunk-tokens", self.chunk_tokens), ("--credits", self.num_credits),
         ):  # fmt: skip
-            if value <= 0:
+            if not 0 < value < math.inf:
                 raise ConfigError(f"{option} above 0", str(value), f"Say a positive {option}.")
 
     @property

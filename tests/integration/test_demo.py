@@ -123,6 +123,11 @@ def test_virtual_nodes(small: tuple[str, ...]) -> None:
     assert report["kernel"] == "InterNodeV1LL"
 
 
+def test_virtual_nodes_of_the_usual_size() -> None:
+    """As the README has it; a node's sum is rounded once more, which few elements show."""
+    assert checked_json("demo", "--ranks", "4", "--gpus-per-node", "2")["matches"]
+
+
 def test_nodes_of_unlike_sizes_are_refused(small: tuple[str, ...]) -> None:
     done = run_cli(*small, "--ranks", "3", "--gpus-per-node", "2")
     assert done.returncode == 2

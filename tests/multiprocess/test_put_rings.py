@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.op_cases import Case, run_case
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.memory.arena import Arena
+from tests.op_cases import Case, make_op, run_case
 from tests.op_matrix import CASES
 from tests.op_special import BODIES, missing_rank
 from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, SMALL_RINGS, SPECIAL, by_puts, on_two_nodes
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+
+def refused(context: RankContext, case: Case, remedy: str) -> None:
+    with Arena(context.group, context.device) as memory, pytest.raises(UnsupportedError, match=remedy):
+        make_op(context, case, memory)
 
 
 @pytest.mark.parametrize("name", OF_FOUR_RANKS)
@@ -33,6 +43,14 @@ def test_special(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("kernel", ["InterNodeV1", "AsyncLL"])
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     ranks(by_puts, REPLAYED.world_size, BODIES["graph-rank-major"][0], replace(REPLAYED, kernel=kernel))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rail", "remedy"),
+    [("InterNodeV1", "torch.distributed", "from a manager"), ("InterNode", "nvshmem", "InterNodeV1, which puts")],
+)
+def test_rails_that_an_op_cannot_use_by_itself(ranks: Any, kernel: str, rail: str, remedy: str) -> None:
+    ranks(refused, 2, replace(REPLAYED, kernel=kernel, options=REPLAYED.options | {"rail": rail}), remedy)
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])

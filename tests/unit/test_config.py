@@ -313,6 +313,7 @@ def test_the_first_step_may_take_at_least_as_long_as_any():
         ("dispatch_quant_type", "'none', 'fp8_per_token'"),
         ("scale_format", "'float32', 'ue8m0'"),
         ("launch", "'auto' or 'manual'"),
+        ("rail", "'torch.distributed', 'peer_memory', 'nvshmem'"),
     ],
 )
 def test_unknown_names_list_the_known_ones(field, words):

@@ -9,12 +9,10 @@ import pytest
 
 from ep_a2a.doctor.checks import run_checks
 from ep_a2a.doctor.checks_backend import check_library
-from ep_a2a.doctor.checks_variables import RAILS
 from ep_a2a.doctor.choice import Request, choose
 from ep_a2a.doctor.finding import Level
 from ep_a2a.doctor.machine import Atom, Backend, Driver
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.memory.rail_choice import RAIL_TRANSPORTS
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
 
 if TYPE_CHECKING:
@@ -389,10 +387,6 @@ def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
     everything = findings_of(machine)
     assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
     assert [each for each in everything if each.level is Level.NOTE and found in each.found]
-
-
-def test_transports_are_those_that_there_are():
-    assert set(RAILS) == {"auto", *RAIL_TRANSPORTS}
 
 
 # --- what a group gets ---

@@ -62,7 +62,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
 
 def test_shape_of_rings() -> None:
     rings = Rings.of(config_of())
-    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 256, 4)
+    assert (rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots) == (2, 8, 256, 2)
     assert (rings.chunk_tokens, rings.num_chunks) == (8, 512)
     # a row of bf16, 8 ids, 8 weights, a row number at each of 8 ranks, the token; to a multiple of 16 bytes
     assert rings.line_words == 3584 + 28

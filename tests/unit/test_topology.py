@@ -145,8 +145,6 @@ def test_virtual_nodes_may_cut_real_ones_but_not_join_them():
     for gpu_per_node in (3, 8):
         with pytest.raises(ConfigError, match="name-a"):
             classify(cluster("aaaabbbb"), gpu_per_node)
-    with pytest.raises(ConfigError):
-        classify(cluster("aa"), 0)
 
 
 def test_report_is_frozen_and_collects_errors():
@@ -179,3 +177,9 @@ def test_a_group_without_cpu_is_refused(monkeypatch, collective):
     monkeypatch.setattr(topology_report.dist, "get_backend_config", lambda group: "cuda:nccl")
     with pytest.raises(UnsupportedError, match="cuda:nccl"):
         collective(object())
+
+
+@pytest.mark.parametrize("gpu_per_node", [0, 2.5])
+def test_impossible_virtual_nodes(gpu_per_node):
+    with pytest.raises(ConfigError, match="gpu_per_node to be an integer >= 1"):
+        classify(cluster("aaaa"), gpu_per_node)
