@@ -14,8 +14,8 @@ expert   this rank's only, shared by sequential ops: rows by expert, in layout e
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
 region; for regions of the local, result and expert blocks only this rank's own column is set. Where ranks of other
 nodes are reached by puts only, their columns have what is to be put (FAR_COPIES), or nothing; row ELEMENTS has the
-ranks' numbers in NVSHMEM. The op's step counters
-(Stage) follow the table, and then the address of where spans are noted (Span), 0 for nowhere.
+ranks' numbers in NVSHMEM. The op's step counters (Stage) follow the table, and then the address of where spans are
+noted (Span), 0 for nowhere.
 """
 
 import enum
