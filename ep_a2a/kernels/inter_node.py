@@ -13,8 +13,9 @@ from ep_a2a.kernels.far_kernels import tell_far_kernel
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import settle_kernel
-from ep_a2a.kernels.ring_combine_kernels import offer_results_kernel, return_kernel
+from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
+from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.rings import Rings
 from ep_a2a.kernels.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
