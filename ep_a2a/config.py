@@ -91,7 +91,8 @@ class EpDispatchCombineConfig:
             the end of its block, so that grouped products can read whole tiles.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
         chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
-            and chunks that a ring holds at most, a power of two. With launch="manual" rdma_block_num channels share them.
+            and chunks that a ring holds at most, a power of two. With launch="manual" rdma_block_num channels share
+            them.
         rail: what carries tokens between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built
             without one takes it for "peer_memory".
         num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
