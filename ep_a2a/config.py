@@ -15,7 +15,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.config_enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config_enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
-from ep_a2a.config_enums import RAIL_TRANSPORTS as RAIL_TRANSPORTS
+from ep_a2a.config_enums import RAILS as RAILS
 from ep_a2a.config_enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
 from ep_a2a.config_enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config_enums import CompiledCalls as CompiledCalls
@@ -169,8 +169,8 @@ class EpDispatchCombineConfig:
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
         parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
-        if self.rail not in ("auto", *RAIL_TRANSPORTS):
-            raise UnknownNameError(f"rail to be 'auto' or one of {RAIL_TRANSPORTS}", repr(self.rail))
+        if self.rail not in RAILS:
+            raise UnknownNameError(f"rail to be one of {RAILS}", repr(self.rail))
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
         if self.dispatch_quant_type is not None:

@@ -81,8 +81,8 @@ class CompiledCalls(enum.StrEnum):
     SERVING = "serving"
 
 
-RAIL_TRANSPORTS = ("torch.distributed", "peer_memory", "nvshmem")
-"""Names of what carries tokens between nodes."""
+RAILS = ("auto", "torch.distributed", "peer_memory", "nvshmem")
+"""Names of what carries tokens between nodes; "auto" leaves the choice to the package."""
 
 
 def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:

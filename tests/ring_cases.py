@@ -89,6 +89,15 @@ def on_two_nodes(case: Case) -> Case:
     return replace(case, num_nodes=2, num_steps=min(case.num_steps, 4), options=case.options | SMALL_RINGS)
 
 
+def of_two_ranks(case: Case) -> Case:
+    """A special case with few tokens, on two nodes of one rank."""
+    return replace(case, world_size=2, num_nodes=2, tokens=((5, 3), (2, 9)), num_experts=5, options=SMALL_RINGS)
+
+
+ONE_MISSING = Case(
+    world_size=4, num_nodes=2, num_experts=8, layout="rank_major", with_weights=False, combine_weights=False,
+    options=SMALL_RINGS,
+)  # fmt: skip
 RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.config_enums import RAIL_TRANSPORTS
+from ep_a2a.config_enums import RAILS
 from ep_a2a.config_file import read_config_file
 from ep_a2a.doctor.checks_links import has_nvshmem
 from ep_a2a.doctor.finding import Finding, error, note, ok, warning
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.doctor.machine import Machine
 
-RAILS = ("auto", *RAIL_TRANSPORTS)
 NO_TABLES = "none"
 VLLM_STEP_SECS = 300.0
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""

@@ -94,25 +94,37 @@ def slot_to_fill(
 
 
 @portable
+def raise_at_node(
+    table, region: tl.constexpr, target, source, num_bytes, direction: tl.constexpr, peer, channel, value, rank,
+    RINGS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Makes a counter of this rank's ring with node `peer`, which is kept there, `value`, one more than it was.
+
+    By puts, bytes from `source` come to `target` of another node before that; both are addresses in this rank's memory.
+    """
+    GPUS: tl.constexpr = RINGS[1]
+    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    if RINGS[8] > 0:
+        counter = counter_of(table, region, rank, direction, node, channel, RINGS, WORLD_SIZE)
+        if peer == node:
+            raise_counter(counter, value)
+        else:
+            element = tl.load(table + ELEMENTS * WORLD_SIZE + partner)
+            tl.debug_barrier()
+            put_and_count(target, source, num_bytes, counter.to(tl.int64), element)
+    else:
+        raise_counter(counter_of(table, region, partner, direction, node, channel, RINGS, WORLD_SIZE), value)
+
+
+@portable
 def hand_over(
     table, slot, written, num_words, direction: tl.constexpr, peer, channel, value, rank, RINGS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Makes a chunk of slot_to_fill the node's: `value` chunks of the channel have come to it then."""
-    GPUS: tl.constexpr = RINGS[1]
-    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
-    if RINGS[8] > 0:
-        arrived = counter_of(table, CHUNKS_ARRIVED, rank, direction, node, channel, RINGS, WORLD_SIZE)
-        if peer == node:
-            raise_counter(arrived, value)
-        else:
-            tl.debug_barrier()
-            element = tl.load(table + ELEMENTS * WORLD_SIZE + partner)
-            put_and_count(slot, written, num_words * 4, arrived.to(tl.int64), element)
-    else:
-        raise_counter(
-            counter_of(table, CHUNKS_ARRIVED, partner, direction, node, channel, RINGS, WORLD_SIZE), value
-        )  # fmt: skip
+    raise_at_node(
+        table, CHUNKS_ARRIVED, slot, written, num_words * 4, direction, peer, channel, value, rank, RINGS, WORLD_SIZE
+    )
 
 
 @portable
@@ -120,19 +132,13 @@ def give_room(
     table, direction: tl.constexpr, peer, channel, value, rank, RINGS: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
     """Tells node `peer` that this rank has taken `value` chunks of the channel from it."""
-    GPUS: tl.constexpr = RINGS[1]
-    node, partner = rank // GPUS, peer * GPUS + rank % GPUS
+    unread = tl.full((), 0, tl.int64)
     if RINGS[8] > 0:
-        taken = counter_of(table, CHUNKS_TAKEN, rank, direction, node, channel, RINGS, WORLD_SIZE)
-        if peer == node:
-            raise_counter(taken, value)
-        else:
-            # a signal does not come without bytes
-            unread = tl.load(table + FAR_UNREAD * WORLD_SIZE + rank)
-            tl.debug_barrier()
-            put_and_count(unread, unread, 8, taken.to(tl.int64), tl.load(table + ELEMENTS * WORLD_SIZE + partner))
-    else:
-        raise_counter(counter_of(table, CHUNKS_TAKEN, partner, direction, node, channel, RINGS, WORLD_SIZE), value)
+        # a signal does not come without bytes
+        unread = tl.load(table + FAR_UNREAD * WORLD_SIZE + rank)
+    raise_at_node(
+        table, CHUNKS_TAKEN, unread, unread, 8, direction, peer, channel, value, rank, RINGS, WORLD_SIZE
+    )  # fmt: skip
 
 
 @portable

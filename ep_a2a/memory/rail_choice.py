@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.config_enums import RAIL_TRANSPORTS
+from ep_a2a.config_enums import RAILS
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.rails import TorchDistributedRail
 
@@ -28,7 +28,7 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     """Which transport carries tokens between nodes.
 
     Args:
-        name: one of RAIL_TRANSPORTS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
+        name: one of RAILS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
         why_not: transports that cannot be used here, and why.
 
     Returns:
@@ -40,8 +40,8 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
         UnsupportedError: the transport cannot be used here.
     """
     asked = name if name != "auto" else env.RAIL.get()
-    if asked not in ("auto", *RAIL_TRANSPORTS):
-        known = ", ".join(map(repr, ("auto", *RAIL_TRANSPORTS)))
+    if asked not in RAILS:
+        known = ", ".join(map(repr, RAILS))
         raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
     if asked in why_not:
         raise UnsupportedError(

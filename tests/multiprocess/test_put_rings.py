@@ -12,7 +12,7 @@ from ep_a2a.memory.arena import Arena
 from tests.op_cases import Case, make_op, run_case
 from tests.op_matrix import CASES
 from tests.op_special import BODIES, missing_rank
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, SHAPES, SMALL_RINGS, SPECIAL, by_puts, on_two_nodes
+from tests.ring_cases import OF_FOUR_RANKS, ONE_MISSING, REPLAYED, SHAPES, SPECIAL, by_puts, of_two_ranks, on_two_nodes
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -36,7 +36,7 @@ def test_shapes(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special(ranks: Any, name: str) -> None:
     body, case = BODIES[name]
-    few = replace(case, world_size=2, num_nodes=2, tokens=((5, 3), (2, 9)), num_experts=5, options=SMALL_RINGS)
+    few = of_two_ranks(case)
     ranks(by_puts, few.world_size, body, few)
 
 
@@ -55,8 +55,4 @@ def test_rails_that_an_op_cannot_use_by_itself(ranks: Any, kernel: str, rail: st
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_missing_rank(ranks: Any, phase: str) -> None:
-    case = Case(
-        world_size=4, num_nodes=2, num_experts=8, layout="rank_major", with_weights=False, combine_weights=False,
-        options=SMALL_RINGS,
-    )  # fmt: skip
-    ranks(by_puts, case.world_size, missing_rank, case, phase)
+    ranks(by_puts, ONE_MISSING.world_size, missing_rank, ONE_MISSING, phase)

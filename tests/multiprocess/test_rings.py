@@ -15,11 +15,13 @@ from tests.op_matrix import CASES, UNEVEN
 from tests.op_special import BODIES, missing_rank
 from tests.ring_cases import (
     OF_FOUR_RANKS,
+    ONE_MISSING,
     REPLAYED,
     SHAPES,
     SMALL_RINGS,
     SPECIAL,
     lines_that_cross,
+    of_two_ranks,
     on_two_nodes,
     other_numbers_of_programs,
     rings,
@@ -39,7 +41,7 @@ def test_shapes(ranks: Any, case: Case) -> None:
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special(ranks: Any, name: str) -> None:
     body, case = BODIES[name]
-    few = replace(case, world_size=2, num_nodes=2, tokens=((5, 3), (2, 9)), num_experts=5, options=SMALL_RINGS)
+    few = of_two_ranks(case)
     ranks(body, few.world_size, few)
 
 
@@ -67,8 +69,4 @@ def test_a_token_crosses_once_to_each_other_node(ranks: Any) -> None:
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_missing_rank(ranks: Any, phase: str) -> None:
-    case = Case(
-        world_size=4, num_nodes=2, num_experts=8, layout="rank_major", with_weights=False, combine_weights=False,
-        options=SMALL_RINGS,
-    )  # fmt: skip
-    ranks(missing_rank, case.world_size, case, phase)
+    ranks(missing_rank, ONE_MISSING.world_size, ONE_MISSING, phase)
