@@ -61,7 +61,6 @@ SHAPES: dict[str, Case] = {
         FEW, layout="expert_major", quant_type="fp8_blockwise", hidden_dim=256,
         options=SMALL_RINGS | {"dispatch_quant_type": "fp8_per_1x128"},
     ),
-    "flat": replace(FEW, kernel="InterNode", split="mixed"),
     "many-tokens": Case(
         world_size=2, num_nodes=2, num_experts=5, hidden_dim=8, max_tokens=400, tokens=((390, 257),), num_steps=1,
         routing="some_dropped", layout="rank_major", options={"chunk_tokens": 64},
@@ -75,6 +74,8 @@ SHAPES: dict[str, Case] = {
         (2, 3, "rank_major"), (3, 2, "compact"), (4, 1, "rank_major"), (2, 4, "compact"), (2, 1, "expert_major"),
     )
 }  # fmt: skip
+SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixed")}
+"""The flat form sends to any rank's memory, which puts do not reach."""
 SPECIAL = (
     "late-rank",
     "two-interleaved-ops",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,17 +69,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def run(
-    folder: Path, model: Path, backend: str, actions: list[Action], engine: dict[str, Any], **variables: str
-) -> Run:
+    folder: Path, model: Path, backend: str, actions: list[Action], engine: dict[str, Any],
+    place: int = 0, num_engines: int = 1, **variables: str,
+) -> Run:  # fmt: skip
     """Runs one engine, and checks whose kernels it used."""
-    done = run_engine(folder, arguments(model, backend, **engine), actions, NUM_RANKS, RUN_TIMEOUT_SECS, **variables)
+    engine = arguments(model, backend, **engine)
+    done = run_engine(folder, engine, actions, NUM_RANKS, RUN_TIMEOUT_SECS, place, num_engines, **variables)
     assert done.logs[0].count("ep_a2a: IntraNode kernels") == (backend == OURS), done.logs[0][-3000:]
     return done
 
 
+def run_at_once(
+    folder: Path, model: Path, action: Action, engines: list[tuple[str, dict[str, Any]]], **variables: str
+) -> list[Run]:
+    """Engines of these backends and arguments, which start at once and do the action one after another."""
+    num_engines = len(engines)
+    with ThreadPoolExecutor(num_engines) as pool:
+        running = [
+            pool.submit(run, folder / f"{place}", model, backend, [action], engine, place, num_engines, **variables)
+            for place, (backend, engine) in enumerate(engines)
+        ]
+        return [each.result() for each in running]
+
+
 def check_against_theirs(folder: Path, model: Path, action: Action, engine: dict[str, Any], **variables: str) -> Run:
     """Runs an engine of each backend and compares their completions. Returns ours."""
-    ours, theirs = (run(folder / backend, model, backend, [action], engine, **variables) for backend in (OURS, THEIRS))
+    ours, theirs = run_at_once(folder, model, action, [(OURS, engine), (THEIRS, engine)], **variables)
     difference = compare(*(each.completions(action["label"]) for each in (ours, theirs)))
     assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")]), difference
     assert ours.error == ""
@@ -103,15 +119,10 @@ def test_tokens_are_those_of_allgather_reducescatter_in_float32(model, tmp_path)
 
 def test_tokens_of_fp8_experts(model, tmp_path):
     """Where a sum is rounded otherwise, the next layer's fp8 is another: no further off than vLLM's own two modes."""
-    found = {
-        name: run(tmp_path / name, model("qwen3_moe-fp8"), backend, [tokens("first")], engine).completions("first")
-        for name, backend, engine in (
-            ("ours", OURS, CAPTURED),
-            ("theirs", THEIRS, CAPTURED),
-            ("eager", THEIRS, {"enforce_eager": True}),
-        )
-    }
-    difference, own = (compare(found[name], found["theirs"]) for name in ("ours", "eager"))
+    engines = [(OURS, CAPTURED), (THEIRS, CAPTURED), (THEIRS, {"enforce_eager": True})]
+    runs = run_at_once(tmp_path, model("qwen3_moe-fp8"), tokens("first"), engines)
+    ours, theirs, eager = (each.completions("first") for each in runs)
+    difference, own = compare(ours, theirs), compare(eager, theirs)
     assert difference.first_logprob <= 2 * own.first_logprob, (difference, own)
     assert difference.num_agreed >= own.num_agreed / 2, (difference, own)
 

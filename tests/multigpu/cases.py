@@ -9,7 +9,7 @@ import torch
 
 from tests.op_matrix import CASES, by_world_size
 from tests.op_special import BODIES
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES, on_two_nodes
+from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES_AND_FLAT, on_two_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,11 +26,11 @@ def op_cases() -> list[tuple[str, Case]]:
     return [(name, fitted(case)) for name, case in by_world_size()]
 
 
-def on_two_gpus() -> dict[str, Case]:
-    """Cases of two nodes, with one GPU in each."""
+def on_two_gpus(cases: dict[str, Case]) -> dict[str, Case]:
+    """Those of two nodes, with one GPU in each."""
     return {
         name: replace(case, world_size=2)
-        for name, case in SHAPES.items()
+        for name, case in cases.items()
         if case.num_nodes == 2 and case.world_size <= 4
     }
 
@@ -39,8 +39,8 @@ def ring_cases() -> list[Case]:
     """All cases of rings for which this machine has GPUs."""
     replayed = [replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS]
     cases = [
-        *on_two_gpus().values(),
-        *SHAPES.values(),
+        *on_two_gpus(SHAPES_AND_FLAT).values(),
+        *SHAPES_AND_FLAT.values(),
         *(on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS),
         *replayed,
     ]

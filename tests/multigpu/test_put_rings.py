@@ -16,7 +16,7 @@ from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES, by_p
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus().items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus(SHAPES).items()])
 def test_two_nodes_of_one(ranks: Any, case: Case) -> None:
     ranks(by_puts, 2, run_case, case, device="cuda")
 
@@ -29,7 +29,7 @@ def test_two_nodes_of_two(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=needs_gpus(case.world_size)) for name, case in SHAPES.items() if name != "flat"],
+    [pytest.param(case, id=name, marks=needs_gpus(case.world_size)) for name, case in SHAPES.items()],
 )
 def test_shapes(ranks: Any, case: Case) -> None:
     ranks(by_puts, case.world_size, run_case, case, device="cuda")

@@ -16,7 +16,7 @@ from tests.ring_cases import (
     OF_FOUR_RANKS,
     REPLAYED,
     RING_KERNELS,
-    SHAPES,
+    SHAPES_AND_FLAT,
     lines_that_cross,
     on_two_nodes,
     other_numbers_of_programs,
@@ -25,7 +25,7 @@ from tests.ring_cases import (
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus().items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus(SHAPES_AND_FLAT).items()])
 def test_two_nodes_of_one(ranks: Any, case: Case) -> None:
     ranks(run_case, 2, case, device="cuda")
 
@@ -37,7 +37,7 @@ def test_two_nodes_of_two(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=needs_gpus(case.world_size)) for name, case in SHAPES.items()]
+    "case", [pytest.param(case, id=name, marks=needs_gpus(case.world_size)) for name, case in SHAPES_AND_FLAT.items()]
 )
 def test_shapes(ranks: Any, case: Case) -> None:
     ranks(run_case, case.world_size, case, device="cuda")

@@ -28,7 +28,7 @@ def test_two_nodes_of_two(ranks: Any, name: str) -> None:
     ranks(by_puts, 4, run_case, on_two_nodes(CASES[name]))
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "flat"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_shapes(ranks: Any, name: str) -> None:
     ranks(by_puts, SHAPES[name].world_size, run_case, SHAPES[name])
 

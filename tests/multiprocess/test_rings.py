@@ -17,7 +17,7 @@ from tests.ring_cases import (
     OF_FOUR_RANKS,
     ONE_MISSING,
     REPLAYED,
-    SHAPES,
+    SHAPES_AND_FLAT,
     SMALL_RINGS,
     SPECIAL,
     lines_that_cross,
@@ -33,7 +33,7 @@ def test_two_nodes_of_two(ranks: Any, name: str) -> None:
     ranks(run_case, 4, on_two_nodes(CASES[name]))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES.items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES_AND_FLAT.items()])
 def test_shapes(ranks: Any, case: Case) -> None:
     ranks(run_case, case.world_size, case)
 
