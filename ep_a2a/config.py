@@ -71,7 +71,7 @@ class EpDispatchCombineConfig:
         use_external_inp_buf: MORI's; without effect, since combine sends from any memory.
         kernel_type: kernels to use.
         gpu_per_node: ranks that share a node.
-        num_qp_per_pe: queue pairs per peer of an inter-node transport.
+        num_qp_per_pe: MORI's, queue pairs per peer; checked, and without effect: NCCL and NVSHMEM have own settings.
         quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch;
             fp8_direct_cast and fp8_blockwise act on the combine wire.
         layout: one of Layout's values.
@@ -92,7 +92,7 @@ class EpDispatchCombineConfig:
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
         chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
             and chunks that a ring holds at most, a power of two. With launch="manual" rdma_block_num channels share
-            them.
+            them, or as many as there are chunks: ranks must have the same ones, so a call cannot change them.
         rail: what carries tokens between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built
             without one takes it for "peer_memory".
         num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a

@@ -63,7 +63,7 @@ class InterNodeKernels(IntraNodeKernels):
         self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
 
     @property
-    def _num_channel_programs(self) -> int:
+    def num_channel_programs(self) -> int:
         """Programs that take turns with the channels: by what ranks agree on, never by what a call asks for.
 
         A program goes on to its next channel when the one before is done. Ranks that went through them in different
@@ -88,7 +88,7 @@ class InterNodeKernels(IntraNodeKernels):
             sends = forwards = stages.receive
         if sends or forwards:
             variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
-            yield variant, self._exchange_values(args), self._num_channel_programs
+            yield variant, self._exchange_values(args), self.num_channel_programs
         if stages.receive:
             # what the rows are is nothing to it, and one variant serves all
             plain = args._replace(x=args.ids, scales=None, weights=None)
@@ -140,7 +140,7 @@ class InterNodeKernels(IntraNodeKernels):
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
             values = (args.result, ids, *args.biases, self.table, args.num_tokens, config.rank)
-            yield self._return_variant(args), values, self._num_channel_programs
+            yield self._return_variant(args), values, self.num_channel_programs
             yield from self._tell_far()
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:

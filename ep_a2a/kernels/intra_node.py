@@ -93,6 +93,11 @@ class IntraNodeKernels:
         self.compile()
 
     @property
+    def num_channel_programs(self) -> int:
+        """Programs that exchange chunks with other nodes, of a launch of their own: none."""
+        return 0
+
+    @property
     def _usable_sms(self) -> int:
         return min(self.num_sms, self.max_sms) if self.max_sms else self.num_sms
 

@@ -102,7 +102,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
                 layout expert_major, which needs them.
             scales: [T, S] of scale_type_size bytes for tokens that are quantised already, else None.
             indices: [T, K] int32 global expert ids; ids outside [0, num_experts) are dropped slots.
-            block_num, warp_per_block: launch numbers when > 0. rdma_block_num is for inter-node kernels.
+            block_num, warp_per_block: launch numbers when > 0. rdma_block_num has no effect: see the config.
             call_local_expert_count: also fill `local_expert_count`.
             max_num_tokens: bound on every rank's T this step, equal on all ranks; default M. Sets R and the strides.
             pad_id: id that rows without a token carry in the returned indices.
@@ -333,11 +333,11 @@ class EpDispatchCombineOp(DispatchCombineBase):
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
-        """(programs, inter-node programs, warps per program) that a full-sized call would use."""
+        """(programs, those of channels between nodes, warps per program) that a full-sized call would use."""
         tokens = self.config.max_num_inp_token_per_rank
         phase = self._kernels.dispatch_phase(tokens) if is_dispatch else Phase.COMBINE
         launch = self._kernels.launch_of(phase, tokens, tokens, block_num, warp_per_block)
-        return launch.num_programs, max(0, rdma_block_num), launch.num_warps
+        return launch.num_programs, self._kernels.num_channel_programs, launch.num_warps
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""
