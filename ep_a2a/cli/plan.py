@@ -36,7 +36,7 @@ def command(
         bool | None, _model("Tensor-parallel ranks share their replica's tokens; default: by model.")
     ] = None,
     ranks: Annotated[int | None, _op("GPUs; default: 8.", 1)] = None,
-    gpus_per_node: Annotated[int | None, _op("GPUs of a node; default: all, with --nodes 8.", 1)] = None,
+    gpus_per_node: Annotated[int | None, _op("GPUs of a node; default: all, with --nodes or --vllm 8.", 1)] = None,
     max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1)] = None,
     topk: Annotated[int | None, _op("Experts per token; default: 8.", 1)] = None,
     experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1)] = None,
@@ -74,11 +74,14 @@ def command(
         "sequence_parallel": sequence_parallel,
     }  # fmt: skip
     for_op = {
-        "ranks": ranks, "gpus_per_node": gpus_per_node, "max_tokens": max_tokens, "topk": topk, "experts": experts,
+        "ranks": ranks, "max_tokens": max_tokens, "topk": topk, "experts": experts,
         "layout": layout, "combine_quant": combine_quant, "scale_format": scale_format,
         "max_total_recv_tokens": max_total_recv_tokens, "flagged_max_tokens": flagged_max_tokens,
     }  # fmt: skip
-    for_both = {"hidden_dim": hidden, "dtype": _dtype(dtype), "cast": None if quant is None else quant.value}
+    for_both = {
+        "gpus_per_node": gpus_per_node, "hidden_dim": hidden, "dtype": _dtype(dtype),
+        "cast": None if quant is None else quant.value,
+    }  # fmt: skip
     between = {
         "nodes": nodes, "nic_gbps": nic_gbps, "chunk_tokens": chunk_tokens, "num_credits": num_credits,
         "markdown": markdown, "plot": plot,
@@ -135,12 +138,11 @@ def _plan_op(
 
 def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
     from ep_a2a.cli.plan_model import read_model
-    from ep_a2a.cli.plan_sizes import plan_of
-    from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs
+    from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_plan
 
     model, vllm_options = read_model(path), VllmOptions(**options)
-    configs = vllm_configs(model, vllm_options)
-    return plan_of(configs, brings_own_rows=True), assumptions(model, vllm_options, configs[0])
+    plan = vllm_plan(model, vllm_options)
+    return plan, assumptions(model, vllm_options, plan.config)
 
 
 def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Field
+    from ep_a2a.kernels.rail_layout import RailField
 
 WEIGHT_BYTES = 4
 PART_OF_REGION = {
@@ -52,14 +53,14 @@ class Part:
         num_bytes: with what alignment adds.
         holds: what lies there, in words.
         is_shared: with other ops of the same manager and index.
-        fields: the regions that it is made of; () for what is allocated later.
+        fields: the regions, or buffers around a hop between nodes, that it is made of; () for what is allocated later.
     """
 
     name: str
     num_bytes: int
     holds: str
     is_shared: bool
-    fields: tuple[Field, ...] = ()
+    fields: tuple[Field | RailField, ...] = ()
 
 
 RINGS_ASSUMED = (
@@ -75,7 +76,7 @@ class Plan:
         config: that of rank 0, which owns the most experts.
         parts: what rank 0 allocates when the op is built.
         later: what only certain calls allocate, each the first time, in memory that the arena counts then.
-        bytes_by_rank: of each rank when the op is built; what `Arena.num_bytes` is with this op alone.
+        bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
     """
 
     config: EpDispatchCombineConfig
@@ -89,7 +90,7 @@ class Plan:
             "op": op_facts(self.config),
             "bytes_per_gpu": {part.name: part.num_bytes for part in self.parts} | {"total": self.bytes_by_rank[0]},
             "bytes_per_region": {region.name.lower(): 0 for region in Region}
-            | {field.region.name.lower(): field.padded_bytes for part in self.parts for field in part.fields},
+            | {field.name: field.padded_bytes for part in self.parts for field in part.fields},
             "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
             "bytes_by_rank": list(self.bytes_by_rank),
             "bytes_of_all_gpus": sum(self.bytes_by_rank),
@@ -155,14 +156,14 @@ def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
     by_source = " of every rank" if config.world_size > 1 else ""
     return {
-        "dispatch_rows": (_rows(layout.dispatch[Region.TOKENS]), True),
+        "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), True),
         "scales_and_weights": (f"{scales}{config.topk} weights for each", True),
         "flagged_region": (f"steps of at most {config.flagged_tokens} tokens{by_source}", False),
         "control": ("and source positions, of received rows", False),
-        "combine_rows": (_rows(layout.combine[Region.COMBINE_ROWS]) + f"{combine_scales}, with weights", True),
-        "result": (_rows(layout.result[Region.RESULT]) + ", with weights", True),
-        "expert_rows": (_rows(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
-        "reduced_rows": (_rows(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
+        "combine_rows": (rows_of(layout.combine[Region.COMBINE_ROWS]) + f"{combine_scales}, with weights", True),
+        "result": (rows_of(layout.result[Region.RESULT]) + ", with weights", True),
+        "expert_rows": (rows_of(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
+        "reduced_rows": (rows_of(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
         "rings": (_rings(Rings.of(config)), True),
         "local": ("counters and the routing record", False),
     }
@@ -188,7 +189,8 @@ def _rings(rings: Rings) -> str:
     return f"{count} of {rings.chunk_tokens} tokens, to experts and back"
 
 
-def _rows(field: Field) -> str:
+def rows_of(field: Field | RailField) -> str:
+    """A field's shape and dtype, in words."""
     return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.cli.plan_sizes import Part, Plan
     from ep_a2a.kernels.layout import Field
+    from ep_a2a.kernels.rail_layout import RailField
 
 MIB = 1 << 20
 TITLES = {
@@ -31,6 +32,10 @@ TITLES = {
     "reduced_rows": "reduced rows",
     "rings": "rings",
     "local": "local",
+    "lines_sent": "lines to nodes",
+    "lines_received": "lines from nodes",
+    "sums_between_nodes": "sums between nodes",
+    "sum_of_nodes": "sum of nodes",
     "combine_input": "combine input buffer",
     "combine_rows_copy": "copy of the rows",
     "combine_weights_copy": "copy of the weights",
@@ -71,7 +76,7 @@ def _table(plan: Plan) -> Table:
         table.add_row(*_cells(part))
         for field in part.fields if len(part.fields) > 1 else ():
             if field.num_bytes:
-                table.add_row(f"  {_words(field.region.name)}", _mib(field.padded_bytes), _shape(field), style="dim")
+                table.add_row(f"  {_words(field.name)}", _mib(field.padded_bytes), _shape(field), style="dim")
     table.add_section()
     fewest, most = min(plan.bytes_by_rank), max(plan.bytes_by_rank)
     differs = f"; down to {_mib(fewest)} on ranks with fewer experts" if fewest < most else ""
@@ -107,10 +112,10 @@ def _deep_ep_table(plan: Plan) -> Table:
 
 
 def _words(name: str) -> str:
-    return name.lower().replace("_", " ")
+    return name.replace("_", " ")
 
 
-def _shape(field: Field) -> str:
+def _shape(field: Field | RailField) -> str:
     dtype = str(field.dtype).removeprefix("torch.")
     return f"{' x '.join(map(str, field.shape))} {dtype}, {field.padded_bytes:,} bytes"
 

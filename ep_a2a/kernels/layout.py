@@ -159,6 +159,11 @@ class Field:
     shape: tuple[int, ...]
 
     @property
+    def name(self) -> str:
+        """Of the region, in lower case."""
+        return self.region.name.lower()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the region."""
         count = 1

@@ -19,7 +19,10 @@ from ep_a2a.memory.pools import zeros_outside_pools
 from ep_a2a.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.rail_layout import RailField
 
 PACK_WARPS = 8
 ADD_WARPS = 4
@@ -27,9 +30,9 @@ ADD_ELEMENTS = 1024
 ADDING_PROGRAMS_PER_SM = 4
 
 
-def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(field: RailField, device: torch.device) -> torch.Tensor:
     """Zeros of any dtype that outlive an engine's memory pools."""
-    return zeros_outside_pools(shape[0] * shape[1] * dtype.itemsize, device).view(dtype).view(shape)
+    return zeros_outside_pools(field.num_bytes, device).view(field.dtype).view(field.shape)
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,10 @@ class RailTokens:
     scales: torch.Tensor | None
 
     @classmethod
-    def allocate(cls, config: EpDispatchCombineConfig, num_nodes: int, device: torch.device) -> RailTokens:
-        """Zeroed lines for the config of the whole group."""
-        num_lines = num_nodes * config.max_num_inp_token_per_rank
-
-        def lines(width: int, dtype: torch.dtype) -> torch.Tensor:
-            return zeros((num_lines, width), dtype, device)
-
-        scale_dtype = torch.float32 if config.scale_bytes == WORD_BYTES else torch.uint8
-        return cls(
-            lines(config.hidden_dim, config.wire_dtype), lines(config.topk, torch.int32),
-            lines(config.topk, torch.float32), lines(config.num_scales, scale_dtype) if config.num_scales else None,
-        )  # fmt: skip
+    def allocate(cls, lines: Sequence[RailField], device: torch.device) -> RailTokens:
+        """Zeroed lines of a RailLayout."""
+        tokens, ids, weights, *scales = (zeros(field, device) for field in lines)
+        return cls(tokens, ids, weights, scales[0] if scales else None)
 
     def of_step(self, num_lines: int, *, has_weights: bool, has_scales: bool) -> list[torch.Tensor]:
         """The lines of a step that travel."""

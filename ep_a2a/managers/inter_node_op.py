@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import AlternationError, ClosedError, UnsupportedError
 from ep_a2a.kernels import inputs
 from ep_a2a.kernels.base_op import DispatchCombineBase, DispatchResult, agree_on_config
 from ep_a2a.kernels.op import EpDispatchCombineOp
 from ep_a2a.kernels.rail import RailKernels, RailTokens, zeros
+from ep_a2a.kernels.rail_layout import RailLayout, in_node_config
 from ep_a2a.kernels.wait_bounds import WaitBounds
 from ep_a2a.managers.halves import FirstHalfDoesAll
 
@@ -71,19 +70,21 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         self._bounds, self._has_combined = WaitBounds.of(config), False
         self._in_node = EpDispatchCombineOp(in_node_config(config, grid), arena=arena, index=index)
         self._kernels = RailKernels(config, grid.num_nodes, self.device)
-        self._sent, self._received = (RailTokens.allocate(config, grid.num_nodes, self.device) for _ in range(2))
-        most, hidden_dim, dtype = config.max_num_inp_token_per_rank, config.hidden_dim, config.combined_dtype
-        num_lines = grid.num_nodes * most
-        self._back_sent, self._back_received = (zeros((num_lines, hidden_dim), dtype, self.device) for _ in range(2))
-        self._weights_back = zeros((num_lines, config.topk), torch.float32, self.device)
-        self._output = zeros((most, hidden_dim), dtype, self.device)
-        self._output_weights = zeros((most, config.topk), torch.float32, self.device)
-        self._visits = zeros((most, grid.num_nodes), torch.int32, self.device)
+        layout = RailLayout.of(config, grid.num_nodes)
+        self._sent, self._received = (
+            RailTokens.allocate(lines, self.device) for lines in (layout.sent, layout.received)
+        )
+        self._back_sent, self._back_received, self._weights_back = (
+            zeros(field, self.device) for field in (layout.sums_sent, layout.sums_received, layout.sum_weights)
+        )
+        self._output, self._output_weights, self._visits = (
+            zeros(field, self.device) for field in (layout.output, layout.output_weights, layout.visits)
+        )
         self._kernels.compile(self._sent, self._visits, self._output)
         if self.device.type == "cuda":
             # the first exchange connects, which could not be captured
             self._exchange(self._back_received[: grid.num_nodes], self._back_sent[: grid.num_nodes])
-        self._num_tokens, self._max_num_tokens = 0, most
+        self._num_tokens, self._max_num_tokens = 0, config.max_num_inp_token_per_rank
         self._closed = False
 
     @property
@@ -278,16 +279,3 @@ class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         """Ends the use of the op; local and idempotent."""
         self._closed = True
         self._in_node.close()
-
-
-def in_node_config(config: EpDispatchCombineConfig, grid: NodeGrid) -> EpDispatchCombineConfig:
-    """The config of the IntraNode op that forwards what has come from all nodes: N * M tokens of G ranks."""
-    return replace(
-        config, rank=grid.local_rank, world_size=grid.gpus_per_node, gpu_per_node=grid.gpus_per_node,
-        kernel_type=EpDispatchCombineKernelType.IntraNode, data_type=config.wire_dtype,
-        max_num_inp_token_per_rank=grid.num_nodes * config.max_num_inp_token_per_rank,
-        num_experts=config.total_experts, num_owner_ranks=config.world_size,
-        first_rank=grid.node * grid.gpus_per_node, scale_dim=config.num_scales, scale_type_size=config.scale_bytes,
-        quant_type=config.combine_quant.value, dispatch_quant_type=None, combine_dtype=config.combined_dtype,
-        max_token_type_size=max(config.wire_dtype.itemsize, config.combined_dtype.itemsize),
-    )  # fmt: skip

@@ -49,7 +49,11 @@ class NodeGrid:
             raise UnsupportedError(
                 "ranks numbered node by node", topology.reason, f"Number the ranks node by node, {_REMEDY}"
             )
-        num_nodes, gpus_per_node = topology.num_nodes, topology.gpu_per_node
+        return cls.even(topology.num_nodes, topology.gpu_per_node, rank)
+
+    @classmethod
+    def even(cls, num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
+        """The grid of nodes of this size as `rank` of the group sees it."""
         node, local_rank = divmod(rank, gpus_per_node)
         return cls(
             num_nodes,

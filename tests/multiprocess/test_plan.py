@@ -8,7 +8,7 @@ import torch
 
 from ep_a2a.cli.plan_model import model_of
 from ep_a2a.cli.plan_sizes import plan_of
-from ep_a2a.cli.plan_vllm import VllmOptions, vllm_configs
+from ep_a2a.cli.plan_vllm import VllmOptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs
 from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
@@ -106,3 +106,28 @@ def test_vllms_op_allocates_what_is_planned(ranks):
     options = VllmOptions(data_parallel_size=WORLD_SIZE, max_num_batched_tokens=200)
     plan = plan_of(vllm_configs(model_of(MODEL), options), brings_own_rows=True)
     assert tuple(ranks(allocated_by_layer, WORLD_SIZE)) == plan.bytes_by_rank
+
+
+def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | None, max_num_tokens: int) -> int:
+    """What the engine's log says of a layer's op on two nodes of two that share no memory: bytes of the manager."""
+    with create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        wire = WireFormat("fp8_per_1x128" if quantization else "none")
+        kwargs = handle_kwargs(
+            wire, rank=context.rank, world_size=4, dtype=torch.bfloat16, hidden_dim=256, topk=2, num_experts=9,
+            num_local_experts=num_owned_experts(9, 4, context.rank), max_num_tokens=max_num_tokens,
+        )  # fmt: skip
+        # between virtual nodes of one host the default would be peer_memory
+        op = manager.get_handle({"gpu_per_node": 2, "rail": "torch.distributed", **kwargs})
+        assert type(op).__name__ == "InterNodeDispatchCombineOp"
+        return int(manager.num_buffer_bytes)
+
+
+def test_vllms_op_between_nodes_allocates_what_is_planned(ranks):
+    # more than 512 tokens have another kernel
+    for quantization, max_num_tokens in ((MODEL["quantization_config"], 200), (None, 600)):
+        model = model_of({**MODEL, "n_routed_experts": 9, "quantization_config": quantization})
+        options = VllmOptions(data_parallel_size=4, gpus_per_node=2, max_num_batched_tokens=max_num_tokens)
+        plan = vllm_plan(model, options)
+        assert tuple(ranks(logged_between_nodes, 4, quantization, max_num_tokens)) == plan.bytes_by_rank
+        assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]

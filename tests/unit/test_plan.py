@@ -15,7 +15,7 @@ from ep_a2a.cli import app
 from ep_a2a.cli.plan_model import model_of, read_model
 from ep_a2a.cli.plan_sizes import plan_of
 from ep_a2a.cli.plan_view import TITLES
-from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs
+from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, EpA2AError, UnknownNameError, UnsupportedError
 from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs
@@ -245,14 +245,54 @@ def test_assumptions_are_said():
         return "\n".join(assumptions(model, chosen, vllm_configs(model, chosen)[0]))
 
     plain = said(DEEPSEEK, max_num_batched_tokens=8192)
-    assert len(plain.splitlines()) == 1
+    assert len(plain.splitlines()) == 2
+    assert "all 2 GPUs on one node (NVLink); else --gpus-per-node" in plain
     assert "8192" in said(DEEPSEEK)
     assert "--quant none" in said({**DEEPSEEK, "quantization_config": BLOCK_FP8})
     assert "--quant none" not in said({**DEEPSEEK, "quantization_config": BLOCK_FP8}, cast="fp8_per_1x128")
     assert "else --no-sequence-parallel" in said(DEEPSEEK, tensor_parallel_size=2)
     assert "else --sequence-parallel" in said(FAMILIES["Mixtral"][0], tensor_parallel_size=2)
     assert "--hidden 3072" in said(FAMILIES["gpt-oss"][0])
-    assert "one node" in said(DEEPSEEK, data_parallel_size=16)
+    two_nodes = said(DEEPSEEK, data_parallel_size=16)
+    assert "2 nodes with 8 of the 16 GPUs each; else --gpus-per-node" in two_nodes
+    assert "torch.distributed" in two_nodes
+    assert "EP_A2A_RAIL" in two_nodes
+    assert "all 16 GPUs on one node (NVLink)\n" in said(DEEPSEEK, data_parallel_size=16, gpus_per_node=16)
+
+
+def test_nodes():
+    def nodes(world_size: int, **options: Any) -> tuple[int, int, str, str]:
+        config = configs_of(DEEPSEEK, data_parallel_size=world_size, **options)[0]
+        return config.world_size // config.gpu_per_node, config.gpu_per_node, config.kernel_type.name, config.rail
+
+    rail = "torch.distributed"
+    assert nodes(6) == (1, 6, "IntraNode", "auto")
+    assert nodes(32) == (4, 8, "InterNodeV1", rail)
+    assert nodes(32, max_num_batched_tokens=512) == (4, 8, "InterNodeV1LL", rail)
+    assert nodes(8, gpus_per_node=4) == (2, 4, "InterNodeV1", rail)
+    assert nodes(16, gpus_per_node=16) == (1, 16, "IntraNode", "auto")
+    for world_size, options in ((12, {}), (8, {"gpus_per_node": 3}), (4, {"gpus_per_node": 8})):
+        with pytest.raises(ConfigError, match="--gpus-per-node to divide"):
+            nodes(world_size, **options)
+    assert nodes(12, gpus_per_node=6) == (2, 6, "InterNodeV1", rail)
+
+
+def test_what_nodes_are_joined_by_is_counted():
+    """Two nodes of DeepSeek-V3: beside the op inside of a node, lines and sums of both directions, and their end."""
+    model = model_of({**DEEPSEEK, "quantization_config": BLOCK_FP8})
+    plan = vllm_plan(model, VllmOptions(data_parallel_size=16))
+    by_part = {part.name: part.num_bytes for part in plan.parts}
+    assert by_part["lines_sent"] == by_part["lines_received"] == 2 * 8192 * (7168 + (8 + 8 + 56) * 4)
+    assert by_part["sums_between_nodes"] == 2 * 8192 * (2 * 7168 * 2 + 8 * 4)
+    assert by_part["sum_of_nodes"] == 8192 * (7168 * 2 + 8 * 4 + 2 * 4)
+    # a node's op has the tokens of all nodes
+    assert by_part["dispatch_rows"] == 8 * 2 * 8192 * 7168
+    assert by_part["result"] == 2 * 8192 * (7168 * 2 + 8 * 4)
+    assert plan.bytes_by_rank == (sum(by_part.values()),) * 16
+    assert set(by_part) <= set(TITLES)
+    in_json = plan.as_json_object()["bytes_per_region"]
+    assert sum(in_json.values()) == plan.bytes_by_rank[0]
+    assert in_json["sent_scales"] == 2 * 8192 * 56 * 4
 
 
 # --- the command ---
@@ -306,6 +346,9 @@ def test_the_table(model_file):
     for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total", "all 8 GPUs"):
         assert text in result.stdout
     assert "later" not in result.stdout
+    result = run("--vllm", model_file, "--data-parallel-size", "16", "--gpus-per-node", "4")
+    for text in ("lines to nodes", "32768 x 7168 float8_e4m3fn", "sum of nodes", "all 16 GPUs", "4 nodes with 4"):
+        assert text in " ".join(result.stdout.replace("│", " ").split())
     result = run("--experts", "260", "--layout", "expert_major")
     for text in ("rows by expert", "reduced rows", "fewer experts", "combine input buffer", "allocated later"):
         assert text in " ".join(result.stdout.replace("│", " ").split())
@@ -315,6 +358,7 @@ def test_the_table(model_file):
     ("arguments", "error", "text"),
     [
         ("--data-parallel-size 8", ConfigError, "no --data-parallel-size without --vllm"),
+        ("--vllm FILE --data-parallel-size 8 --gpus-per-node 16", ConfigError, "at most 8"),
         ("--vllm FILE --data-parallel-size 8 --layout compact --ranks 8", ConfigError, "no --ranks, --layout with"),
         ("--vllm FILE", UnsupportedError, "at least 2"),
         ("--dtype float64", UnknownNameError, "float32"),

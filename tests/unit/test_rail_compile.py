@@ -10,6 +10,7 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.kernels.rail import RailKernels, RailTokens
+from ep_a2a.kernels.rail_layout import RailLayout
 from ep_a2a.testing.offline_compile import compile_offline
 
 NUM_NODES = 4
@@ -37,7 +38,7 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
 def test_it_compiles(changes: dict[str, Any]) -> None:
     config, device = config_of(**changes), torch.device("cpu")
     kernels = RailKernels(config, NUM_NODES, device)
-    lines = RailTokens.allocate(config, NUM_NODES, device)
+    lines = RailTokens.allocate(RailLayout.of(config, NUM_NODES).sent, device)
     x = torch.zeros(8, config.hidden_dim, dtype=config.data_type)
     scales = torch.zeros(8, 56) if config.scale_dim and not config.casts_in_dispatch else None
     ids, weights, visits = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(8, 8), torch.zeros(8, 4, dtype=torch.int32)
