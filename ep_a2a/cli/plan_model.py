@@ -105,13 +105,14 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
     text = with_experts[0]
+    quantization = (_mapping(config, key, "config.json") for config in configs for key in QUANTIZATION_KEYS)
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
         _required(text, HIDDEN_KEYS),
         _number(text, EXPERTS_KEYS),
         _required(text, TOPK_KEYS),
         _dtype([values, text]),
-        next((found for config in configs for key in QUANTIZATION_KEYS if (found := config.get(key))), {}),
+        next(filter(None, quantization), {}),
     )
 
 
@@ -151,21 +152,54 @@ def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
 
 def _fp8_quant(quantization: Mapping[str, Any]) -> SimpleNamespace:
     is_static = quantization.get("activation_scheme") == "static"
-    return _quant(block_shape=quantization.get("weight_block_size"), is_static=is_static)
+    sizes = quantization.get("weight_block_size")
+    return _quant(block_shape=None if sizes is None else _block_shape("weight_block_size", sizes), is_static=is_static)
 
 
 def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
-    groups = list((quantization.get("config_groups") or {}).values())
-    for_experts = [group for group in groups if any("expert" in str(name) for name in group.get("targets") or ())]
+    by_name = _mapping(quantization, "config_groups", QUANTIZATION_KEYS[0])
+    groups = [_mapping(by_name, name, "config_groups") for name in by_name]
+    for_experts = [group for group in groups if any("expert" in str(name) for name in _targets(group))]
     group: Mapping[str, Any] = next(iter(for_experts or groups), {})
-    inputs, weights = group.get("input_activations") or {}, group.get("weights") or {}
+    inputs, weights = (_mapping(group, name, "a group of config_groups") for name in ("input_activations", "weights"))
     if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
         return None
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     if isinstance(block, str):
-        block = [int(size) for size in block.split("x")]
-    by_token = block is None and inputs.get("strategy") == "token"
-    return _quant(block_shape=block, by_token=by_token, is_static=not inputs.get("dynamic"))
+        sizes = block.split("x")
+        # what is no number is refused below
+        block = [int(size) for size in sizes] if all(size.strip().isdecimal() for size in sizes) else block
+    shape = None if block is None else _block_shape("block_structure", block)
+    by_token = shape is None and inputs.get("strategy") == "token"
+    return _quant(block_shape=shape, by_token=by_token, is_static=not inputs.get("dynamic"))
+
+
+def _targets(group: Mapping[str, Any]) -> list[Any]:
+    targets = group.get("targets") or []
+    if not isinstance(targets, list):
+        raise _odd("a list by targets in a group of config_groups", targets)
+    return targets
+
+
+def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
+    """The JSON object by a key, {} where there is none."""
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise _odd(f"a JSON object by {key} in {place}", found)
+    return found
+
+
+def _block_shape(key: str, found: Any) -> list[int]:
+    """Rows and columns of a block of weights with one scale."""
+    are_sizes = isinstance(found, list) and all(type(size) is int and size > 0 for size in found)
+    if not are_sizes or len(found) != 2:
+        raise _odd(f"two whole numbers above 0 by {key} in {QUANTIZATION_KEYS[0]}", found)
+    sizes: list[int] = found
+    return sizes
+
+
+def _odd(expected: str, found: Any) -> ConfigError:
+    return ConfigError(expected, repr(found), "Correct the model's config.json.")
 
 
 def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:

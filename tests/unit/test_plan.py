@@ -153,6 +153,33 @@ def test_options_override_the_model():
     assert configs_of(values, hidden_dim=7424)[0].hidden_dim == 7424
 
 
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ("fp8", "quantization_config"),
+        (["fp8"], "quantization_config"),
+        *(
+            ({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size")
+            for sizes in ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
+        ),
+        ({**PER_TOKEN_FP8, "config_groups": ["a"]}, "config_groups"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": "a"}}, "g"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "targets": 1}}}, "targets"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "weights": "fp8"}}}, "weights"),
+        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "input_activations": [8]}}}, "input_activations"),
+        *(
+            ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "weights": {**FLOAT8, "strategy": "block",
+             "block_structure": structure}}}}, "block_structure")
+            for structure in ("AxB", "128", "128x", "128x128x128", [128], 128)
+        ),
+    ],
+)  # fmt: skip
+def test_odd_quantisation_is_refused_by_its_key(quantization, named):
+    with pytest.raises(ConfigError, match=f"by {named} in") as caught:
+        configs_of({**DEEPSEEK, "quantization_config": quantization})
+    assert "config.json" in caught.value.remedy
+
+
 def test_tokens_and_ranks_by_parallel_sizes():
     def tokens_and_ranks(values: dict[str, Any], **options: Any) -> tuple[int, int]:
         config = configs_of(values, **options)[0]
