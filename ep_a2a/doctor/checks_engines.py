@@ -35,13 +35,23 @@ def check_vllm(machine: Machine) -> list[Finding]:
             error("vLLM's plugins", "ep_a2a is not among them: vLLM will say that the backend's name is unknown",
                   "Install this package in vLLM's environment: pip install ep-a2a")
         )  # fmt: skip
-    allowed = machine.environment.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
-        findings.append(
-            error("vLLM's plugins", f"VLLM_PLUGINS={allowed} does not name {PLUGIN}",
-                  f"Unset it, or add {PLUGIN} to it.")
-        )  # fmt: skip
+    if left_out := _left_out(machine, PLUGIN):
+        findings.append(error("vLLM's plugins", *left_out))
     return findings
+
+
+def _left_out(machine: Machine, plugin: str) -> tuple[str, str] | None:
+    """How VLLM_PLUGINS keeps vLLM from a plugin, and the remedy; None where it does not.
+
+    vLLM cuts the variable at commas and looks for the plugin's name among the parts as they are.
+    """
+    allowed = machine.environment.get("VLLM_PLUGINS")
+    names = [] if allowed is None else allowed.split(",")
+    if allowed is None or plugin in names:
+        return None
+    if plugin in [name.strip() for name in names]:
+        return f"VLLM_PLUGINS='{allowed}' has a blank beside {plugin}: vLLM takes it for another name", "Take it out."
+    return f"VLLM_PLUGINS={allowed} does not name {plugin}", f"Unset it, or add {plugin} to it."
 
 
 def check_atom(machine: Machine) -> list[Finding]:
@@ -76,10 +86,7 @@ def _atom_as_plugin(machine: Machine) -> list[Finding]:
             warning("ATOM in vLLM", f"{ATOM_PLUGIN} is not among vLLM's plugins: {what}",
                     "Install this package in vLLM's environment: pip install ep-a2a")
         ]  # fmt: skip
-    allowed = machine.environment.get("VLLM_PLUGINS")
-    if allowed is not None and ATOM_PLUGIN not in [name.strip() for name in allowed.split(",")]:
-        return [
-            warning("ATOM in vLLM", f"VLLM_PLUGINS={allowed} does not name {ATOM_PLUGIN}: {what}",
-                    f"Unset it, or add {ATOM_PLUGIN} to it.")
-        ]  # fmt: skip
+    if left_out := _left_out(machine, ATOM_PLUGIN):
+        found, remedy = left_out
+        return [warning("ATOM in vLLM", f"{found}; {what}", remedy)]
     return []

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ep_a2a.doctor.machine import Machine
 
 NO_TABLES = "none"
-VLLM_STEP_SECS = 300.0
+VLLM_STEP = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+VLLM_STEP_SECS = 300
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""
 
 
@@ -86,13 +87,23 @@ def _unknown_devices(name: str, value: str, machine: Machine) -> list[Finding]:
 
 
 def _long_wait(name: str, secs: float, machine: Machine) -> list[Finding]:
-    limit = float(machine.environment.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or VLLM_STEP_SECS)
+    limit = _vllm_step_secs(machine)
+    if limit is None:
+        return []
     if machine.vllm.version is not None and secs >= limit:
         return [
             warning(name, f"{secs:g} s: vLLM gives a step up after {limit:g} s, and cannot say which rank was missing",
                     f"Lower it below {limit:g}.")
         ]  # fmt: skip
     return []
+
+
+def _vllm_step_secs(machine: Machine) -> int | None:
+    """vLLM's own bound of a step; None where the variable is none that vLLM can read."""
+    try:
+        return int(machine.environment.get(VLLM_STEP, VLLM_STEP_SECS))
+    except ValueError:
+        return None
 
 
 OTHERS = {
@@ -106,12 +117,17 @@ OTHERS = {
 
 
 def check_other_variables(machine: Machine) -> list[Finding]:
-    """Variables of CUDA and NCCL that matter here."""
-    return [
+    """Variables of CUDA, NCCL and vLLM that matter here."""
+    found = [
         warning(name, f"{name}=1: {what}", "Unset it, unless it is meant.")
         for name, what in OTHERS.items()
         if machine.environment.get(name) == "1" and machine.has_gpus
     ]
+    if _vllm_step_secs(machine) is None:
+        level = warning if machine.vllm.version is None else error
+        text = f"{VLLM_STEP}={machine.environment[VLLM_STEP]} is no whole number: vLLM cannot read it, and ends"
+        found.append(level(VLLM_STEP, text, "Correct or unset it."))
+    return found
 
 
 def list_other_variables(machine: Machine) -> list[Finding]:

@@ -218,6 +218,21 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
         "pip install ep-a2a",
     ),
     "VLLM_PLUGINS leaves it out": (with_variable("VLLM_PLUGINS", "lora_resolver"), "does not name ep_a2a", "Unset it"),
+    "VLLM_PLUGINS has a blank, which vLLM does not strip": (
+        with_variable("VLLM_PLUGINS", "lora_resolver, ep_a2a"),
+        "a blank beside ep_a2a",
+        "Take it out",
+    ),
+    "vLLM's bound of a step is no number": (
+        changed(H200_HOST, environment={"EP_A2A_TIMEOUT_SECS": "30", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "abc"}),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=abc is no whole number",
+        "Correct or unset it",
+    ),
+    "vLLM's bound of a step is empty": (
+        with_variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", ""),
+        "is no whole number",
+        "Correct or unset it",
+    ),
     "ATOM without AITER": (
         replace(H200_HOST, atom=Atom(version="0.2")),
         "without AITER",
@@ -333,9 +348,24 @@ WARNINGS: dict[str, tuple[Machine, str, str]] = {
         "pip install ep-a2a",
     ),
     "ATOM as vLLM's plugin, and VLLM_PLUGINS leaves ours out": (
-        changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom, ep_a2a"}),
+        changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom,ep_a2a"}),
         "does not name ep_a2a_atom",
         "add ep_a2a_atom",
+    ),
+    "ATOM as vLLM's plugin, and VLLM_PLUGINS names ours with a blank": (
+        changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom,ep_a2a, ep_a2a_atom"}),
+        "a blank beside ep_a2a_atom",
+        "Take it out",
+    ),
+    "vLLM's bound of a step is no number, where vLLM is not": (
+        with_variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "4.5", CPU_HOST),
+        "is no whole number",
+        "Correct or unset it",
+    ),
+    "a wait longer than vLLM's own, which a variable says": (
+        changed(H200_HOST, environment={"EP_A2A_TIMEOUT_SECS": "30", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20"}),
+        "gives a step up after 20 s",
+        "below 20",
     ),
     "launches are waited for": (with_variable("CUDA_LAUNCH_BLOCKING", "1"), "slow", "Unset it"),
 }
