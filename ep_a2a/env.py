@@ -99,7 +99,7 @@ TIMEOUT_SECS: Variable[float] = Variable(
     30.0,
     _timeout_secs,
     "a positive number of seconds",
-    "How long a kernel waits for other ranks when the op's config does not say (timeout_secs).",
+    "How long a kernel waits for other ranks when the op's config does not say (timeout_secs); in vLLM, after warm-up.",
 )
 FIRST_TIMEOUT_SECS: Variable[float] = Variable(
     "EP_A2A_FIRST_TIMEOUT_SECS",

@@ -17,12 +17,17 @@ from tests.vllm_contract.wheels import ROOT
 
 OTHERS = (
     ["vllm", "serve", "model"],
+    ["vllm", "serve", "/models/x-ep_a2a"],
+    ["vllm", "serve", "model", "--config", "ep_a2a"],
     ["vllm", "serve", "model", "--all2all-backend", "deepep_low_latency"],
     ["vllm", "serve", "--model=ep_a2a_model"],
 )
 OURS = (
     ["vllm", "serve", "model", "--all2all-backend", "ep_a2a"],
     ["vllm", "serve", "model", "--all2all-backend=ep_a2a"],
+    ["vllm", "serve", "model", "--all2all_backend", "ep_a2a"],
+    ["vllm", "serve", "--config", str(ROOT / "configs/vllm/single_node.yaml")],
+    ["vllm", "serve", f"--config={ROOT / 'configs/vllm/two_nodes.yaml'}"],
 )
 
 
@@ -35,6 +40,7 @@ def other_vllm(monkeypatch):
 
     monkeypatch.setattr(name, "_add_name", fail)
     monkeypatch.setattr(support, "vllm_version", lambda: "0.77.0")
+    monkeypatch.setattr(support, "problems", lambda: ["vllm/config/parallel.py has no All2AllBackend"])
 
 
 @pytest.mark.parametrize("arguments", OTHERS)
@@ -90,6 +96,24 @@ def test_a_vllm_whose_type_cannot_be_extended_is_left_usable(monkeypatch):
     register()
     assert parallel.ParallelConfig("other").is_checked
     assert "other" in get_args(parallel.All2AllBackend)
+
+
+@pytest.mark.usefixtures("other_vllm")
+def test_who_chooses_it_in_python_learns_it_too(monkeypatch):
+    monkeypatch.setattr(sys, "argv", OTHERS[0])
+
+    class ParallelConfig:
+        def __init__(self, all2all_backend: str = "other") -> None:
+            self.all2all_backend = all2all_backend
+
+    monkeypatch.setitem(sys.modules, "vllm.config.parallel", SimpleNamespace(ParallelConfig=ParallelConfig))
+    register()
+    init = ParallelConfig.__init__
+    register()
+    assert ParallelConfig.__init__ is init
+    assert ParallelConfig(all2all_backend="naive").all2all_backend == "naive"
+    with pytest.raises(UnsupportedError, match=r"0\.77\.0.*has no All2AllBackend"):
+        ParallelConfig(all2all_backend="ep_a2a")
 
 
 def test_without_vllm_nothing_happens(monkeypatch):

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest import mock
 
 from tests.vllm_contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
 from tests.vllm_contract.wheels import ROOT
@@ -55,7 +56,7 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
         parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
         assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
         assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
-    assert our_modules() == {"common", "name", "signatures", "support"}
+    assert our_modules() == {"common", "name"}
     assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.name"])
     from ep_a2a.integrations.vllm.ledger import LEDGER
 
@@ -192,7 +193,10 @@ def options_that_cannot_work_are_refused() -> None:
 
     chosen()
     for option, (field, value) in OPTIONS.items():
-        parallel = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1)
+        parallel = SimpleNamespace(
+            all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1, data_parallel_size=2,
+            data_parallel_rank=0,
+        )  # fmt: skip
         config = SimpleNamespace(parallel_config=parallel, lora_config=None)
         check_options(config)
         setattr(config if field == "lora_config" else parallel, field, value)
@@ -202,6 +206,36 @@ def options_that_cannot_work_are_refused() -> None:
         check_options(config)
         parallel.enable_expert_parallel, parallel.all2all_backend = True, "allgather_reducescatter"
         check_options(config)
+
+
+def it_is_said_once_where_the_backend_has_no_effect() -> None:
+    from vllm.config import VllmConfig
+
+    from ep_a2a.integrations.vllm import common
+    from ep_a2a.integrations.vllm.patches import ONE_REPLICA, WITHOUT_EP
+
+    said: dict[tuple[bool, int], list[str]] = {}
+    for ep, size in itertools.product((False, True), (1, 2)):
+        common._said.clear()
+        messages = Messages("vllm.ep_a2a")
+        for _ in range(2):
+            VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))
+        said[ep, size] = list(messages.texts)
+    assert said == {(False, 1): [ONE_REPLICA], (False, 2): [WITHOUT_EP], (True, 1): [ONE_REPLICA], (True, 2): []}
+    for flag in ("--data-parallel-size", "--enable-expert-parallel", "--all2all-backend ep_a2a"):
+        assert flag in ONE_REPLICA
+    assert "--enable-expert-parallel" in WITHOUT_EP
+    assert "allgather_reducescatter" in WITHOUT_EP
+
+
+def a_variable_that_cannot_be_read_is_refused() -> None:
+    from vllm.config import VllmConfig
+
+    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_COUNTERS", "EP_A2A_SHARED_EXPERTS"):
+        with mock.patch.dict(os.environ, {name: "abc"}):
+            with refused(ValueError, name, "'abc'"):
+                VllmConfig(parallel_config=chosen())
+            VllmConfig()
 
 
 def options_are_refused_by_the_real_configuration() -> None:
@@ -240,6 +274,7 @@ WITH_CHOICE = {
         the_command_line_takes_the_name, the_files_for_its_command_line_are_taken, a_version_that_is_too_old_is_refused,
         the_configuration_answers_as_for_backends_of_vllm, copies_of_the_configuration_stay_what_they_are,
         a_fresh_process_is_activated_by_the_configuration, the_platform_is_patched_once,
-        options_that_cannot_work_are_refused, options_are_refused_by_the_real_configuration,
+        options_that_cannot_work_are_refused, it_is_said_once_where_the_backend_has_no_effect,
+        a_variable_that_cannot_be_read_is_refused, options_are_refused_by_the_real_configuration,
     )
 }  # fmt: skip

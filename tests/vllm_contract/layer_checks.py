@@ -11,7 +11,13 @@ from unittest import mock
 
 import torch
 
-from ep_a2a.errors import ClosedError, RankTimeoutError, TooManyTokensError
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    EnvironmentVariableError,
+    RankTimeoutError,
+    TooManyTokensError,
+)
 from ep_a2a.quantization import E4M3_MAX
 from ep_a2a.routing import destination_mask, expert_ranges
 from tests.vllm_contract.checks import refused, replaced
@@ -214,6 +220,18 @@ def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> No
         assert manager.arena.rendezvous.timeout_secs == timeout
 
 
+def a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext) -> None:
+    """Otherwise the others would wait for that rank's layers with vLLM's patience."""
+    for name in ("EP_A2A_SHARED_EXPERTS", "EP_A2A_COUNTERS", "EP_A2A_TIMEOUT_SECS"):
+        unreadable = {name: "abc"} if context.rank == 1 else {}
+        with (
+            mock.patch.dict(os.environ, unreadable),
+            manager_of(context) as manager,
+            refused(EnvironmentVariableError if unreadable else ConfigMismatchError, name, "'abc'"),
+        ):
+            kernel_of(Layer(), manager)
+
+
 def layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
     case = Layer()
     with manager_of(context) as manager:
@@ -383,6 +401,8 @@ def rows_of(case: Layer, source: int, destination: int) -> int:
 
 def steps_are_counted_layer_by_layer(context: RankContext) -> None:
     """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
+    from ep_a2a.integrations.vllm import worker
+
     rank, peer = context.rank, 1 - context.rank
     cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
     with mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"), manager_of(context) as manager:
@@ -401,6 +421,8 @@ def steps_are_counted_layer_by_layer(context: RankContext) -> None:
         assert manager.arena.num_bytes == num_bytes
         modules = {f"layers.{i}.experts": moe_holder(kernel) for i, kernel in enumerate(kernels)}
         found = manager.counters.read(modules)
+    assert manager not in worker.managers
+    assert manager.counters is None, "of an engine that has ended"
     assert [each["layer"] for each in found] == list(modules)
     assert [each["num_steps"] for each in found] == [2, 4, 2]
     for case, each in zip(cases, found):
@@ -427,7 +449,7 @@ LAYER_CHECKS = {
         experts_that_leave_the_sum_to_finalize, rows_without_a_token_name_another_ranks_expert,
         the_rows_that_experts_see_are_bounded_by_the_step, the_experts_rows_are_sent_from_where_they_lie,
         too_many_tokens_are_an_error_on_all_ranks, layers_share_one_op, layers_built_again_keep_their_op,
-        waits_are_bounded_by_the_groups_timeout_at_first,
+        waits_are_bounded_by_the_groups_timeout_at_first, a_variable_that_one_rank_cannot_read_is_an_error_on_all,
         layers_are_built_whatever_the_default_device_is, an_error_in_the_experts_closes_the_op,
         an_error_when_rows_are_quantised_closes_the_op, an_error_when_rows_are_added_closes_the_op,
         shared_experts_between_the_halves_of_combine, experts_with_scratch_memory_learn_how_many_rows_they_see,

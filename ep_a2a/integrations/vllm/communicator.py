@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
 from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.patches import original_communicator_class, patch_prepare_finalize
 from ep_a2a.integrations.vllm.worker import patch_worker
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 VLLM_BACKEND = "allgather_reducescatter"
 """vLLM's default, whose manager every platform can make."""
-
-INACTIVE = (
-    "--all2all-backend ep_a2a has no effect here: with data parallel size 1 vLLM replicates tokens over the "
-    "tensor-parallel ranks and adds up with an all-reduce. "
-    "--data-parallel-size N (N > 1) with --enable-expert-parallel activates it."
-)
-WITHOUT_EP = (
-    "--all2all-backend ep_a2a has no effect without --enable-expert-parallel: every rank keeps a slice of all "
-    "experts, and tokens travel by vLLM's allgather_reducescatter."
-)
 
 
 class CarriesManager:
@@ -72,13 +62,7 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     with _named(parallel, VLLM_BACKEND):
         communicator = original(*args, **kwargs)
     communicator.all2all_backend = BACKEND_NAME
-    if not communicator.use_all2all:
-        if parallel.enable_expert_parallel and communicator.rank == 0:
-            warn_once(INACTIVE)
-        return communicator
-    if not parallel.enable_expert_parallel:
-        if communicator.rank == 0:
-            warn_once(WITHOUT_EP)
+    if not (communicator.use_all2all and parallel.enable_expert_parallel):
         return communicator
     patch_prepare_finalize()
     patch_worker()

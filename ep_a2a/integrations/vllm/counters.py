@@ -51,7 +51,8 @@ class LayerCounters:
         from ep_a2a.kernels.counted import CountedExchange, StepCounters
         from ep_a2a.kernels.op import EpDispatchCombineOp
 
-        if not isinstance(op, EpDispatchCombineOp):
+        # forwarded rows would count where their tokens come from, not where they are sent
+        if not isinstance(op, EpDispatchCombineOp) or op.config.uses_rings:
             raise UnsupportedError(
                 f"{env.COUNTERS.name} on one node", "a group of several nodes", f"Unset {env.COUNTERS.name}."
             )

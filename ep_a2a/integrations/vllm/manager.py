@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a import env
 from ep_a2a.integrations.vllm import worker
 from ep_a2a.integrations.vllm.common import logger, warn_once
 from ep_a2a.integrations.vllm.counters import LayerCounters
+from ep_a2a.integrations.vllm.settings import unreadable_setting
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.counted import CountedExchange
     from ep_a2a.kernels.told import ToldFailures
     from ep_a2a.managers.op_factory import NativeOp
+    from ep_a2a.memory.rendezvous import Rendezvous
 
 MIB = 1 << 20
 
@@ -44,6 +47,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     Attributes:
         counters: of the layers; None where nothing is counted, the default.
+        combines_in_halves: shared experts run between the halves of combine; by default they do not.
     """
 
     def __init__(self, communicator: Any, vllm_manager: Any) -> None:
@@ -57,14 +61,26 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self._kept: list[NativeOp] = []
         self._told: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
-        self.counters = LayerCounters.wanted()
+        self._unreadable = unreadable_setting()
+        self._settings_agreed = False
+        # where one cannot be read, all ranks learn of it together, when the first op is made
+        self.counters = None if self._unreadable else LayerCounters.wanted()
+        self.combines_in_halves = self._unreadable is None and env.SHARED_EXPERTS.get() == "halves"
         worker.managers.add(self)
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
-        """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does."""
-        # Ranks load weights, compile and capture at their own pace. Also after that, or layers that are built again,
-        # with new weights, would get another op than the one that graphs have captured.
-        self.arena.rendezvous.timeout_secs = timeout_secs = _group_timeout_secs(self.cpu_group)
+        """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does.
+
+        Raises:
+            EnvironmentVariableError: a variable cannot be read here; a ConfigMismatchError says so on the others.
+        """
+        # Also after warm-up, or layers that are built again, with new weights, would get another op than the one that
+        # graphs have captured.
+        rendezvous = self._wait_as_vllm_does()
+        if not self._settings_agreed:
+            rendezvous.agree("settings", self._unreadable)
+            self._settings_agreed = True
+        timeout_secs = rendezvous.timeout_secs
         op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
             self._kept.append(op)
@@ -80,6 +96,12 @@ class VllmAll2AllManager(NativeAll2AllManager):
                     over, found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
                 )  # fmt: skip
         return op
+
+    def _wait_as_vllm_does(self) -> Rendezvous:
+        """Where ranks meet; with vLLM's patience, since they load, compile and capture at their own pace."""
+        rendezvous = self.arena.rendezvous
+        rendezvous.timeout_secs = _group_timeout_secs(self.cpu_group)
+        return rendezvous
 
     def exchange_of(self, op: NativeOp, moe: Any) -> NativeOp | CountedExchange:
         """What a layer calls dispatch and combine of: the op itself, or where steps are counted, what counts its own.
@@ -137,4 +159,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
     def _release(self) -> None:
         self._kept.clear()
         self._told.clear()
+        # whoever still has this manager must not be told of its layers in place of another engine's
+        self.counters = None
+        worker.managers.discard(self)
         super()._release()

@@ -2,31 +2,77 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
-from typing import Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OPTION = "--all2all-backend"
+CONFIG_OPTION = "--config"
+CONFIG_LINE = re.compile(rf"^\s*['\"]?all2all[-_]backend['\"]?\s*:\s*['\"]?{BACKEND_NAME}\b", re.MULTILINE)
+
 
 def register() -> None:
-    """The entry point. Idempotent; raises only for users whose command line names this backend.
+    """The entry point. Idempotent; raises only for users whose command line, or its --config, names this backend.
 
     Raises:
         UnsupportedError: this vLLM's ParallelConfig is not built as any supported version's is.
     """
-    from ep_a2a.integrations.vllm.support import SUPPORTED, vllm_version
-
     try:
         _add_name()
     except Exception as error:
-        if not any(argument.endswith(BACKEND_NAME) for argument in sys.argv):
-            logger.debug("%s is not available in this vLLM", BACKEND_NAME, exc_info=error)
-            return
-        raise UnsupportedError(
-            f"vLLM {SUPPORTED}", f"{vllm_version()}, whose ParallelConfig takes no further backends: {error!r}",
-            "Install a supported vLLM, or a newer ep-a2a.",
-        ) from error  # fmt: skip
+        if names_backend(sys.argv[1:]):
+            raise _refusal(error) from error
+        logger.debug("%s is not available in this vLLM", BACKEND_NAME, exc_info=error)
+        _refuse_when_chosen(error)
+
+
+def names_backend(arguments: Sequence[str]) -> bool:
+    """Whether a command line chooses this backend, itself or by the YAML file of its --config."""
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        option, _, value = argument.partition("=")
+        value = value or following
+        if option.replace("_", "-") == OPTION and value == BACKEND_NAME:
+            return True
+        if option == CONFIG_OPTION and Path(value).is_file() and CONFIG_LINE.search(Path(value).read_text("utf-8")):
+            return True
+    return False
+
+
+def _refusal(error: Exception) -> UnsupportedError:
+    from ep_a2a.integrations.vllm.support import SUPPORTED, problems, vllm_version
+
+    found = "; ".join(problems())
+    return UnsupportedError(
+        f"vLLM {SUPPORTED}",
+        f"{vllm_version()}, whose ParallelConfig takes no further backends: {error!r}{found and f' ({found})'}",
+        "Install a supported vLLM, or a newer ep-a2a.",
+    )
+
+
+def _refuse_when_chosen(error: Exception) -> None:
+    """For those who choose the backend in Python: vLLM's own words would be that there is no such name."""
+    parallel = sys.modules.get("vllm.config.parallel")
+    config_class = getattr(parallel, "ParallelConfig", None)
+    if config_class is None or getattr(config_class.__init__, "is_ours", False):
+        return
+    original = config_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("all2all_backend") == BACKEND_NAME:
+            raise _refusal(error) from error
+        original(self, *args, **kwargs)
+
+    init.is_ours = True  # type: ignore[attr-defined]
+    config_class.__init__ = init
 
 
 def _add_name() -> None:

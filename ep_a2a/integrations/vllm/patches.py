@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, warn_once
 from ep_a2a.integrations.vllm.engine_error import patch_engine
+from ep_a2a.integrations.vllm.settings import unreadable_setting
 from ep_a2a.memory.rail_choice import name_network_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 COMMUNICATOR_FACTORY = "ep_a2a.integrations.vllm.communicator.make_communicator"
+
+ONE_REPLICA = (
+    "--all2all-backend ep_a2a has no effect here: with data parallel size 1 vLLM has all tokens on each of its "
+    "tensor-parallel ranks, and adds up with an all-reduce. "
+    "--data-parallel-size N (N > 1) with --enable-expert-parallel activates it."
+)
+WITHOUT_EP = (
+    "--all2all-backend ep_a2a has no effect without --enable-expert-parallel: every rank keeps a slice of all "
+    "experts, and tokens travel by vLLM's allgather_reducescatter."
+)
 
 
 def activate() -> None:
@@ -50,14 +61,31 @@ def original_communicator_class() -> Any:
 
 
 def check_options(vllm_config: Any) -> None:
-    """Refuses what the backend cannot work with, before any process is started.
+    """Refuses what the backend cannot work with, and says where it has no effect, before any process is started.
 
     Raises:
         UnsupportedError: naming the option.
+        EnvironmentVariableError: a variable cannot be read here, where workers inherit it from.
     """
     parallel = vllm_config.parallel_config
-    if parallel.all2all_backend != BACKEND_NAME or not parallel.enable_expert_parallel:
+    if parallel.all2all_backend != BACKEND_NAME:
         return
+    if unreadable := unreadable_setting():
+        raise unreadable
+    if parallel.data_parallel_rank == 0 and (why := _why_inactive(parallel)):
+        warn_once(why)
+    if parallel.enable_expert_parallel:
+        _check_parallel(vllm_config)
+
+
+def _why_inactive(parallel: Any) -> str:
+    if parallel.data_parallel_size == 1:
+        return ONE_REPLICA
+    return "" if parallel.enable_expert_parallel else WITHOUT_EP
+
+
+def _check_parallel(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
     refused = {
         "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
         "--enable-elastic-ep": (

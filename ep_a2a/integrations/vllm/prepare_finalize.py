@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-from ep_a2a import env
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.step import agreed_max_tokens
@@ -51,7 +50,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._manager = manager
         self._moe = moe
         self._max_num_tokens = max_num_tokens
-        self._combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
+        self._combines_in_halves = manager.combines_in_halves
         self._wire: WireFormat = RAW
         self._op: NativeOp | None = None
         self._exchange: NativeOp | CountedExchange | None = None

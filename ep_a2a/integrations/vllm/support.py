@@ -52,13 +52,22 @@ def check_signatures() -> None:
     Raises:
         UnsupportedError: something is missing or takes other arguments; the error names version, symbol and difference.
     """
-    found = read_signatures(_package())
-    problems = differences({symbol: text for symbol, text in found.items() if not symbol.startswith(OPTIONAL)})
-    if problems:
+    found = problems()
+    if found:
         raise UnsupportedError(
-            f"vLLM {SUPPORTED}", f"{vllm_version()}, in which " + "; ".join(problems),
+            f"vLLM {SUPPORTED}", f"{vllm_version()}, in which " + "; ".join(found),
             "Install a supported vLLM, or an ep-a2a that knows this one.",
         )  # fmt: skip
+
+
+def problems() -> list[str]:
+    """What this integration stands on that the installed vLLM does not have as any supported version does, in words.
+
+    Raises:
+        UnsupportedError: there is no vLLM.
+    """
+    found = read_signatures(_package())
+    return differences({symbol: text for symbol, text in found.items() if not symbol.startswith(OPTIONAL)})
 
 
 def differences(found: dict[str, str]) -> list[str]:
