@@ -57,9 +57,17 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return result
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("deepseek_v2", 2)])
-def test_tokens_are_those_of_one_rank(models, alone, tmp_path, family, num_ranks):
-    run = run_engine(tmp_path, models[family], num_ranks)
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "options"),
+    [
+        pytest.param("qwen3_moe", 2, (), id="qwen3_moe-2"),
+        pytest.param("qwen3_moe", 4, (), id="qwen3_moe-4"),
+        pytest.param("deepseek_v2", 2, (), id="deepseek_v2-2"),
+        pytest.param("deepseek_v2", 4, ("--compiled",), id="deepseek_v2-4-compiled"),
+    ],
+)
+def test_tokens_are_those_of_one_rank(models, alone, tmp_path, family, num_ranks, options):
+    run = run_engine(tmp_path, models[family], num_ranks, *options)
     run.require_success()
     check_equal(run.results, alone(family))
     lines = [line for line in run.logs[0].splitlines() if "ep_a2a: IntraNode kernels" in line]
