@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.errors import StateError
+from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm import counters as vllm_counters
 from ep_a2a.integrations.vllm.counters import LayerCounters, read_counters
 from ep_a2a.kernels import primitives
@@ -17,6 +18,7 @@ from ep_a2a.kernels.counted import StepCounters, _variants
 from ep_a2a.kernels.counter_kernels import Counter
 from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.op import EpDispatchCombineOp
 from ep_a2a.policy import Phase
 from ep_a2a.testing.offline_compile import compile_offline
 from tests.unit.test_config import config_of
@@ -184,6 +186,15 @@ def test_nothing_is_counted_unless_it_is_asked_for(monkeypatch):
     wanted = LayerCounters.wanted()
     assert wanted is not None
     assert wanted.num_kept_steps == 16
+
+
+def test_layers_across_nodes_are_not_counted():
+    """Forwarded rows would count where their tokens come from, not where they are sent."""
+    across = object.__new__(EpDispatchCombineOp)
+    across.config = config_of(kernel_type=EpDispatchCombineKernelType.InterNodeV1, world_size=4, gpu_per_node=2)
+    for op in (across, SimpleNamespace()):
+        with pytest.raises(UnsupportedError, match="EP_A2A_COUNTERS on one node"):
+            LayerCounters(2).exchange_of(op, SimpleNamespace())
 
 
 def test_reading_without_counters_says_how_to_have_them():

@@ -38,7 +38,8 @@ TOLD = "vLLM tells clients why an engine has ended"
 LEDGER = (
     Patch(
         "backend-name", "vllm.config.parallel:All2AllBackend", "at plugin load, for everybody",
-        "the name ep_a2a is added to the names that ParallelConfig.all2all_backend takes",
+        "the name ep_a2a is added to the names that ParallelConfig.all2all_backend takes; where that cannot be done, "
+        "ParallelConfig says why to those who give it the name",
         "the command line and the configuration reject the name",
         REGISTRY,
     ),

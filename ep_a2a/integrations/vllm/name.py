@@ -41,9 +41,17 @@ def names_backend(arguments: Sequence[str]) -> bool:
         value = value or following
         if option.replace("_", "-") == OPTION and value == BACKEND_NAME:
             return True
-        if option == CONFIG_OPTION and Path(value).is_file() and CONFIG_LINE.search(Path(value).read_text("utf-8")):
+        if option == CONFIG_OPTION and CONFIG_LINE.search(_text_of(Path(value))):
             return True
     return False
+
+
+def _text_of(path: Path) -> str:
+    """A file's text, none where it cannot be read: to say so is vLLM's business."""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _refusal(error: Exception) -> UnsupportedError:
