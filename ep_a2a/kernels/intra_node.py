@@ -118,6 +118,13 @@ class IntraNodeKernels:
             self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
         return launch
 
+    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+        """(programs, those of channels, warps per program) of a call with as many tokens as there may be."""
+        tokens = self.config.max_num_inp_token_per_rank
+        phase = self.dispatch_phase(tokens) if is_dispatch else Phase.COMBINE
+        launch = self.launch_of(phase, tokens, tokens, block_num, warp_per_block)
+        return launch.num_programs, self.num_channel_programs, launch.num_warps
+
     def dispatch_phase(self, max_num_tokens: int) -> Phase:
         """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
         return dispatch_phase(self.config, max_num_tokens)

@@ -21,7 +21,6 @@ from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.op_memory import BoundMemory
 from ep_a2a.kernels.remembered import Remembered
 from ep_a2a.kernels.wait_bounds import WaitBounds
-from ep_a2a.policy import Phase
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -334,10 +333,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """(programs, those of channels between nodes, warps per program) that a full-sized call would use."""
-        tokens = self.config.max_num_inp_token_per_rank
-        phase = self._kernels.dispatch_phase(tokens) if is_dispatch else Phase.COMBINE
-        launch = self._kernels.launch_of(phase, tokens, tokens, block_num, warp_per_block)
-        return launch.num_programs, self._kernels.num_channel_programs, launch.num_warps
+        return self._kernels.full_sized_launch(is_dispatch, block_num, warp_per_block)
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""

@@ -62,7 +62,6 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self._told: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_setting()
-        self._settings_agreed = False
         # where one cannot be read, all ranks learn of it together, when the first op is made
         self.counters = None if self._unreadable else LayerCounters.wanted()
         self.combines_in_halves = self._unreadable is None and env.SHARED_EXPERTS.get() == "halves"
@@ -77,9 +76,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
         # Also after warm-up, or layers that are built again, with new weights, would get another op than the one that
         # graphs have captured.
         rendezvous = self._wait_as_vllm_does()
-        if not self._settings_agreed:
+        if not self._kept:
             rendezvous.agree("settings", self._unreadable)
-            self._settings_agreed = True
         timeout_secs = rendezvous.timeout_secs
         op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._kept:
