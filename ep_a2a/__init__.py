@@ -6,15 +6,18 @@ Importing this costs nothing: every name is loaded on first use (PEP 562).
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from ep_a2a.moved import MovedFinder
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig as EpDispatchCombineConfig
     from ep_a2a.managers.registry import available_backends as available_backends
     from ep_a2a.managers.registry import create_manager as create_manager
-    from ep_a2a.parallel_state import destroy_dist_env as destroy_dist_env
-    from ep_a2a.parallel_state import get_ep_group as get_ep_group
-    from ep_a2a.parallel_state import init_dist_env as init_dist_env
+    from ep_a2a.parallel.state import destroy_dist_env as destroy_dist_env
+    from ep_a2a.parallel.state import get_ep_group as get_ep_group
+    from ep_a2a.parallel.state import init_dist_env as init_dist_env
 
 __version__ = "0.1.0"
 
@@ -22,13 +25,15 @@ _MODULE_OF = {
     "EpDispatchCombineConfig": "ep_a2a.config",
     "available_backends": "ep_a2a.managers.registry",
     "create_manager": "ep_a2a.managers.registry",
-    "destroy_dist_env": "ep_a2a.parallel_state",
-    "get_ep_group": "ep_a2a.parallel_state",
-    "init_dist_env": "ep_a2a.parallel_state",
+    "destroy_dist_env": "ep_a2a.parallel.state",
+    "get_ep_group": "ep_a2a.parallel.state",
+    "init_dist_env": "ep_a2a.parallel.state",
 }
 _SUBMODULES = ("ops", "shmem", "errors", "config", "quantization", "routing", "reference", "testing")
 
 __all__ = [*_MODULE_OF, "__version__"]
+
+sys.meta_path.insert(0, MovedFinder())
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.kernels.counted import CountedExchange, StepCounters
 from ep_a2a.memory.arena import Arena
+from ep_a2a.telemetry.counters import CountedExchange, StepCounters
 from ep_a2a.testing.replay import CapturedStep
 from tests.op_cases import Case, Inputs, make_inputs, make_op, same_bits
 from tests.op_checks import synchronize

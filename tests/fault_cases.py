@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
-from ep_a2a.kernels import combine_send_kernels, flagged_kernels, primitives, send_kernels
-from ep_a2a.kernels.told import ToldFailures
+from ep_a2a.kernels import combine_send_kernels, ll_dispatch_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.ops.peer_failures import ToldFailures
 from ep_a2a.testing import RankContext
 from tests.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.op_checks import raised
@@ -52,7 +52,7 @@ MARKER_TIMEOUT_SECS = 60.0
 
 Place = tuple[str, Any, int]
 """A call of an op, and in it a device function and which of its calls in this process."""
-ROW_OF_DISPATCH = {0: send_kernels.send_payload, 128: flagged_kernels.push_row}
+ROW_OF_DISPATCH = {0: send_kernels.send_payload, 128: ll_dispatch_kernels.push_row}
 
 
 def place_of(name: str, flagged_max_tokens: int) -> Place:

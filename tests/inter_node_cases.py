@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType
-from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
 from ep_a2a.memory.arena import Arena
-from ep_a2a.memory.rails import TorchDistributedRail
+from ep_a2a.memory.node_transport import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
+from ep_a2a.ops.staged import InterNodeDispatchCombineOp
 from ep_a2a.reference import DispatchReference, combine_weights_reference
 from tests.op_cases import (
     Case,

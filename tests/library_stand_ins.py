@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import ep_a2a
-from ep_a2a.managers.libraries import Library
-from ep_a2a.managers.mori import MoriLowLatencyAll2AllManager
-from ep_a2a.managers.pplx import PplxAll2AllManager
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.mori import MoriLowLatencyAll2AllManager
+from ep_a2a.managers.external.pplx import PplxAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import errors, shmem
-from ep_a2a.compat.ep_low_latency import DispatchMetaInfo, EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed import DispatchMetaInfo, EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize

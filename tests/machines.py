@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from ep_a2a.doctor.machine import (
+from ep_a2a.commands.doctor.system_info import (
     Driver,
     Folder,
     Gpu,

@@ -16,10 +16,10 @@ from ep_a2a import errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena
-from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
+from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.counter_bodies import COUNTER_BODIES
 from tests.op_cases import (
     Case,

@@ -9,8 +9,8 @@ import torch
 
 from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.base_op import leads
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops.base import leads
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing.replay import CapturedStep
 from tests.op_cases import (

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.memory.arena import Arena
-from ep_a2a.profiling import COMBINE_NAMES, DISPATCH_NAMES
+from ep_a2a.telemetry import COMBINE_NAMES, DISPATCH_NAMES
 from tests.low_latency_cases import make_layer, run_step
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from ep_a2a.memory.node_grid import NodeGrid
 
 if TYPE_CHECKING:
-    from ep_a2a.memory.rails import TorchDistributedRail
+    from ep_a2a.memory.node_transport import TorchDistributedRail
 
 GUARD_BYTES = 64
 POISON = 0xA5

@@ -10,7 +10,7 @@ DOCTOR = "doctor"
 def main() -> None:
     """Runs the command line; see ep_a2a.cli.app. `ep-a2a doctor` needs none of the packages that the others need."""
     if sys.argv[1:2] == [DOCTOR]:
-        from ep_a2a.doctor.command import main as see_doctor
+        from ep_a2a.commands.doctor.command import main as see_doctor
 
         sys.exit(see_doctor(sys.argv[2:]))
     # Processes that a command starts import this package too and need nothing of the application.

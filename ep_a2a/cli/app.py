@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ep_a2a import __version__
-from ep_a2a.cli.log import set_up_logging
+from ep_a2a.commands.log import set_up_logging
 from ep_a2a.errors import EpA2AError
 
 COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")

@@ -16,8 +16,8 @@ def command(
 
     from rich.console import Console
 
-    from ep_a2a.cli.backends_view import available_view, capability_views, markdown_of, registered_backends
-    from ep_a2a.cli.values import refuse
+    from ep_a2a.commands.backends import available_view, capability_views, markdown_of, registered_backends
+    from ep_a2a.commands.options import refuse
 
     refuse({"markdown": as_markdown or None} if as_json else {}, "with --json", "Leave one of them out.")
     backends = registered_backends(looks_here=not as_markdown)

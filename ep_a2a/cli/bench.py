@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.cli.demo import Device
-from ep_a2a.cli.values import check_folder, different_files, distinct, numbers
+from ep_a2a.commands.options import check_folder, different_files, distinct, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.bench.drive import Runner
-    from ep_a2a.bench.sweep import Sweep
-    from ep_a2a.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.launcher import Runner
+    from ep_a2a.commands.bench.sweep import Sweep
+    from ep_a2a.commands.bench.timing import TimingSettings
 
 EXIT_MISSING_ROWS = 1
 CONTENDER_NAMES = (
@@ -60,11 +60,11 @@ def command(
     """
     from dataclasses import replace
 
-    from ep_a2a.bench.contenders import BETWEEN_NODES, check_names
-    from ep_a2a.bench.drive import JoinedRunner, make_runner
-    from ep_a2a.bench.plot import check_can_plot
-    from ep_a2a.bench.sweep import DEFAULTS, Sweep
-    from ep_a2a.cli.demo_settings import choose_device
+    from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names
+    from ep_a2a.commands.bench.launcher import JoinedRunner, make_runner
+    from ep_a2a.commands.bench.plot import check_can_plot
+    from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
+    from ep_a2a.commands.demo.settings import choose_device
 
     kind, _ = choose_device(device.value, 1)
     defaults = DEFAULTS[kind]
@@ -117,11 +117,11 @@ def execute(
     """
     from rich.console import Console
 
-    from ep_a2a.bench.drive import run_sweep
-    from ep_a2a.bench.environment import describe
-    from ep_a2a.bench.plot import plot_round_trips
-    from ep_a2a.bench.report import JsonLines, show, write_markdown
-    from ep_a2a.bench.rows import Status, make_records
+    from ep_a2a.commands.bench.environment import describe
+    from ep_a2a.commands.bench.launcher import run_sweep
+    from ep_a2a.commands.bench.plot import plot_round_trips
+    from ep_a2a.commands.bench.report import JsonLines, show, write_markdown
+    from ep_a2a.commands.bench.rows import Status, make_records
 
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}

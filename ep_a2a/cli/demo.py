@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ep_a2a.cli.demo_model import DemoText
-    from ep_a2a.cli.demo_report import DemoReport
-    from ep_a2a.cli.demo_settings import DemoSettings
+    from ep_a2a.commands.demo.model import DemoText
+    from ep_a2a.commands.demo.report import DemoReport
+    from ep_a2a.commands.demo.settings import DemoSettings
 
 EXIT_MISMATCH = 1
 
@@ -56,8 +56,8 @@ def command(
 
     The exit code is 1 where they differ.
     """
-    from ep_a2a.cli.demo_model import read_text
-    from ep_a2a.cli.demo_settings import DemoSettings, choose_device, choose_named_backend
+    from ep_a2a.commands.demo.model import read_text
+    from ep_a2a.commands.demo.settings import DemoSettings, choose_device, choose_named_backend
 
     device_kind, num_ranks = choose_device(device.value, ranks)
     settings = DemoSettings(
@@ -92,8 +92,8 @@ def execute(
 
     from rich.console import Console
 
-    from ep_a2a.cli.demo_view import show_report
-    from ep_a2a.cli.plot import check_can_plot, plot_traffic
+    from ep_a2a.commands.demo.view import show_report
+    from ep_a2a.commands.plotting import check_can_plot, plot_traffic
 
     if plot is not None:
         check_can_plot(plot)
@@ -117,8 +117,8 @@ def _run(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ep_a2a.cli.demo_drive import NUM_PHASES, run_demo_ranks
-    from ep_a2a.cli.demo_report import make_report
+    from ep_a2a.commands.demo.launcher import NUM_PHASES, run_demo_ranks
+    from ep_a2a.commands.demo.report import make_report
 
     # On stderr, whose ends the ranks share; shown only to somebody who watches both.
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""`ep-a2a doctor` in the list of commands; what it does, and its options, are in ep_a2a.doctor."""
+"""`ep-a2a doctor` in the list of commands; what it does, and its options, are in ep_a2a.commands.doctor."""
 
 import typer
 
@@ -11,6 +11,6 @@ def command(context: typer.Context) -> None:
 
     The exit code is 1 where something prevents use. It runs where torch is absent or broken.
     """
-    from ep_a2a.doctor.command import main
+    from ep_a2a.commands.doctor.command import main
 
     raise typer.Exit(main(context.args))

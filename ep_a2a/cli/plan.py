@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.cli.demo import Quant
-from ep_a2a.cli.values import given, refuse
+from ep_a2a.commands.options import given, refuse
 
 if TYPE_CHECKING:
     import torch
 
-    from ep_a2a.cli.plan_sizes import Plan
+    from ep_a2a.commands.plan.sizes import Plan
 
 
 def _model(text: str, **limits: Any) -> Any:
@@ -87,7 +87,7 @@ def command(
         "markdown": markdown, "plot": plot,
     }  # fmt: skip
     if nodes is not None or published:
-        from ep_a2a.cli import plan_nodes
+        from ep_a2a.commands.plan import nodes as plan_nodes
 
         refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
         files = plan_nodes.Files(markdown, plot, as_json=as_json)
@@ -114,9 +114,9 @@ def _plan_op(
 ) -> "tuple[Plan, list[str]]":  # fmt: skip
     import torch
 
-    from ep_a2a.cli.plan_sizes import RINGS_ASSUMED, plan_of
+    from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
     from ep_a2a.config import FP8_DTYPE, num_owned_experts
-    from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
+    from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 
     kwargs = {
         "num_ep_ranks": ranks, "input_dtype": dtype or torch.bfloat16,
@@ -137,8 +137,8 @@ def _plan_op(
 
 
 def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
-    from ep_a2a.cli.plan_model import read_model
-    from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_plan
+    from ep_a2a.commands.plan.model import read_model
+    from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
 
     model, vllm_options = read_model(path), VllmOptions(**options)
     plan = vllm_plan(model, vllm_options)
@@ -150,7 +150,7 @@ def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from ep_a2a.cli.plan_view import view_of
+    from ep_a2a.commands.plan.view import view_of
 
     if as_json:
         typer.echo(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2))
@@ -159,7 +159,7 @@ def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":
-    from ep_a2a.cli.plan_model import DTYPES
+    from ep_a2a.commands.plan.model import DTYPES
     from ep_a2a.errors import UnknownNameError
 
     if name is not None and name not in DTYPES:

@@ -11,8 +11,8 @@ from ep_a2a.cli.demo import Device, Quant
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ep_a2a.bench.workload import Workload
-    from ep_a2a.profiling.spans import TraceSpan
+    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.telemetry.spans import TraceSpan
 
 SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
@@ -45,9 +45,9 @@ def command(
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
-    from ep_a2a.bench.plot import check_can_plot
-    from ep_a2a.bench.workload import Workload
-    from ep_a2a.cli.demo_settings import choose_device
+    from ep_a2a.commands.bench.plot import check_can_plot
+    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.demo.settings import choose_device
     from ep_a2a.config import Layout, parse_enum
     from ep_a2a.errors import TopKError
 
@@ -72,12 +72,12 @@ def execute(workload: "Workload", device: str, num_steps: int, folder: Path, *, 
     """Runs the steps on all ranks, writes the traces and prints what is in them."""
     from rich.console import Console
 
-    from ep_a2a.bench.ours import make_config
-    from ep_a2a.bench.traced import trace_steps
-    from ep_a2a.cli.demo_drive import call_ranks, stdout_to_stderr
-    from ep_a2a.cli.demo_run import join
-    from ep_a2a.profiling.timeline import last_step, plot_timeline
-    from ep_a2a.profiling.trace import write_trace
+    from ep_a2a.commands.bench.native import make_config
+    from ep_a2a.commands.demo.launcher import call_ranks, stdout_to_stderr
+    from ep_a2a.commands.demo.worker import join
+    from ep_a2a.commands.trace.steps import trace_steps
+    from ep_a2a.commands.trace.timeline import last_step, plot_timeline
+    from ep_a2a.telemetry.trace import write_trace
     from ep_a2a.testing.launch import RankPool
 
     make_config(workload, 0)
@@ -114,7 +114,7 @@ def _show(console: "Console", spans: "dict[int, list[TraceSpan]]", device: str) 
 
     from rich.table import Table
 
-    from ep_a2a.profiling.spans import COMBINE_NAMES, DISPATCH_NAMES
+    from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES
 
     table = Table("span", "recorded", "median µs", "longest µs", title=f"{len(spans)} ranks on {device}")
     for name in (*DISPATCH_NAMES, *COMBINE_NAMES, "dispatch", "combine"):

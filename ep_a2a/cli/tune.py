@@ -8,8 +8,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.bench.tune import Outcome
-    from ep_a2a.tuning import TunedLaunch
+    from ep_a2a.commands.tune.search import Outcome
+    from ep_a2a.tuning.tables import TunedLaunch
 
 EXIT_MISSING_POINTS = 1
 
@@ -40,10 +40,10 @@ def command(
     import torch
     from rich.console import Console
 
-    from ep_a2a.bench.sweep import Sweep
-    from ep_a2a.bench.timing import TimingSettings
-    from ep_a2a.bench.tune import DEFAULT_SIZES, check_can_tune, tune
-    from ep_a2a.cli.values import numbers
+    from ep_a2a.commands.bench.sweep import Sweep
+    from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.options import numbers
+    from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune, tune
 
     world_size = ranks or torch.cuda.device_count()
     check_can_tune(world_size)
@@ -86,7 +86,7 @@ def default_output() -> Path:
     import ep_a2a
     from ep_a2a import env
     from ep_a2a.errors import ConfigError
-    from ep_a2a.tuning import NO_TABLES, shipped_directory
+    from ep_a2a.tuning.tables import NO_TABLES, shipped_directory
 
     own = env.TUNING_DIR.get()
     if own and own != NO_TABLES:
@@ -121,6 +121,6 @@ def show(outcomes: "Sequence[Outcome]") -> None:
 
 
 def _text(launch: "TunedLaunch", phase: str) -> str:
-    from ep_a2a.tuning_parse import LAUNCH_FIELDS
+    from ep_a2a.tuning.parse import LAUNCH_FIELDS
 
     return " ".join(f"{name.removeprefix('num_')} {getattr(launch, name)}" for name in LAUNCH_FIELDS[phase])

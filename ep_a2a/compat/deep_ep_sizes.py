@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.tuning import shipped_directory
+from ep_a2a.tuning.tables import shipped_directory
 
 FILE_NAME = "deep_ep_sizes.toml"
 EARLY, CURRENT = "configs", "configs_2026"

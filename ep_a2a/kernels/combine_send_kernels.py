@@ -3,8 +3,8 @@
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, address, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)

@@ -7,7 +7,7 @@ import functools
 from triton import knobs
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.trusted_folders import why_unsafe
+from ep_a2a.path_security import why_unsafe
 
 
 def check_kernel_cache() -> None:

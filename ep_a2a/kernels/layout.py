@@ -6,7 +6,7 @@ control  symmetric, the op's own: flags, counts, expert ids and flagged rows tha
 dispatch symmetric, shared by sequential ops: the rows that other ranks write.
 combine  symmetric, shared by sequential ops: the result rows that other ranks write. Between steps every bit in it is
          set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY). Of an op with rings
-         (kernels/rings.py): the result rows that other ranks of the node read, and rings; they hold anything.
+         (kernels/ring_shape.py): the result rows that other ranks of the node read, and rings; they hold anything.
 local    this rank's only: step counters and the routing record.
 result   this rank's only, shared by sequential ops: what combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, Layout
-from ep_a2a.kernels.rings import Rings
+from ep_a2a.kernels.ring_shape import Rings
 
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 4

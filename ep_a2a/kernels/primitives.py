@@ -20,6 +20,7 @@ import time
 
 import triton.language as tl
 
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import (
     RECORD_HEADER_WORDS,
     SPAN_PROGRAMS,
@@ -30,7 +31,6 @@ from ep_a2a.kernels.layout import (
     Stage,
     State,
 )
-from ep_a2a.kernels.portable import portable
 
 POISON = tl.constexpr(Region.POISON.value)
 STATE = tl.constexpr(Region.STATE.value)
@@ -56,7 +56,7 @@ STEP_SHIFT = tl.constexpr(16)
 
 EMPTY = tl.constexpr(-1)
 
-# Failure codes, the first word of the error record; kernels/failures.py turns them into exceptions.
+# Failure codes, the first word of the error record; ops/failures.py turns them into exceptions.
 TIMEOUT = tl.constexpr(1)
 ALTERNATION = tl.constexpr(2)
 STRIDE_MISMATCH = tl.constexpr(3)

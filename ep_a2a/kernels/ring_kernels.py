@@ -6,18 +6,18 @@ arrived. A release of either counter orders what was written to, or read from, t
 
 RINGS, a compile-time argument of all kernels that use rings, is (nodes, ranks per node, channels, slots of a ring,
 tokens of a chunk, chunks of M tokens, words of a line, words of a slot, words of a channel's staged chunk), those of
-lines and slots by direction (kernels/rings.py). With staged words, memory of other nodes is reached by puts only: a
+lines and slots by direction (ring_shape.py). With staged words, memory of other nodes is reached by puts only: a
 chunk is written where it is staged and put to its slot, and counters are raised with puts.
 """
 
 import triton.language as tl
 
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, overdue, pause, reduce_min, reduce_sum
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
-from ep_a2a.kernels.rings import HEADER_WORDS
+from ep_a2a.kernels.ring_shape import HEADER_WORDS
 
 CHUNKS_ARRIVED = tl.constexpr(Region.CHUNKS_ARRIVED.value)
 CHUNKS_TAKEN = tl.constexpr(Region.CHUNKS_TAKEN.value)

@@ -3,8 +3,8 @@
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, reduce_max
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS,
@@ -57,7 +57,7 @@ def write_line(
     ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one token's line (kernels/rings.py) at an address; of a token that does not go there, only its rows."""
+    """Writes one token's line (ring_shape.py) at an address; of a token that does not go there, only its rows."""
     GPUS: tl.constexpr = RINGS[1]
     behind: tl.constexpr = ROW[0] + ROW[2]
     choices, local_ranks = tl.arange(0, TOPK_LANES), tl.arange(0, GPU_LANES)

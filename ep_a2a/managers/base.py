@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ep_a2a.managers.libraries import Library
+    from ep_a2a.managers.external.libraries import Library
 
 DispatchedTokens = (
     tuple[torch.Tensor, torch.Tensor, torch.Tensor]

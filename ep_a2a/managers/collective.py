@@ -9,12 +9,12 @@ import torch
 
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
-from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
-    from ep_a2a.managers.row_exchange import RowExchange
+    from ep_a2a.ops.row_exchange import RowExchange
 
 
 class CollectiveAll2AllManager(All2AllManagerBase):

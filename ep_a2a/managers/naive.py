@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.managers.collective import CollectiveAll2AllManager
-from ep_a2a.managers.row_exchange import RowExchange, row_bytes, rows_from_bytes
+from ep_a2a.ops.row_exchange import RowExchange, row_bytes, rows_from_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

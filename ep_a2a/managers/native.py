@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ep_a2a.config import MAX_TOPK
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.config.kernel_choice import picked_kernel
 from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
-from ep_a2a.kernel_choice import picked_kernel
-from ep_a2a.kernels.base_op import agree_on_config
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.managers.op_factory import OpFactory
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.op_factory import NativeOp
+    from ep_a2a.ops.factory import NativeOp
     from ep_a2a.topology import Topology
 
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.config.names import did_you_mean
 from ep_a2a.errors import ConfigError, UnknownNameError
-from ep_a2a.managers.names import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,20 +112,20 @@ def _load(path: str) -> Creator:
     return creator
 
 
-_MANAGERS = "ep_a2a.managers"
+_EXTERNAL = "ep_a2a.managers.external"
 register_manager("ep_a2a", "ep_a2a.managers.native:NativeAll2AllManager")
 register_manager("naive", "ep_a2a.managers.naive:NaiveAll2AllManager")
 register_manager(
     "allgather_reducescatter", "ep_a2a.managers.allgather_reducescatter:AllGatherReduceScatterAll2AllManager"
 )
-register_manager("mori", f"{_MANAGERS}.mori:MoriAll2AllManager", aliases=("mori_high_throughput",))
-register_manager("mori_low_latency", f"{_MANAGERS}.mori:MoriLowLatencyAll2AllManager")
-register_manager("deepep_high_throughput", f"{_MANAGERS}.deepep_high_throughput:DeepEPHighThroughputAll2AllManager")
-register_manager("deepep_low_latency", f"{_MANAGERS}.deepep_low_latency:DeepEPLowLatencyAll2AllManager")
-register_manager("deepep_v2", f"{_MANAGERS}.deepep_v2:DeepEPV2All2AllManager")
-register_manager("pplx", f"{_MANAGERS}.pplx:PplxAll2AllManager")
-register_manager("flashinfer_nvlink_one_sided", f"{_MANAGERS}.flashinfer_one_sided:FlashInferOneSidedAll2AllManager")
+register_manager("mori", f"{_EXTERNAL}.mori:MoriAll2AllManager", aliases=("mori_high_throughput",))
+register_manager("mori_low_latency", f"{_EXTERNAL}.mori:MoriLowLatencyAll2AllManager")
+register_manager("deepep_high_throughput", f"{_EXTERNAL}.deepep_high_throughput:DeepEPHighThroughputAll2AllManager")
+register_manager("deepep_low_latency", f"{_EXTERNAL}.deepep_low_latency:DeepEPLowLatencyAll2AllManager")
+register_manager("deepep_v2", f"{_EXTERNAL}.deepep_v2:DeepEPV2All2AllManager")
+register_manager("pplx", f"{_EXTERNAL}.pplx:PplxAll2AllManager")
+register_manager("flashinfer_nvlink_one_sided", f"{_EXTERNAL}.flashinfer_one_sided:FlashInferOneSidedAll2AllManager")
 register_manager(
-    "flashinfer_nvlink_two_sided", f"{_MANAGERS}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
+    "flashinfer_nvlink_two_sided", f"{_EXTERNAL}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
     aliases=("flashinfer_all2allv",),
 )  # fmt: skip

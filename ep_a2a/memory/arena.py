@@ -18,7 +18,7 @@ from ep_a2a.errors import (
     StateError,
 )
 from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.pools import zeros_outside_pools
+from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.streams import StreamOrder
 

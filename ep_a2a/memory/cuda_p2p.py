@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, PeerAccessError
-from ep_a2a.memory.pools import zeros_outside_pools
+from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ep_a2a.memory.streams import recording_on_cpu
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 
 LAUNCHES = ("dispatch", "combine", "count_local_experts", "start_wait", "count_dispatch", "count_combine")

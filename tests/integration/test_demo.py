@@ -41,8 +41,8 @@ CORRUPT = """
 import sys
 from pathlib import Path
 from ep_a2a.cli.demo import execute
-from ep_a2a.cli.demo_model import read_text
-from ep_a2a.cli.demo_settings import DemoSettings
+from ep_a2a.commands.demo.model import read_text
+from ep_a2a.commands.demo.settings import DemoSettings
 
 if __name__ == "__main__":
     settings = DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])

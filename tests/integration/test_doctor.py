@@ -48,7 +48,7 @@ def test_without_any_package() -> None:
 
 
 def test_as_a_module() -> None:
-    command = [sys.executable, "-S", "-m", "ep_a2a.doctor", "--json"]
+    command = [sys.executable, "-S", "-m", "ep_a2a.commands.doctor", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECS, check=False)
     assert errors_of(json.loads(done.stdout)) == ["torch", "triton", "packages"]
 

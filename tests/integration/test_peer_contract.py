@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.kernels.op import EpDispatchCombineOp
-from ep_a2a.managers.flashinfer_exchange import ONE_SIDED, TWO_SIDED
-from ep_a2a.managers.mori import LIBRARY as MORI
+from ep_a2a.managers.external.flashinfer_exchange import ONE_SIDED, TWO_SIDED
+from ep_a2a.managers.external.mori import LIBRARY as MORI
+from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import field_defaults, find, instance_attributes, signature_of
 from tests.wheels import DOWNLOAD_TIMEOUT_SECS, Release, Unavailable

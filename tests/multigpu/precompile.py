@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.kernels.inter_node import kernels_of
+from ep_a2a.ops.rings import kernels_of
 from tests.multigpu.cases import op_cases, ring_cases, special_cases
 from tests.outside_fault_cases import DIRECT, FLAGGED, case_of
 

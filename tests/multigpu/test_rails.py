@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.rails import TorchDistributedRail
+from ep_a2a.memory.node_transport import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from tests.markers import needs_gpus

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.managers.libraries import Library
-from ep_a2a.managers.mori import LIBRARY as MORI
-from ep_a2a.managers.mori import MoriAll2AllManager
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.mori import LIBRARY as MORI
+from ep_a2a.managers.external.mori import MoriAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import run_ranks
 from tests import parity_cases
@@ -74,7 +74,7 @@ def moris_manager_on_moris_interface(context: RankContext) -> None:
 def arguments_without_effect(context: RankContext) -> None:
     x, weights, ids = torch.zeros(2, HIDDEN_DIM, dtype=torch.bfloat16), torch.ones(2, 2), torch.zeros(2, 2).int()
     kwargs = parity_cases.handle_kwargs(context, "compact", HIDDEN_DIM)
-    with messages_of(logging.getLogger("ep_a2a.managers.without_effect")) as said:
+    with messages_of(logging.getLogger("ep_a2a.ops.ignored_options")) as said:
         for name in ("naive", "mori"):
             manager = MoriInterfaceManager(context.group) if name == "mori" else create_manager(name, context.group)
             manager.device = context.device

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ep_a2a.bench import contenders, drive, run
-from ep_a2a.bench.contender import Contender, Session
-from ep_a2a.bench.rows import Row, Status
-from ep_a2a.bench.timing import TimingSettings
-from ep_a2a.bench.wire_limit import WireLimitContender
-from ep_a2a.bench.workload import Workload
+from ep_a2a.commands.bench import contenders
+from ep_a2a.commands.bench import launcher as drive
+from ep_a2a.commands.bench import worker as run
+from ep_a2a.commands.bench.contender import Contender, Session
+from ep_a2a.commands.bench.rows import Row, Status
+from ep_a2a.commands.bench.timing import TimingSettings
+from ep_a2a.commands.bench.wire_limit import WireLimitContender
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from tests.integration.programs import run_cli, run_python, succeeded
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ep_a2a.bench import layer, overlap
-from ep_a2a.bench.layer import run_layers
-from ep_a2a.bench.layer_model import Gate, check_layer, make_weights
-from ep_a2a.bench.overlap import OverlapSettings, run_overlap
-from ep_a2a.bench.timing import TimingSettings
-from ep_a2a.bench.workload import Workload
+from ep_a2a.commands.bench import layer, overlap
+from ep_a2a.commands.bench.layer import run_layers
+from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
+from ep_a2a.commands.bench.overlap import OverlapSettings, run_overlap
+from ep_a2a.commands.bench.timing import TimingSettings
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import CheckFailedError
-from ep_a2a.kernels.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 if TYPE_CHECKING:
     from pathlib import Path

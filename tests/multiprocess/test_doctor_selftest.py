@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ep_a2a.bench import wire_limit
-from ep_a2a.doctor import selftest_rank
-from ep_a2a.doctor.finding import Level
-from ep_a2a.doctor.selftest import SelfTest, judge, run_selftest, table
-from ep_a2a.doctor.selftest_rank import PairResult, check_pair
+from ep_a2a.commands.bench import wire_limit
+from ep_a2a.commands.doctor import selftest_rank
+from ep_a2a.commands.doctor.diagnostic import Level
+from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest, table
+from ep_a2a.commands.doctor.selftest_rank import PairResult, check_pair
 from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 

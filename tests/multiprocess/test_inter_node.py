@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ep_a2a import errors
-from ep_a2a.kernels.op import EpDispatchCombineOp
 from ep_a2a.managers.registry import create_manager
+from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
 from tests.manager_cases import kwargs_of
 from tests.op_cases import Case, make_inputs

@@ -12,14 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, UnsupportedError
-from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedAll2AllManager
-from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedAll2AllManager
+from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedAll2AllManager
+from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedAll2AllManager
 from ep_a2a.testing import run_ranks
 from tests import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, StandIn
 
 if TYPE_CHECKING:
-    from ep_a2a.managers.library_manager import LibraryAll2AllManager
+    from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
     from ep_a2a.testing import RankContext
 
 HIDDEN_DIM = 32

@@ -20,10 +20,10 @@ from ep_a2a.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from ep_a2a.kernels.op import EpDispatchCombineOp
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.policy import SPEAKERS, Phase
+from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.tuning.policy import SPEAKERS, Phase
 from tests.manager_cases import kwargs_of
 from tests.op_cases import Case, Step, make_inputs, run_step
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.cli.plan_model import model_of
-from ep_a2a.cli.plan_sizes import plan_of
-from ep_a2a.cli.plan_vllm import VllmOptions, vllm_configs, vllm_plan
+from ep_a2a.commands.plan.model import model_of
+from ep_a2a.commands.plan.sizes import plan_of
+from ep_a2a.commands.plan.vllm import VllmOptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs
-from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.managers.registry import create_manager
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
-from ep_a2a.memory import rail_choice
-from ep_a2a.memory.rail_choice import choose_transport, make_rail
-from ep_a2a.memory.rails import GLOO_PATIENCE_SECS, TorchDistributedRail
+from ep_a2a.memory import transport_choice
+from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, TorchDistributedRail
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.memory.transport_choice import choose_transport, make_rail
 from ep_a2a.testing import RankFailure, RankPool
 from tests.rail_cases import exchange_and_check, grid_of
 
@@ -242,13 +242,13 @@ def test_choice_of_a_transport(monkeypatch):
     ],
 )
 def test_devices_are_handed_to_libraries_and_said_once(devices, standing, value, message, monkeypatch, caplog):
-    rail_choice._log_once.cache_clear()
+    transport_choice._log_once.cache_clear()
     monkeypatch.setenv("NVSHMEM_HCA_LIST", "")
     monkeypatch.setenv("EP_A2A_RDMA_DEVICES", devices)
     monkeypatch.setenv("NCCL_IB_HCA", standing)
     with caplog.at_level("INFO", logger="ep_a2a"):
-        rail_choice.name_network_devices()
-        rail_choice.name_network_devices()
+        transport_choice.name_network_devices()
+        transport_choice.name_network_devices()
     assert os.environ["NCCL_IB_HCA"] == value
     assert os.environ["NVSHMEM_HCA_LIST"] == devices
     of_nccl, of_nvshmem = ([text for text in caplog.messages if name in text] for name in ("NCCL_IB", "NVSHMEM_HCA"))

@@ -19,7 +19,7 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
-from ep_a2a.versions import with_version
+from ep_a2a.topology.versions import with_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ep_a2a import topology_report
 from ep_a2a.errors import ConfigError
 from ep_a2a.testing import RankFailure, run_ranks
-from ep_a2a.topology import classify, gather_report, in_the_same_node_as
+from ep_a2a.topology import classify, facts, gather_report, in_the_same_node_as
 from tests.messages import messages_of
 
 
@@ -38,25 +37,25 @@ def isolate_shared_memory(rank, isolated, directory):
     if rank in isolated:
         own = Path(directory) / f"shm{rank}"
         own.mkdir()
-        topology_report.SHM_DIRECTORY = own
+        facts.SHM_DIRECTORY = own
 
 
 def report_with_isolated(context, isolated, directory, boot_ids=None):
-    shm, boot_id_path = topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH
+    shm, boot_id_path = facts.SHM_DIRECTORY, facts.BOOT_ID_PATH
     isolate_shared_memory(context.rank, isolated, directory)
     if boot_ids:
-        topology_report.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
-        topology_report.BOOT_ID_PATH.write_text(boot_ids[context.rank])
+        facts.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
+        facts.BOOT_ID_PATH.write_text(boot_ids[context.rank])
     try:
-        with messages_of(topology_report.logger) as messages:
+        with messages_of(facts.logger) as messages:
             return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
     finally:
-        topology_report.SHM_DIRECTORY, topology_report.BOOT_ID_PATH = shm, boot_id_path
+        facts.SHM_DIRECTORY, facts.BOOT_ID_PATH = shm, boot_id_path
 
 
 def modes_of_offered_files(context):
-    offer = topology_report._make_offer()
-    path = topology_report.SHM_DIRECTORY / offer.name
+    offer = facts._make_offer()
+    path = facts.SHM_DIRECTORY / offer.name
     mode = stat.S_IMODE(path.stat().st_mode)
     path.unlink()
     return mode, offer.name
@@ -69,17 +68,17 @@ def die_while_probing(context, dying_rank):
         os._exit(3)
 
     if context.rank == dying_rank:
-        topology_report._try_to_open = die
+        facts._try_to_open = die
     gather_report(context.group)
 
 
 def report_without_shared_memory(context):
-    shm = topology_report.SHM_DIRECTORY
-    topology_report.SHM_DIRECTORY = Path("/proc/missing")
+    shm = facts.SHM_DIRECTORY
+    facts.SHM_DIRECTORY = Path("/proc/missing")
     try:
         return gather_report(context.group)
     finally:
-        topology_report.SHM_DIRECTORY = shm
+        facts.SHM_DIRECTORY = shm
 
 
 def our_files():
@@ -98,7 +97,7 @@ def test_report_is_equal_on_all_ranks_and_complete(ranks, tmp_path):
     report = reports[0]
     assert [facts.rank for facts in report.ranks] == [0, 1, 2, 3]
     assert len({facts.pid for facts in report.ranks}) == 4
-    assert {facts.boot_id for facts in report.ranks} == {topology_report.BOOT_ID_PATH.read_text().strip()}
+    assert {facts.boot_id for facts in report.ranks} == {facts.BOOT_ID_PATH.read_text().strip()}
     assert report.errors == ()
     topology = classify(report)
     assert not topology.internode

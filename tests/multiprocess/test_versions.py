@@ -15,7 +15,7 @@ import ep_a2a
 from ep_a2a import config
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.versions import UNKNOWN, require_one_version, with_version
+from ep_a2a.topology.versions import UNKNOWN, require_one_version, with_version
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import ep_a2a
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.kernels.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.subgroups import make_subgroup
@@ -60,7 +60,7 @@ for name, way in ways.items():
 def copy_of_another_version(folder: Path) -> Path:
     """This package with a wire format of its own."""
     shutil.copytree(Path(ep_a2a.__file__).parent, folder / "ep_a2a", ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "ep_a2a" / "config.py"
+    path = folder / "ep_a2a" / "config" / "op_config.py"
     source = path.read_text()
     assert source.count(f"WIRE_FORMAT_VERSION = {OWN}\n") == 1
     path.write_text(source.replace(f"WIRE_FORMAT_VERSION = {OWN}\n", f"WIRE_FORMAT_VERSION = {OWN + 1}\n"))

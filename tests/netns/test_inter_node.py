@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.rail_arrivals import ASK_SECS
+from ep_a2a.memory.transport_arrivals import ASK_SECS
 from tests.inter_node_cases import Nodes, run_inter_node_step
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ep_a2a
 
-MANAGERS = Path(ep_a2a.__file__).parent / "managers"
+MANAGERS = Path(ep_a2a.__file__).parent / "managers" / "external"
 MODULES = ("mori", "deep_ep", "nvshmem", "pplx_kernels")
 
 

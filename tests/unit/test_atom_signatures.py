@@ -16,13 +16,13 @@ import torch
 
 from ep_a2a.compat.mori import uninstall
 from ep_a2a.compat.mori.ops import EpDispatchCombineConfig, EpDispatchCombineOp
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import atom as integration
 from ep_a2a.integrations.atom.options import check_options, why_inactive
 from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs, make_prepare_finalize
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
-from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from tests.atom_cases import SHAPE
 from tests.signatures.reader import MISSING, describe, load
 

@@ -13,31 +13,31 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_a2a.bench.deepep import DeepEPContender
-from ep_a2a.bench.workload import Workload
 from ep_a2a.cli.app import make_app
+from ep_a2a.commands.bench.deepep import DeepEPContender
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
-from ep_a2a.managers import received_rows
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
-from ep_a2a.managers.checked_op import CheckedDispatchCombineOp
-from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
-from ep_a2a.managers.deepep_buffers import BUFFER, ELASTIC_BUFFER
-from ep_a2a.managers.deepep_high_throughput import DeepEPHighThroughputOp
-from ep_a2a.managers.deepep_low_latency import DeepEPLowLatencyOp
-from ep_a2a.managers.deepep_v2 import DeepEPV2Op
-from ep_a2a.managers.flashinfer_one_sided import FlashInferOneSidedOp
-from ep_a2a.managers.flashinfer_two_sided import FlashInferTwoSidedOp
-from ep_a2a.managers.handle_kwargs import EXTRA_KWARGS
-from ep_a2a.managers.libraries import Library
-from ep_a2a.managers.mori import LIBRARY as MORI
-from ep_a2a.managers.mori import MoriOp
-from ep_a2a.managers.pplx import PplxOp
+from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external.deepep_buffers import BUFFER, ELASTIC_BUFFER
+from ep_a2a.managers.external.deepep_high_throughput import DeepEPHighThroughputOp
+from ep_a2a.managers.external.deepep_low_latency import DeepEPLowLatencyOp
+from ep_a2a.managers.external.deepep_v2 import DeepEPV2Op
+from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedOp
+from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.mori import LIBRARY as MORI
+from ep_a2a.managers.external.mori import MoriOp
+from ep_a2a.managers.external.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
-from ep_a2a.managers.without_effect import KERNEL_FIELDS
 from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.ops.checked import CheckedDispatchCombineOp
+from ep_a2a.ops.collective import CollectiveDispatchCombineOp
+from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
 BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"

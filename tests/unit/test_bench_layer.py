@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.bench.flashinfer import FlashInferContender, _unsupported
-from ep_a2a.bench.layer_experts import Received, grouped_matmul, quantize_rows, run_experts, sort_pairs
-from ep_a2a.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
-from ep_a2a.bench.layer_model import Gate, MoEWeights
-from ep_a2a.bench.layer_report import format_table
-from ep_a2a.bench.layer_transports import check_transports
-from ep_a2a.bench.workload import Workload
+from ep_a2a.commands.bench.flashinfer import FlashInferContender, _unsupported
+from ep_a2a.commands.bench.layer_experts import Received, grouped_matmul, quantize_rows, run_experts, sort_pairs
+from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
+from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
+from ep_a2a.commands.bench.layer_report import format_table
+from ep_a2a.commands.bench.layer_transports import check_transports
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.managers.flashinfer_exchange import row_alignment
+from ep_a2a.managers.external.flashinfer_exchange import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
 from ep_a2a.testing.offline_compile import compile_offline

@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ep_a2a.bench.contenders import CONTENDERS, check_names
-from ep_a2a.bench.drive import Runner, run_sweep
-from ep_a2a.bench.environment import CPU_NOTE, describe
-from ep_a2a.bench.plot import choose_x, make_lines, plot_round_trips
-from ep_a2a.bench.report import JsonLines, constant_fields, make_table, reasons, show, varying_fields, write_markdown
-from ep_a2a.bench.rows import Row, Status, make_records
-from ep_a2a.bench.timing import Statistic, Timing, TimingSettings
-from ep_a2a.bench.workload import Workload
+from ep_a2a.commands.bench.contenders import CONTENDERS, check_names
+from ep_a2a.commands.bench.environment import CPU_NOTE, describe
+from ep_a2a.commands.bench.launcher import Runner, run_sweep
+from ep_a2a.commands.bench.plot import choose_x, make_lines, plot_round_trips
+from ep_a2a.commands.bench.report import (
+    JsonLines,
+    constant_fields,
+    make_table,
+    reasons,
+    show,
+    varying_fields,
+    write_markdown,
+)
+from ep_a2a.commands.bench.rows import Row, Status, make_records
+from ep_a2a.commands.bench.timing import Statistic, Timing, TimingSettings
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 HEADER = {"record": "header", "torch": "2.13", "note": CPU_NOTE}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_a2a.bench.contender import Session
-from ep_a2a.bench.timing import (
+from ep_a2a.commands.bench.contender import Session
+from ep_a2a.commands.bench.timing import (
     Clock,
     CpuClock,
     TimingSettings,

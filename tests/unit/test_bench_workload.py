@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.bench.contender import check_round_trip
-from ep_a2a.bench.contenders import CONTENDERS
-from ep_a2a.bench.sweep import DEFAULTS, Sweep
-from ep_a2a.bench.workload import Workload
 from ep_a2a.cli.bench import CONTENDER_NAMES
+from ep_a2a.commands.bench.contender import check_round_trip
+from ep_a2a.commands.bench.contenders import CONTENDERS
+from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges

@@ -13,14 +13,14 @@ from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm import counters as vllm_counters
 from ep_a2a.integrations.vllm.counters import LayerCounters, read_counters
 from ep_a2a.kernels import primitives
-from ep_a2a.kernels.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
-from ep_a2a.kernels.counted import StepCounters, _variants
 from ep_a2a.kernels.counter_kernels import Counter
-from ep_a2a.kernels.intra_node import IntraNodeKernels
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.op import EpDispatchCombineOp
-from ep_a2a.policy import Phase
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.telemetry.counters import StepCounters, _variants
 from ep_a2a.testing.offline_compile import compile_offline
+from ep_a2a.tuning.policy import Phase
 from tests.unit.test_config import config_of
 from tests.unit.test_device_rows import table_of
 

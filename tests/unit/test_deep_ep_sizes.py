@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
-from ep_a2a.cli.plan_sizes import RINGS_ASSUMED
+from ep_a2a.commands.plan.sizes import RINGS_ASSUMED
 from ep_a2a.compat import deep_ep_sizes as sizes
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig
 from ep_a2a.errors import UnsupportedError

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ep_a2a.cli import demo_model, demo_settings, plot
 from ep_a2a.cli.app import show_error
 from ep_a2a.cli.demo import Quant
-from ep_a2a.cli.demo_model import SwigluExperts, embed, expert_weights, read_text, route
-from ep_a2a.cli.demo_settings import DemoSettings, choose_device, choose_named_backend
+from ep_a2a.commands import plotting as plot
+from ep_a2a.commands.demo import model as demo_model
+from ep_a2a.commands.demo import settings as demo_settings
+from ep_a2a.commands.demo.model import SwigluExperts, embed, expert_weights, read_text, route
+from ep_a2a.commands.demo.settings import DemoSettings, choose_device, choose_named_backend
 from ep_a2a.config import DISPATCH_QUANT_TYPES
 from ep_a2a.errors import ConfigError, MissingPackageError, ShapeError, TopKError, UnsupportedError
 from ep_a2a.reference import expert_mlp_rows
@@ -39,7 +41,7 @@ def test_text_that_cannot_be_used(tmp_path: Path, content: bytes) -> None:
 
 
 def test_default_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "ep_a2a" / "cli" / "demo_model.py"
+    module = tmp_path / "ep_a2a" / "commands" / "demo" / "model.py"
     monkeypatch.setattr(demo_model, "__file__", str(module))
     (tmp_path / "README.md").write_text("another package's")
 

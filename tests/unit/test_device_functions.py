@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, count_bits, padded
-from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     begin_stage,
     epoch_of,
@@ -38,9 +38,9 @@ from ep_a2a.kernels.routing_kernels import (
     plus,
     record_route,
 )
-from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
+from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

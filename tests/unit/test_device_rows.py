@@ -9,10 +9,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.flagged_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
+from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage, padded
-from ep_a2a.kernels.op_memory import STEP_SHIFT
-from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.ll_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
 from ep_a2a.kernels.primitives import pause
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
@@ -25,6 +24,7 @@ from ep_a2a.kernels.routing_kernels import (
     rows_of_programs_before,
 )
 from ep_a2a.kernels.send_kernels import rows_of
+from ep_a2a.ops.memory import STEP_SHIFT
 from ep_a2a.routing import ROUTINGS, destination_mask
 
 EMPTY = -1

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.doctor.checks import run_checks
-from ep_a2a.doctor.checks_backend import check_library
-from ep_a2a.doctor.choice import Request, choose
-from ep_a2a.doctor.finding import Level
-from ep_a2a.doctor.machine import Atom, Backend, Driver
+from ep_a2a.commands.doctor.backend_verdict import Request, choose
+from ep_a2a.commands.doctor.checks import run_checks
+from ep_a2a.commands.doctor.checks_backend import check_library
+from ep_a2a.commands.doctor.diagnostic import Level
+from ep_a2a.commands.doctor.system_info import Atom, Backend, Driver
 from ep_a2a.managers.capabilities import Capabilities
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
 
 if TYPE_CHECKING:
-    from ep_a2a.doctor.finding import Finding
-    from ep_a2a.doctor.machine import Machine
+    from ep_a2a.commands.doctor.diagnostic import Finding
+    from ep_a2a.commands.doctor.system_info import Machine
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.doctor import command
+from ep_a2a.commands.doctor import command
 from tests.machines import CPU_HOST, changed
 
 

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.doctor import ask as asking
-from ep_a2a.doctor import report
-from ep_a2a.doctor.checks_backend import stands_on_library
-from ep_a2a.doctor.finding import error, note, ok, warning
-from ep_a2a.doctor.machine import Atom, Backend
-from ep_a2a.doctor.probe import find_backend, find_variable_problems
-from ep_a2a.doctor.probe_host import find_folder, find_rdma_ports
-from ep_a2a.doctor.probe_nvidia import read_links, read_query
-from ep_a2a.doctor.probe_packages import find_atom, find_vllm
+from ep_a2a.commands.doctor import report
+from ep_a2a.commands.doctor import subprocess_probe as asking
+from ep_a2a.commands.doctor.checks_backend import stands_on_library
+from ep_a2a.commands.doctor.diagnostic import error, note, ok, warning
+from ep_a2a.commands.doctor.probe import find_backend, find_variable_problems
+from ep_a2a.commands.doctor.probe_host import find_folder, find_rdma_ports
+from ep_a2a.commands.doctor.probe_nvidia import read_links, read_query
+from ep_a2a.commands.doctor.probe_packages import find_atom, find_vllm
+from ep_a2a.commands.doctor.system_info import Atom, Backend
 from ep_a2a.managers.registry import available_backends, manager_type
-from ep_a2a.trusted_folders import why_unsafe
+from ep_a2a.path_security import why_unsafe
 from tests.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCTOR = ROOT / "ep_a2a" / "doctor"
-NEEDS_OTHERS = {"asks_torch.py", "asks_triton.py", "selftest.py", "selftest_rank.py"}
+DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"
+NEEDS_OTHERS = {"probe_torch.py", "probe_triton.py", "selftest.py", "selftest_rank.py"}
 
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -72,7 +72,7 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     # without the real one, which comes before a folder that is no package
     done = subprocess.run(
-        [sys.executable, "-S", "-P", str(DOCTOR / "asks_torch.py")], env={"PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-S", "-P", str(DOCTOR / "probe_torch.py")], env={"PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "stands in its place" in done.stdout

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ep_a2a import env
-from ep_a2a.cli.log import set_up_logging
+from ep_a2a.commands.log import set_up_logging
 from ep_a2a.errors import EnvironmentVariableError
 from tests.unit.test_config import config_of
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
-from ep_a2a.kernels.expert_major import ExpertMajorKernels
+from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from ep_a2a.testing.offline_compile import compile_offline
 from tests.unit.test_reference import Case, cases, make_experts
@@ -21,7 +21,7 @@ from tests.unit.test_reference import Case, cases, make_experts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ep_a2a.kernels.variants import Variant
+    from ep_a2a.kernels.compiled_kernel import Variant
 
 AMPERE, HOPPER = 80, 90
 
@@ -99,7 +99,9 @@ def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[An
 
 def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
-    monkeypatch.setattr("ep_a2a.kernels.variants.Variant.run", lambda _, programs, *__: launched.append(programs))
+    monkeypatch.setattr(
+        "ep_a2a.kernels.compiled_kernel.Variant.run", lambda _, programs, *__: launched.append(programs)
+    )
     kernels = ExpertMajorKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
     for max_sms in (24, 0):
         kernels.expand(4096, False, 132, max_sms)

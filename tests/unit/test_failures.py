@@ -16,9 +16,9 @@ from ep_a2a.errors import (
     RankTimeoutError,
 )
 from ep_a2a.kernels import primitives
-from ep_a2a.kernels.failures import Failure, describe_wire_word, wire_word
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
-from ep_a2a.kernels.wait_bounds import WaitBounds
+from ep_a2a.ops.failures import Failure, describe_wire_word, wire_word
+from ep_a2a.ops.timeouts import WaitBounds
 
 DISPATCH, COMBINE = 1, 2
 TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6

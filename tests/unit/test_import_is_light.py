@@ -22,21 +22,19 @@ MAX_IMPORT_SECS = 0.2
 
 # A module may import its own layer and those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "ep_a2a", "ep_a2a.config", "ep_a2a.config_enums",
-        "ep_a2a.config_fields", "ep_a2a.kernel_choice", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.topology",
-        "ep_a2a.topology_report",
-        "ep_a2a.routing", "ep_a2a.reference", "ep_a2a.quantization", "ep_a2a.policy", "ep_a2a.tuning",
-        "ep_a2a.tuning_parse", "ep_a2a.trusted_folders", "ep_a2a.versions",
-    ),
+    ("ep_a2a", "ep_a2a.moved", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.path_security"),
+    ("ep_a2a.config",),
+    ("ep_a2a.topology", "ep_a2a.tuning", "ep_a2a.reference", "ep_a2a.routing", "ep_a2a.quantization"),
     ("ep_a2a.memory", "ep_a2a.shmem"),
-    ("ep_a2a.kernels", "ep_a2a.ops"),
+    ("ep_a2a.kernels",),
+    ("ep_a2a.ops", "ep_a2a.telemetry"),
     ("ep_a2a.managers",),
-    ("ep_a2a.config_file", "ep_a2a.communicator", "ep_a2a.group_coordinator", "ep_a2a.parallel_state"),
-    ("ep_a2a.testing", "ep_a2a.profiling", "ep_a2a.bench", "ep_a2a.compat", "ep_a2a.simulation"),
-    ("ep_a2a.cli", "ep_a2a.integrations", "ep_a2a.doctor"),
-)  # fmt: skip
-# kernels/op.py takes the process's arena where it is given none; that is MORI's interface (ep_a2a.shmem).
+    ("ep_a2a.parallel",),
+    ("ep_a2a.integrations", "ep_a2a.compat"),
+    ("ep_a2a.testing",),
+    ("ep_a2a.commands",),
+    ("ep_a2a.cli",),
+)
 
 
 def module_name(path: Path) -> str:
@@ -85,7 +83,7 @@ def test_importing_the_registry_and_the_groups_loads_no_triton_and_no_cuda():
     lines = run_python(
         "import sys, ep_a2a.managers.registry\n"
         "print('triton' in sys.modules)\n"
-        "import ep_a2a.parallel_state, ep_a2a.managers.native, ep_a2a.shmem, ep_a2a.config, ep_a2a.testing\n"
+        "import ep_a2a.parallel.state, ep_a2a.managers.native, ep_a2a.shmem, ep_a2a.config, ep_a2a.testing\n"
         "print('triton' in sys.modules)\n"
         "import torch\n"
         "print(torch.cuda.is_initialized())\n"
@@ -101,7 +99,7 @@ def test_public_names_are_loaded_when_asked_for():
         "print(ep_a2a.EpDispatchCombineConfig.__module__, 'triton' in sys.modules)\n"
         "print(ep_a2a.ops.EpDispatchCombineOp.__module__, 'triton' in sys.modules)\n"
     )
-    assert lines == ["False", "ep_a2a.config False", "ep_a2a.kernels.op True"]
+    assert lines == ["False", "ep_a2a.config.op_config False", "ep_a2a.ops.op True"]
 
 
 def test_every_public_name_exists():
@@ -174,9 +172,9 @@ def test_the_foundation_imports_only_itself():
 def test_triton_is_imported_by_kernels_and_for_testing_only():
     users = {name for name in MODULES if any(one.split(".")[0] == "triton" for one in imported_modules(name))}
     # benchmarks have device code of their own: a limit that shared the kernels' code would share their mistakes
-    device_code = ("ep_a2a.kernels.", "ep_a2a.testing.", "ep_a2a.doctor.asks_triton")
+    device_code = ("ep_a2a.kernels.", "ep_a2a.ops.", "ep_a2a.testing.", "ep_a2a.commands.doctor.probe_triton")
     assert all(
-        name.startswith(device_code) or (name.startswith("ep_a2a.bench.") and name.endswith("_kernels"))
+        name.startswith(device_code) or (name.startswith("ep_a2a.commands.bench.") and name.endswith("_kernels"))
         for name in users
     )
 

@@ -13,7 +13,7 @@ import ep_a2a
 from ep_a2a import env
 from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.kernels import kernel_cache
-from ep_a2a.memory import rail_choice
+from ep_a2a.memory import transport_choice
 
 PACKAGE = Path(ep_a2a.__file__).parent
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -86,13 +86,13 @@ def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
     changing = ("putenv", "unsetenv", "environ.update", "environ.pop", "environ.setdefault", "environ.clear")
     assert not [name_of(c) for tree in TREES.values() for c in calls(tree) if name_of(c).endswith(changing)]
     users = [path for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "env.set_unless_set"]
-    assert users == ["memory/rail_choice.py"]
+    assert users == ["memory/transport_choice.py"]
 
 
 def test_the_environment_stays_as_it_is_unless_devices_are_named(monkeypatch):
     monkeypatch.delenv("EP_A2A_RDMA_DEVICES", raising=False)
     before = dict(os.environ)
-    rail_choice.name_network_devices()
+    transport_choice.name_network_devices()
     for variable in env.VARIABLES:
         variable.get()
     assert dict(os.environ) == before

@@ -16,15 +16,15 @@ import torch
 import triton
 
 from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
-from ep_a2a.kernels.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
-from ep_a2a.kernels.variants import REGISTER_GRANULARITY
-from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
+from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
+from ep_a2a.ops.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
 from ep_a2a.testing.offline_compile import compile_offline, resources
+from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ep_a2a.kernels.variants import Variant
+    from ep_a2a.kernels.compiled_kernel import Variant
 
 AMPERE, HOPPER = 80, 90
 NUM_SMS = 132

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.compat.ep_low_latency import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
-from ep_a2a.compat.ep_low_latency.phases import make_config
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.late_weights import exchange_variant
+from ep_a2a.ops.combine_time_weights import exchange_variant
 from ep_a2a.testing.offline_compile import compile_offline
 
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.managers import base, registry
 from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.cache import Cache
-from ep_a2a.managers.collective_op import CollectiveDispatchCombineOp
-from ep_a2a.managers.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.topology import RankFacts, TopologyReport
 
 MANAGERS = {
@@ -428,8 +428,8 @@ def test_every_backend_names_its_kernels_without_its_library():
 
 
 def test_every_op_has_the_same_interface():
-    from ep_a2a.managers.inter_node_op import InterNodeDispatchCombineOp
     from ep_a2a.ops import EpDispatchCombineOp
+    from ep_a2a.ops.staged import InterNodeDispatchCombineOp
 
     for name, member in inspect.getmembers(EpDispatchCombineOp):
         if name.startswith("_") or name == "get_launch_config":

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a import parallel_state
 from ep_a2a.compat import deep_ep_sizes
-from ep_a2a.config_file import FileConfig, choose_backend, read_config_file
+from ep_a2a.config.file import FileConfig, choose_backend, read_config_file
 from ep_a2a.errors import ConfigError, NotInitializedError
-from ep_a2a.group_coordinator import group_ranks
-from ep_a2a.parallel_state import destroy_dist_env, get_dp_group, get_tp_group, init_dist_env, is_initialized
+from ep_a2a.parallel import state
+from ep_a2a.parallel.group_coordinator import group_ranks
+from ep_a2a.parallel.state import destroy_dist_env, get_dp_group, get_tp_group, init_dist_env, is_initialized
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -116,19 +116,19 @@ def test_backend_order(monkeypatch, config_file):
 def test_gpu_of_global_rank_three_or_five(monkeypatch, num_devices, current, launched_as, local_rank, index):
     chosen = pretend_gpus(monkeypatch, num_devices, current, launched_as)
     rank = 5 if num_devices == 4 else 3
-    assert parallel_state._choose_device("cpu:gloo,cuda:nccl", local_rank, rank) == torch.device("cuda", index)
+    assert state._choose_device("cpu:gloo,cuda:nccl", local_rank, rank) == torch.device("cuda", index)
     assert chosen == [index]
 
 
 def test_gpu_that_is_not_there(monkeypatch):
     pretend_gpus(monkeypatch, 4, 0, None)
     with pytest.raises(ConfigError, match="local_rank < 4"):
-        parallel_state._choose_device("nccl", 4, 0)
+        state._choose_device("nccl", 4, 0)
 
 
 def test_backend_without_nccl_means_cpu(monkeypatch):
     assert pretend_gpus(monkeypatch, 8, 0, "3") == []
-    assert parallel_state._choose_device("gloo", 3, 3) == torch.device("cpu")
+    assert state._choose_device("gloo", 3, 3) == torch.device("cpu")
 
 
 def pretend_gpus(monkeypatch, num_devices, current, launched_as):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.managers import deepep_high_throughput, deepep_low_latency
+from ep_a2a.managers.external import deepep_high_throughput, deepep_low_latency
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import Signature
 

@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
-from ep_a2a.cli.plan_model import model_of, read_model
-from ep_a2a.cli.plan_sizes import plan_of
-from ep_a2a.cli.plan_view import TITLES
-from ep_a2a.cli.plan_vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
+from ep_a2a.commands.plan.model import model_of, read_model
+from ep_a2a.commands.plan.sizes import plan_of
+from ep_a2a.commands.plan.view import TITLES
+from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, EpA2AError, UnknownNameError, UnsupportedError
 from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs
-from ep_a2a.managers.handle_kwargs import config_from_handle_kwargs
 from tests.unit.test_layout import every_config
 
 BF16 = {"torch_dtype": "bfloat16"}

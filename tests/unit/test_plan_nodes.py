@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
+from ep_a2a.commands.simulation import published
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.simulation import published
 
 PROJECT = Path(__file__).resolve().parents[2]
 SMALL = "--max-tokens 32 --hidden 256 --topk 4 --experts 32"

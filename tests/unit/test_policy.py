@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.policy import (
+from ep_a2a.tuning.policy import (
     FEW_TOKENS,
     INTERPRETED_PROGRAMS,
     MAX_DISPATCH_PROGRAMS,

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
 from ep_a2a.cli.trace import remove_earlier
+from ep_a2a.commands.trace.timeline import last_step, plot_timeline
 from ep_a2a.errors import TopKError
-from ep_a2a.kernels.intra_node import IntraNodeKernels
+from ep_a2a.kernels.jit import PortableFunction
 from ep_a2a.kernels.layout import Span
-from ep_a2a.kernels.portable import PortableFunction
-from ep_a2a.kernels.spans import clock_offset
-from ep_a2a.profiling.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
-from ep_a2a.profiling.timeline import last_step, plot_timeline
-from ep_a2a.profiling.trace import trace_events, write_trace
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.telemetry.span_recorder import clock_offset
+from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
+from ep_a2a.telemetry.trace import trace_events, write_trace
 from tests.unit.test_kernels_compile import HOPPER, NUM_SMS, compiled, config_of, kind_of, resources
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.kernels.rail import RailKernels, RailTokens
-from ep_a2a.kernels.rail_layout import RailLayout
+from ep_a2a.ops.staged_kernels import RailKernels, RailTokens
+from ep_a2a.ops.staged_layout import RailLayout
 from ep_a2a.testing.offline_compile import compile_offline
 
 NUM_NODES = 4

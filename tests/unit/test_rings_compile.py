@@ -10,10 +10,10 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
-from ep_a2a.kernels.arguments import WHOLE
-from ep_a2a.kernels.inter_node import InterNodeKernels
-from ep_a2a.kernels.rings import HEADER_WORDS, Rings
-from ep_a2a.kernels.stand_ins import stand_in_combines, stand_in_dispatches
+from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
+from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.rings import InterNodeKernels
+from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.errors import ConfigError
-from ep_a2a.simulation.buffers import GATHER_CHUNKS, expert_rows_bytes, wire_buffers
-from ep_a2a.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
-from ep_a2a.simulation.events import Clock, Wire, transfer
-from ep_a2a.simulation.exchange import Phase, simulate
-from ep_a2a.simulation.predict import predict
-from ep_a2a.simulation.published import compare, published_tables
-from ep_a2a.simulation.traffic import (
+from ep_a2a.commands.simulation.buffers import GATHER_CHUNKS, expert_rows_bytes, wire_buffers
+from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
+from ep_a2a.commands.simulation.events import Clock, Wire, transfer
+from ep_a2a.commands.simulation.exchange import Phase, simulate
+from ep_a2a.commands.simulation.predict import predict
+from ep_a2a.commands.simulation.published import compare, published_tables
+from ep_a2a.commands.simulation.traffic import (
     Chunk,
     Copies,
     Shape,
@@ -21,6 +20,7 @@ from ep_a2a.simulation.traffic import (
     expected_remote_copies,
     sample_chunks,
 )
+from ep_a2a.errors import ConfigError
 
 # --- time and wires ---
 

@@ -6,9 +6,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from ep_a2a import topology_report
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.topology import RankFacts, TopologyReport, classify, gather_report, in_the_same_node_as
+from ep_a2a.topology import facts as topology_report
 
 ABSENT = "No such file or directory"
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_a2a import tuning
-from ep_a2a.bench import tune
-from ep_a2a.bench.workload import Workload
 from ep_a2a.cli.app import make_app
 from ep_a2a.cli.tune import default_output, show
+from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.tune import search as tune
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.policy import Phase, choose_launch, dispatch_phase
-from ep_a2a.tuning import TunedLaunch
+from ep_a2a.tuning import tables as tuning
+from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
+from ep_a2a.tuning.tables import TunedLaunch
 from tests.unit.test_tuning import (
     BF16_ROW_BYTES,
     FP8_ROW_BYTES,

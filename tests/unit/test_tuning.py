@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ep_a2a
-from ep_a2a import tuning
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.kernels.intra_node import IntraNodeKernels
-from ep_a2a.policy import (
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.tuning import tables as tuning
+from ep_a2a.tuning.policy import (
     MAX_COUNTED_ALONE,
     SPEAKERS,
     THREADS_PER_SM,
@@ -26,7 +26,7 @@ from ep_a2a.policy import (
     dispatch_phase,
     launch_shapes,
 )
-from ep_a2a.tuning import Evidence, ShapeKey, Table, TableEntry, TunedLaunch, TunedTables, lookup
+from ep_a2a.tuning.tables import Evidence, ShapeKey, Table, TableEntry, TunedLaunch, TunedTables, lookup
 
 PROJECT = Path(ep_a2a.__file__).parent.parent
 H200_SMS = 132
@@ -208,7 +208,7 @@ def test_the_source_of_a_launch_is_logged_once(caplog):
     config = config_of(hidden_dim=7184, quant_type="none")
     kernels = kernels_of(config)
     kernels.use_tables(tables_of(entry(512, hidden_dim=7184)))
-    with caplog.at_level(logging.INFO, logger="ep_a2a.tuning"):
+    with caplog.at_level(logging.INFO, logger="ep_a2a.tuning.tables"):
         for size in (512, 512, 300):
             kernels.launch_of(Phase.COMBINE, size, size)
         kernels.launch_of(Phase.COMBINE, 7, 512)

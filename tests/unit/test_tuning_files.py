@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ep_a2a import tuning
 from ep_a2a.errors import ConfigError
-from ep_a2a.policy import Phase, choose_launch
-from ep_a2a.tuning import TunedLaunch, TunedTables
+from ep_a2a.tuning import tables as tuning
+from ep_a2a.tuning.policy import Phase, choose_launch
+from ep_a2a.tuning.tables import TunedLaunch, TunedTables
 from tests.unit.test_tuning import (
     BF16_ROW_BYTES,
     COMBINE,

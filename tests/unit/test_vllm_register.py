@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import pytest
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm import name, register, support
+from ep_a2a.integrations.vllm import plugin as name
+from ep_a2a.integrations.vllm import register, support
 from tests.vllm_contract.wheels import ROOT
 
 OTHERS = (
@@ -80,7 +81,7 @@ def test_a_vllm_that_takes_every_name_keeps_its_type(monkeypatch):
     """As with the registry of PR #50556: a list of names would shut out all others."""
     chosen: list[str] = []
     chooser = SimpleNamespace(choose=lambda config: chosen.append(config.all2all_backend))
-    monkeypatch.setitem(sys.modules, "ep_a2a.integrations.vllm.chosen", chooser)
+    monkeypatch.setitem(sys.modules, "ep_a2a.integrations.vllm.parallel_config", chooser)
     parallel = fake_vllm(monkeypatch, str)
     register()
     register()

@@ -11,8 +11,8 @@ import pytest
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import vllm as integration
 from ep_a2a.integrations.vllm import signatures, support
-from ep_a2a.integrations.vllm.ledger import LEDGER
 from ep_a2a.integrations.vllm.signatures import MISSING, SYMBOLS, read_signatures
+from ep_a2a.testing.patch_registry import LEDGER
 from tests.vllm_contract.wheels import VERSIONS, symbol_of
 
 PACKAGE = Path(integration.__file__).parent

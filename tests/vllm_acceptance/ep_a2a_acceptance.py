@@ -98,7 +98,7 @@ def spawning(spawn: Callable[..., Any], timeout_secs: float) -> Callable[..., An
         for config in args:
             # they set the backend of a finished configuration; users pass it to the constructor
             if isinstance(config, VllmConfig) and config.parallel_config.all2all_backend == BACKEND_NAME:
-                from ep_a2a.integrations.vllm.chosen import choose
+                from ep_a2a.integrations.vllm.parallel_config import choose
 
                 choose(config.parallel_config)
         return spawn(run_rank, args=(timeout_secs, worker, *args), **options)

@@ -57,8 +57,8 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
         assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
         assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
     assert our_modules() == {"common", "name"}
-    assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.name"])
-    from ep_a2a.integrations.vllm.ledger import LEDGER
+    assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.plugin"])
+    from ep_a2a.testing.patch_registry import LEDGER
 
     changed = {patch.name for patch in LEDGER if patch.name != "backend-name" and is_patched(patch.target)}
     assert changed == {"chosen-config"}, changed

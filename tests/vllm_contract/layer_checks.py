@@ -307,7 +307,7 @@ def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankConte
 
 def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
     """Names of the kernels that a step launches, in order."""
-    from ep_a2a.kernels.variants import Variant
+    from ep_a2a.kernels.compiled_kernel import Variant
 
     names, interpret = [], Variant.interpret
 
@@ -322,10 +322,10 @@ def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
 
 def nothing_is_counted_by_default(context: RankContext) -> None:
     """No launch, no memory, and not a Python call more."""
-    from ep_a2a.kernels import counted
+    from ep_a2a.telemetry import counters
 
     case = Layer()
-    with replaced(counted.StepCounters, "__init__", fail), manager_of(context) as manager:
+    with replaced(counters.StepCounters, "__init__", fail), manager_of(context) as manager:
         kernel = kernel_of(case, manager)
         assert manager.counters is None
         assert kernel.prepare_finalize._exchange is kernel.prepare_finalize._op

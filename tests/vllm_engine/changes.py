@@ -69,7 +69,7 @@ class Changes:
 def record_routing(folder: Path) -> None:
     """See `Changes.routed`."""
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
     send, end_warm_up = EpDispatchCombineOp.dispatch_send, VllmAll2AllManager.end_warm_up
 
@@ -91,7 +91,7 @@ def record_routing(folder: Path) -> None:
 
 def disturb(rank: int, late_secs: float, stop_after: int) -> None:
     """See `Changes`."""
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
     dispatch, calls = EpDispatchCombineOp.dispatch, 0
 
@@ -112,7 +112,7 @@ def stop_when_told(rank: int, file: Path) -> None:
     """See `Changes.stop_file`."""
     from torch.cuda import CUDAGraph
 
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
     def stop_first(call: Any, name: str) -> Any:
         def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -313,5 +313,5 @@ def _refuse_wait_stats(stats: torch.Tensor | None) -> None:
     if stats is not None:
         raise UnsupportedError(
             "no statistics of waits by source rank", "a tensor for them",
-            "Leave it out; ep_a2a.kernels.counted counts an op's waits as a whole.",
+            "Leave it out; ep_a2a.telemetry.counters counts an op's waits as a whole.",
         )  # fmt: skip

@@ -13,13 +13,13 @@ from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError
-from ep_a2a.kernels.late_weights import WeightExchange
+from ep_a2a.ops.combine_time_weights import WeightExchange
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
     from ep_a2a.compat.deep_ep.steps import Steps
-    from ep_a2a.kernels.base_op import DispatchResult
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""

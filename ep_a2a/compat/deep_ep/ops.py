@@ -15,7 +15,7 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 
 @dataclass(frozen=True)

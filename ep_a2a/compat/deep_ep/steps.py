@@ -16,7 +16,7 @@ from ep_a2a.errors import ConfigError, StateError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.kernels.op import EpDispatchCombineOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 
 from ep_a2a import env
-from ep_a2a.integrations.atom.around_import import around_import
+from ep_a2a.integrations.atom.import_hook import around_import
 from ep_a2a.managers.registry import check_backend_name
 
 logger = logging.getLogger(__name__)

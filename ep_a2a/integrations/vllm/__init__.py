@@ -4,6 +4,6 @@ vLLM loads `register` through the entry point group `vllm.general_plugins` in ea
 name and does nothing else: all other patches (see `ledger`) are applied by the processes of a user who chose it.
 """
 
-from ep_a2a.integrations.vllm.name import register
+from ep_a2a.integrations.vllm.plugin import register
 
 __all__ = ["register"]

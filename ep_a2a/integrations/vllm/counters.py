@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.kernels.counted import CountedExchange, StepCounters
-    from ep_a2a.kernels.op import EpDispatchCombineOp
-    from ep_a2a.managers.op_factory import NativeOp
+    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.telemetry.counters import CountedExchange, StepCounters
 
 RPC_METHOD = "ep_a2a_counters"
 
@@ -48,8 +48,8 @@ class LayerCounters:
             UnsupportedError: the op spans several nodes.
         """
         # Triton is loaded when the first op is made
-        from ep_a2a.kernels.counted import CountedExchange, StepCounters
-        from ep_a2a.kernels.op import EpDispatchCombineOp
+        from ep_a2a.ops.op import EpDispatchCombineOp
+        from ep_a2a.telemetry.counters import CountedExchange, StepCounters
 
         # forwarded rows would count where their tokens come from, not where they are sent
         if not isinstance(op, EpDispatchCombineOp) or op.config.uses_rings:

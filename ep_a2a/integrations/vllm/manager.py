@@ -16,10 +16,10 @@ from ep_a2a.managers.native import NativeAll2AllManager
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ep_a2a.kernels.counted import CountedExchange
-    from ep_a2a.kernels.told import ToldFailures
-    from ep_a2a.managers.op_factory import NativeOp
     from ep_a2a.memory.rendezvous import Rendezvous
+    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.peer_failures import ToldFailures
+    from ep_a2a.telemetry.counters import CountedExchange
 
 MIB = 1 << 20
 
@@ -32,8 +32,8 @@ def _group_timeout_secs(group: Any) -> float:
 def told_failures(op: NativeOp) -> ToldFailures:
     """Of an op; of one across nodes those of this rank's node, where a replica's tensor-parallel ranks should be."""
     # Triton is loaded when the first op is made
-    from ep_a2a.kernels.op import EpDispatchCombineOp
-    from ep_a2a.kernels.told import ToldFailures
+    from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.ops.peer_failures import ToldFailures
 
     return ToldFailures(op if isinstance(op, EpDispatchCombineOp) else op._in_node)
 

@@ -11,7 +11,7 @@ from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, warn_once
 from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.integrations.vllm.settings import unreadable_setting
-from ep_a2a.memory.rail_choice import name_network_devices
+from ep_a2a.memory.transport_choice import name_network_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

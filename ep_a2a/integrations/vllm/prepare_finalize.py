@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
-from ep_a2a.integrations.vllm.step import agreed_max_tokens
+from ep_a2a.integrations.vllm.token_bound import agreed_max_tokens
 from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, wire_format
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.kernels.counted import CountedExchange
-    from ep_a2a.managers.op_factory import NativeOp
+    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.telemetry.counters import CountedExchange
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 

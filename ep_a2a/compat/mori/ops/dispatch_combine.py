@@ -9,15 +9,15 @@ import torch
 
 from ep_a2a.compat.mori.ops.combine_input import CombineInput
 from ep_a2a.compat.mori.ops.counting import count_local_experts
-from ep_a2a.compat.mori.ops.not_here import ROUTING_REMEDY, EpDispatchRoutingHandle, NotHere
-from ep_a2a.compat.mori.refused import refused
-from ep_a2a.compat.mori.world import current_world
+from ep_a2a.compat.mori.ops.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, NotHere
+from ep_a2a.compat.mori.shmem_context import current_world
+from ep_a2a.compat.mori.unsupported import refused
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
-from ep_a2a.managers.halves import FirstHalfDoesAll
+from ep_a2a.ops.halves import FirstHalfDoesAll
 
 if TYPE_CHECKING:
-    from ep_a2a.kernels.base_op import DispatchResult
+    from ep_a2a.ops.base import DispatchResult
 
 __all__ = [
     "TOPK_IDX_DTYPE",
@@ -49,7 +49,7 @@ class EpDispatchCombineOp(NotHere):
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
     Its memory is given back by `mori.shmem.shmem_finalize()`, or by `close()`, in the same order on all ranks, to the
-    next op. All errors are those of ep_a2a's op (ep_a2a/kernels/op.py), which `native` is.
+    next op. All errors are those of ep_a2a's op (ep_a2a/ops/op.py), which `native` is.
 
     Args:
         config: shapes and choices. kernel_type may be any of MORI's: inside a node all run as IntraNode, on virtual

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ep_a2a.compat.mori.refused import refused
+from ep_a2a.compat.mori.unsupported import refused
 
 
 def launch_local_expert_count(

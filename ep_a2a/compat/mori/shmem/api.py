@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import shmem
-from ep_a2a.compat.mori.refused import refused
-from ep_a2a.compat.mori.world import close_world
+from ep_a2a.compat.mori.shmem_context import close_world
+from ep_a2a.compat.mori.unsupported import refused
 from ep_a2a.errors import InputError
 from ep_a2a.shmem import shmem_barrier_all, shmem_mype, shmem_npes
 

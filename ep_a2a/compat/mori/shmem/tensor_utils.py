@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a import shmem
-from ep_a2a.compat.mori.refused import refused
+from ep_a2a.compat.mori.unsupported import refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

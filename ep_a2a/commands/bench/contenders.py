@@ -1,0 +1,69 @@
+"""Contenders by name. Their modules, and the libraries behind them, are loaded when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.bench.contender import Contender
+
+LIMIT = "wire_limit"
+OURS = "ep_a2a"
+
+CONTENDERS = {
+    LIMIT: ("wire_limit", "WireLimitContender"),
+    OURS: ("native", "OpContender"),
+    "ep_a2a_bounded": ("native", "BoundedOpContender"),
+    "ep_a2a_precast": ("native", "PrecastOpContender"),
+    "ep_low_latency": ("low_latency", "LowLatencyLayerContender"),
+    "ep_low_latency_traced": ("low_latency", "TracedLowLatencyLayerContender"),
+    "ep_a2a_v1": ("nodes", "InterNodeV1Contender"),
+    "ep_a2a_v1_ll": ("nodes", "InterNodeV1LLContender"),
+    "ep_a2a_flat": ("nodes", "FlatContender"),
+    "ep_a2a_rail": ("nodes", "RailContender"),
+    "ep_a2a_nvshmem": ("nodes", "NvshmemContender"),
+    "ep_a2a_nvshmem_ll": ("nodes", "NvshmemLLContender"),
+    "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
+    "nccl_all_to_all": ("nccl", "AllToAllContender"),
+    "flashinfer": ("flashinfer", "FlashInferContender"),
+    "deepep": ("deepep", "DeepEPContender"),
+    "deepep_low_latency": ("deepep", "DeepEPLowLatencyContender"),
+}
+"""Module of this package and class, by name, in the order of reports."""
+
+BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
+"""Kernels and transports that only several nodes have."""
+
+ONLY_WHEN_NAMED = (
+    "ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency",
+)  # fmt: skip
+"""Not among the usual contenders: interfaces on our op, what needs NVSHMEM, and another mode of a contender."""
+
+WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
+"""Fields of a workload that make no difference to the wire's limit."""
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raises what is wrong with a choice of contenders.
+
+    Raises:
+        UnknownNameError: a name is not in CONTENDERS.
+    """
+    for name in names:
+        if name not in CONTENDERS:
+            raise UnknownNameError(f"contenders out of {', '.join(CONTENDERS)}", repr(name))
+
+
+def make_contender(name: str) -> Contender:
+    """The contender of this name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    check_names((name,))
+    module, class_name = CONTENDERS[name]
+    contender: Contender = getattr(importlib.import_module(f"ep_a2a.commands.bench.{module}"), class_name)()
+    return contender

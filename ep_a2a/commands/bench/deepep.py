@@ -1,0 +1,169 @@
+"""DeepEP, where it is installed: the low-latency kernels of V1's Buffer, or V2's ElasticBuffer without host waits."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.commands.bench.contender import BenchContext, Contender, Session, check_round_trip
+from ep_a2a.config import QuantType
+from ep_a2a.managers.external.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
+from ep_a2a.quantization import dequantize, quantize
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.bench.workload import Workload
+
+MAX_LOW_LATENCY_TOKENS = 512
+"""V1's buffers hold a row per expert and source: beyond this they no longer fit beside anything else."""
+
+
+class DeepEPContender(Contender):
+    """`deep_ep`: V2 (ElasticBuffer) where the package has it, else V1's low-latency mode.
+
+    V1 casts inside dispatch, sends a row per expert and applies the router's weights in combine. V2 takes tokens that
+    are cast already and sends a row per rank.
+    """
+
+    name = "deepep"
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """Why it cannot run this workload here; None where it can."""
+        if device.type != "cuda":
+            return "needs GPUs"
+        if importlib.util.find_spec("deep_ep") is None:
+            return "deep_ep is not installed: build it from github.com/deepseek-ai/DeepEP (with NVSHMEM)"
+        if (stand_in := BUFFER.stand_in_problem()) is not None:
+            return stand_in
+        if workload.dtype != torch.bfloat16 or workload.combine_quant != QuantType.NONE:
+            return "takes bfloat16 tokens and combines bfloat16 rows"
+        if workload.quant_type == QuantType.FP8_PER_TOKEN:
+            return "knows scales per 128 elements only"
+        if workload.num_experts % workload.world_size:
+            return "wants the same number of experts on every rank"
+        if not self._takes_v2() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
+            return f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
+        return None
+
+    def prepare(self, workload: Workload, context: BenchContext) -> Session:
+        """Allocates the buffer among the ranks. Collective."""
+        return (_ElasticSession if self._takes_v2() else _LowLatencySession)(workload, context)
+
+    def _takes_v2(self) -> bool:
+        return hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+
+
+class DeepEPLowLatencyContender(DeepEPContender):
+    """V1's low-latency mode, also where the package has V2."""
+
+    name = "deepep_low_latency"
+
+    def _takes_v2(self) -> bool:
+        return False
+
+
+class _DeepEPSession(Session):
+    """What both versions share: inputs, ids of the library's dtype, the check.
+
+    Identity experts give x times the number of rows that each token was sent as.
+    """
+
+    def __init__(self, workload: Workload, context: BenchContext) -> None:
+        super().__init__()
+        self._deep_ep: Any = importlib.import_module("deep_ep")
+        self._workload, self._context = workload, context
+        inputs = workload.inputs(context.rank, context.device)
+        self._x = inputs.x
+        self._ids = inputs.ids.to(topk_dtype(self._deep_ep))
+        self._rows = torch.empty(0)
+
+    def _dequantized(self, received: Any) -> torch.Tensor:
+        if isinstance(received, torch.Tensor):
+            return received
+        q, scales = received
+        rows = dequantize(q.flatten(0, -2), scales.reshape(-1, scales.shape[-1]), QuantType.FP8_PER_1X128)
+        return rows.view(q.shape).to(torch.bfloat16)
+
+    def _copies(self) -> torch.Tensor:
+        return self._workload.num_distinct_ranks(self._context.rank)
+
+    def check(self) -> None:
+        dispatched = self.dispatch()
+        self._rows = self._dequantized(dispatched[0])
+        got = self.combine(dispatched)
+        check_round_trip(DeepEPContender.name, self._workload, self._x, self._copies(), got)
+
+
+class _LowLatencySession(_DeepEPSession):
+    """V1: expert-major rows `[E, W * T, H]`; combine weighs them, here by one."""
+
+    def __init__(self, workload: Workload, context: BenchContext) -> None:
+        super().__init__(workload, context)
+        experts = workload.num_experts
+        self._tokens = max(1, workload.num_tokens)
+        self._buffer = low_latency_buffer(
+            self._deep_ep, context.group, max_num_tokens=self._tokens, hidden_dim=workload.hidden_dim,
+            world_size=context.world_size, num_experts=experts,
+        )  # fmt: skip
+        self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=self._ids.device)
+        local_experts = experts // context.world_size
+        self._rows = torch.randn(
+            local_experts, context.world_size * self._tokens, workload.hidden_dim,
+            dtype=torch.bfloat16, device=context.device,
+        )  # fmt: skip
+        self.details = {"version": "V1 low-latency", "dispatch": "cast inside, a row per expert"}
+
+    def dispatch(self) -> tuple[Any, Any]:
+        use_fp8 = self._workload.quant_type != QuantType.NONE
+        received, _, handle, _, _ = self._buffer.low_latency_dispatch(
+            self._x, self._ids, self._tokens, self._workload.num_experts, use_fp8=use_fp8
+        )
+        return received, handle
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        result: torch.Tensor = self._buffer.low_latency_combine(self._rows, self._ids, self._ones, dispatched[1])[0]
+        return result
+
+    def _copies(self) -> torch.Tensor:
+        ids = self._workload.ids(self._context.rank)
+        return ((ids >= 0) & (ids < self._workload.num_experts)).sum(1)
+
+    def close(self) -> None:
+        self._buffer.destroy()
+
+
+class _ElasticSession(_DeepEPSession):
+    """V2: a row per distinct rank, as many rows as could come at most, so that the host never waits."""
+
+    def __init__(self, workload: Workload, context: BenchContext) -> None:
+        super().__init__(workload, context)
+        self._sent: Any = self._x
+        if workload.quant_type != QuantType.NONE:
+            self._sent = quantize(self._x, workload.quant_type)
+        self._weights = workload.inputs(context.rank, context.device).weights
+        self._buffer = elastic_buffer(
+            self._deep_ep, context.group, max_num_tokens=max(1, workload.num_tokens), hidden_dim=workload.hidden_dim,
+            topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
+        )  # fmt: skip
+        dispatched = self.dispatch()
+        received = dispatched[0]
+        shape = (received if isinstance(received, torch.Tensor) else received[0]).shape
+        self._rows = torch.randn(shape, dtype=torch.bfloat16, device=context.device)
+        self.combine(dispatched)
+        self.details = {"version": "V2", "dispatch": "tokens cast before, no host wait"}
+
+    def dispatch(self) -> tuple[Any, Any]:
+        received, _, _, handle, _ = self._buffer.dispatch(
+            self._sent, self._ids, self._weights, num_experts=self._workload.num_experts,
+            num_sms=self._workload.max_sms, do_cpu_sync=False,
+        )  # fmt: skip
+        return received, handle
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        result: torch.Tensor = self._buffer.combine(self._rows, handle=dispatched[1])[0]
+        return result
+
+    def close(self) -> None:
+        self._buffer.destroy()

@@ -1,0 +1,170 @@
+"""Runs a sweep: on processes that are started here, or as one rank of a job that torchrun has started."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.commands.bench.contenders import LIMIT
+from ep_a2a.commands.bench.rows import Row, Status
+from ep_a2a.commands.bench.worker import run_contender
+from ep_a2a.config import Layout
+from ep_a2a.errors import ConfigError
+from ep_a2a.testing.launch import RankFailure, RankPool
+from ep_a2a.testing.worker import RankContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.workload import Workload
+
+CONTENDER_TIMEOUT_SECS = 600.0
+"""How long one contender may take at one point; kernels may have to be compiled."""
+MAX_REASON_CHARACTERS = 500
+
+
+class Runner(abc.ABC):
+    """Runs one contender at one point on all ranks.
+
+    Attributes:
+        shows_results: whether this process is the one that prints and writes.
+    """
+
+    shows_results: bool = True
+
+    @abc.abstractmethod
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
+        """The contender's row."""
+
+    def close(self) -> None:  # noqa: B027  a runner may have started nothing
+        """Ends what the runner has started."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PoolRunner(Runner):
+    """Ranks as processes of a RankPool; new ones after a contender has raised or has taken a rank down.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._pool: RankPool | None = None
+
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
+        """The contender's row; status ERROR where ranks died or did not finish."""
+        if self._pool is None or self._pool.world_size != workload.world_size:
+            self.close()
+            self._pool = RankPool(workload.world_size, device=self._device, timeout_secs=CONTENDER_TIMEOUT_SECS)
+        try:
+            row: Row = self._pool.run(run_contender, workload, name, settings)[0]
+        except RankFailure as failure:
+            row = Row(workload, name, Status.ERROR, _summary(failure))
+        if row.status == Status.ERROR:
+            self.close()
+        return row
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class JoinedRunner(Runner):
+    """This process as one rank of torchrun's job. Making it joins the default process group.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str) -> None:
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            # torchrun's environment says which rank this is and where the others are
+            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        group = dist.group.WORLD
+        if group is None:
+            raise ConfigError("a default process group", "none")
+        rank = dist.get_rank(group)
+        place = torch.device("cpu")
+        if device == "cuda":
+            place = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(place)
+        self._context = RankContext(rank, dist.get_world_size(group), place, group)
+        self.shows_results = rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self._context.world_size
+
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
+        """The contender's row.
+
+        Raises:
+            ConfigError: the workload is for another number of ranks.
+        """
+        if workload.world_size != self.world_size:
+            raise ConfigError(f"{self.world_size} ranks, as torchrun started", str(workload.world_size))
+        return run_contender(self._context, workload, name, settings)
+
+    def close(self) -> None:
+        """Leaves the process group, where it was joined here."""
+        if self._owns_group:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def make_runner(device: str) -> Runner:
+    """A JoinedRunner inside of torchrun, else a PoolRunner."""
+    return JoinedRunner(device) if dist.is_torchelastic_launched() else PoolRunner(device)
+
+
+def run_sweep(
+    points: Sequence[Workload],
+    names: Sequence[str],
+    settings: TimingSettings,
+    runner: Runner,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Iterator[list[Row]]:
+    """The rows of each point, in the order of `names`; `on_row` is told of each as it comes.
+
+    The limit is measured once for all points that are the same to it.
+    """
+    limits: dict[Workload, Row] = {}
+    for workload in points:
+        rows = []
+        for name in names:
+            same = _as_limit_sees(workload)
+            if name == LIMIT and same in limits:
+                row = replace(limits[same], workload=workload)
+            else:
+                row = runner.run(workload, name, settings)
+            if name == LIMIT and row.status == Status.OK:
+                limits[same] = row
+            rows.append(row)
+            on_row(row)
+        yield rows
+
+
+def _as_limit_sees(workload: Workload) -> Workload:
+    return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)
+
+
+def _summary(failure: RankFailure) -> str:
+    """The headline of a failure and the last line of what each rank said."""
+    last_lines = {text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()}
+    return "; ".join([str(failure).splitlines()[0], *sorted(last_lines)])[:MAX_REASON_CHARACTERS]

@@ -1,0 +1,113 @@
+"""Triton-distributed's low-latency layer on our op: rows by expert, router weights given to combine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.native import identity_experts
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
+from ep_a2a.compat.triton_distributed.phases import make_config
+from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType
+from ep_a2a.errors import EpA2AError
+from ep_a2a.memory.arena import Arena
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_a2a.commands.bench.contender import BenchContext
+    from ep_a2a.commands.bench.workload import Workload
+
+
+class LowLatencyLayerContender(Contender):
+    """`EPLowLatencyAllToAllLayer`, its two sets of buffers in turn.
+
+    Attributes:
+        records_spans: the layer's enable_profiling.
+    """
+
+    name: ClassVar[str] = "ep_low_latency"
+    records_spans: ClassVar[bool] = False
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """What the layer's arguments cannot say."""
+        if workload.layout != Layout.EXPERT_MAJOR:
+            return "has layout expert_major only"
+        if workload.combine_quant != QuantType.NONE or workload.max_sms or workload.num_nodes > 1:
+            return "knows no cast in combine, no bound on multiprocessors and one node"
+        try:
+            make_config(**self.arguments(workload), rank=0)
+        except EpA2AError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def arguments(workload: Workload) -> dict[str, Any]:
+        """Of the layer, those that all ranks have alike."""
+        per_token = workload.quant_type == QuantType.FP8_PER_TOKEN
+        return {
+            "max_m": workload.max_num_tokens, "hidden": workload.hidden_dim, "topk": workload.topk,
+            "online_quant_fp8": workload.quant_type != QuantType.NONE, "num_experts": workload.num_experts,
+            "local_world_size": workload.world_size, "world_size": workload.world_size,
+            "fp8_gsize": workload.hidden_dim if per_token else FP8_GROUP_SIZE, "dtype": workload.dtype,
+        }  # fmt: skip
+
+    def prepare(self, workload: Workload, context: BenchContext) -> Session:
+        """Builds the layer. Collective."""
+        return LowLatencyLayerSession(workload, context, self)
+
+
+class TracedLowLatencyLayerContender(LowLatencyLayerContender):
+    """`ep_low_latency` with spans recorded, to show what that costs."""
+
+    name = "ep_low_latency_traced"
+    records_spans = True
+
+
+class LowLatencyLayerSession(Session):
+    """The layer with one workload's inputs."""
+
+    def __init__(self, workload: Workload, context: BenchContext, contender: LowLatencyLayerContender) -> None:
+        super().__init__()
+        self._workload, self._name, self._rank = workload, contender.name, context.rank
+        inputs = workload.inputs(context.rank, context.device)
+        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
+        self._arena = Arena(context.group, context.device)
+        try:
+            self._layer = EPLowLatencyAllToAllLayer(
+                **contender.arguments(workload), rank=context.rank, enable_profiling=contender.records_spans,
+                arena=self._arena,
+            )  # fmt: skip
+        except Exception:
+            self._arena.close()
+            raise
+        dispatched = self.dispatch()
+        tokens, scales, counts, _ = dispatched
+        self._rows = identity_experts(workload, tokens, scales, counts)
+        self.combine(dispatched)
+
+    def dispatch(self) -> Any:
+        """Tokens and ids; the router's weights are given to combine."""
+        return self._layer.dispatch(self._x, None, self._ids)
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """The experts' rows, which lie ready, weighed and added."""
+        return self._layer.combine(self._rows, None, self._weights, dispatched[3])
+
+    def check(self) -> None:
+        """A round trip through each set of buffers."""
+        for _ in range(2):
+            result = self.combine(self.dispatch())
+            weights = self._workload.valid_weights(self._rank)
+            check_round_trip(self._name, self._workload, self._x, weights, result)
+        self.check_timed()
+
+    def check_timed(self) -> None:
+        """No kernel has recorded a failure."""
+        for buffers in self._layer.dispatch_ctx.phases:
+            buffers.op.check()
+
+    def close(self) -> None:
+        """Finalises the layer and gives its memory back."""
+        self._layer.finalize()
+        self._arena.close()

@@ -1,0 +1,200 @@
+"""Orders in which a MoE layer's parts are launched: one after another, or with communication beside computation.
+
+Every schedule computes the same results. Those that overlap use the op's split calls: launches that send never wait
+for other ranks, launches that receive do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.commands.bench.layer_experts import Received, run_experts
+from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
+from ep_a2a.commands.bench.layer_transports import PAD_ID, OpTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ep_a2a.commands.bench.contender import BenchContext
+    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.memory.arena import Arena
+
+
+class Lanes:
+    """The current stream, which computes, and one beside it for communication; on CPU both are the program's order.
+
+    Args:
+        device: where the streams are.
+        comm_sms: multiprocessors that the ops may occupy and that torch's grouped products leave free; 0 = no bound.
+    """
+
+    def __init__(self, device: torch.device, comm_sms: int = 0) -> None:
+        self._cuda, self.comm_sms = device.type == "cuda", comm_sms
+        # High priority: its few programs start when multiprocessors come free, before the next product's many.
+        self._beside = torch.cuda.Stream(device, priority=-1) if self._cuda else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        """What is launched inside runs beside the current stream, after all that was launched there before."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def arrival(self) -> Any:
+        """A point in the order of the current stream, to `wait` for; inside `communication`, of the one beside."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def wait(self, arrival: Any) -> None:
+        """What the current stream launches next comes after `arrival`."""
+        if arrival is not None:
+            torch.cuda.current_stream().wait_event(arrival)
+
+    def join(self) -> None:
+        """What the current stream launches next comes after all communication."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+    @contextlib.contextmanager
+    def shared_device(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Ops and grouped products launched inside divide the multiprocessors as comm_sms says."""
+        carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None)
+        bounded = self._cuda and self.comm_sms > 0
+        for batch in batches:
+            batch.transport.op.set_max_sms(self.comm_sms if bounded else 0)
+        if bounded and carve_out is not None:
+            carve_out(self.comm_sms)
+        try:
+            yield
+        finally:
+            if bounded and carve_out is not None:
+                carve_out(None)
+            for batch in batches:
+                batch.transport.op.set_max_sms(0)
+
+
+class Batch:
+    """Tokens that go through the layer together: their gate and an op of their own.
+
+    Args:
+        workload: of this batch.
+        x: its tokens, bf16 `[T, H]`.
+        weights: the layer's.
+        arena, index: the op's memory; batches in flight together have different indices.
+    """
+
+    def __init__(
+        self, workload: Workload, x: torch.Tensor, weights: MoEWeights, context: BenchContext, arena: Arena, index: int
+    ) -> None:
+        self.weights = weights
+        self.gate = Gate(x, weights.router, workload.topk)
+        self.transport = OpTransport(workload, self.gate, context, arena, index)
+
+    def send(self) -> None:
+        """Sends the tokens."""
+        gate = self.gate
+        self.transport.op.dispatch_send(gate.x, gate.weights, None, gate.ids, pad_id=PAD_ID)
+
+    def receive(self) -> Received:
+        """Waits for everybody's tokens."""
+        tokens, weights, scales, ids, _ = self.transport.op.dispatch_recv()
+        return self.transport.received(tokens, weights, scales, ids)
+
+    def run_experts(self, received: Received) -> None:
+        """This rank's experts."""
+        run_experts(received, self.weights)
+
+    def send_back(self) -> None:
+        """Sends the experts' rows."""
+        self.transport.op.combine_send(self.transport.rows)
+
+    def receive_back(self) -> torch.Tensor:
+        """Waits for everybody's rows: the result `[T, H]`."""
+        result: torch.Tensor = self.transport.op.combine_recv()[0]
+        return result[: self.transport.num_tokens]
+
+    def run(self) -> torch.Tensor:
+        """The whole layer for this batch, part after part."""
+        self.gate()
+        self.run_experts(self.transport.dispatch())
+        return self.transport.combine()
+
+
+class SharedExpert:
+    """A dense SwiGLU that every token goes through, on its own rank.
+
+    Args:
+        x: tokens bf16 `[T, H]`.
+        w1, w2: bf16 `[2F, H]` and `[H, F]`.
+    """
+
+    def __init__(self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        self._x, self._w1, self._w2 = x, w1, w2
+
+    def __call__(self) -> torch.Tensor:
+        """`[T, H]`."""
+        gate, up = (self._x @ self._w1.T).chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up) @ self._w2.T
+
+
+def batches_in_turn(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Tensor]:
+    """Each batch's whole layer, one after another."""
+    return [batch.run() for batch in batches]
+
+
+def batches_overlapped(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Tensor]:
+    """While one batch's experts run, the other's tokens or rows are on their way."""
+    with lanes.shared_device(batches):
+        for batch in batches:
+            batch.gate()
+            with lanes.communication():
+                batch.send()
+        arrived = []
+        with lanes.communication():
+            for batch in batches:
+                arrived.append((batch.receive(), lanes.arrival()))
+        results = []
+        for batch, (received, arrival) in zip(batches, arrived):
+            lanes.wait(arrival)
+            batch.run_experts(received)
+            with lanes.communication():
+                batch.send_back()
+                results.append(batch.receive_back())
+        lanes.join()
+    return results
+
+
+def shared_in_turn(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
+    """The routed experts, then the shared one."""
+    return batch.run() + shared()
+
+
+def shared_between(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
+    """The shared expert while the routed ones' rows are on their way, all on one stream."""
+    batch.gate()
+    batch.run_experts(batch.transport.dispatch())
+    batch.send_back()
+    ours = shared()
+    return batch.receive_back() + ours
+
+
+def shared_beside(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
+    """As `shared_between`, with the receiving launch beside the shared expert instead of behind it."""
+    with lanes.shared_device([batch]):
+        batch.gate()
+        batch.run_experts(batch.transport.dispatch())
+        with lanes.communication():
+            batch.send_back()
+            result = batch.receive_back()
+        ours = shared()
+        lanes.join()
+    return result + ours

@@ -1,0 +1,102 @@
+"""What came of one contender at one point, and the columns that are worked out from it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.commands.bench.contenders import LIMIT, OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.commands.bench.timing import Timing
+    from ep_a2a.commands.bench.workload import Workload
+
+PHASES = ("dispatch", "combine", "round_trip")
+
+
+class Status(enum.StrEnum):
+    """How it went.
+
+    OK: checked and timed. UNAVAILABLE: cannot run here, or not this workload. FAILED: its result was wrong, so it was
+    not timed. ERROR: it raised.
+    """
+
+    OK = "ok"
+    UNAVAILABLE = "unavailable"
+    FAILED = "failed"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one point.
+
+    Attributes:
+        workload, contender: what and who.
+        status: how it went. reason: why it has no times; "" where it has.
+        timing: None unless status is OK.
+        details: what the session tells about itself.
+    """
+
+    workload: Workload
+    contender: str
+    status: Status
+    reason: str = ""
+    timing: Timing | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def is_baseline(contender: str) -> bool:
+    """Whether others are compared with it: not the limit, and none of this package's."""
+    return contender != LIMIT and not contender.startswith((OURS, "ep_low_latency"))
+
+
+def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows of one point as JSON objects.
+
+    Besides the fields of the workload, of the row and of its timing (`dispatch_us`, `dispatch_p99_us`, ...):
+
+    dispatch_bytes, combine_bytes: what the busiest rank must send or receive; one row per token and rank.
+    dispatch_gb_per_s, ...: those bytes per time, in 1e9 bytes per second, whatever the contender really sent.
+    dispatch_fraction_of_limit, ...: the limit's time by this one's.
+    baselines_over_this: each baseline's round trip by this one's: above 1 this one is faster.
+
+    Columns that could not be worked out are absent.
+    """
+    times = {row.contender: _times_us(row.timing) for row in rows if row.timing is not None}
+    return [_record(row, times) for row in rows]
+
+
+def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
+    workload, own = row.workload, times.get(row.contender)
+    moved = {"dispatch": workload.dispatch_bytes, "combine": workload.combine_bytes}
+    record = {"record": "row"} | workload.as_row() | {"contender": row.contender, "status": row.status.value}
+    record |= {f"{phase}_bytes": num_bytes for phase, num_bytes in moved.items()}
+    record |= {"reason": row.reason} if row.reason else {}
+    record |= {"details": row.details} if row.details else {}
+    if row.timing is None or own is None:
+        return record
+    for phase in PHASES:
+        statistic = getattr(row.timing, phase)
+        record |= {f"{phase}_us": statistic.p50_us, f"{phase}_p99_us": statistic.p99_us}
+        # bytes per microsecond are megabytes per second
+        record[f"{phase}_gb_per_s"] = moved.get(phase, sum(moved.values())) / own[phase] / 1e3
+        if LIMIT in times:
+            record[f"{phase}_fraction_of_limit"] = times[LIMIT][phase] / own[phase]
+    record["baselines_over_this"] = {
+        name: others["round_trip"] / own["round_trip"]
+        for name, others in times.items()
+        if is_baseline(name) and name != row.contender
+    }
+    record["in_graph"] = row.timing.in_graph
+    for name in ("dispatch_host_us", "combine_host_us"):
+        if getattr(row.timing, name) is not None:
+            record[name] = getattr(row.timing, name)
+    return record
+
+
+def _times_us(timing: Timing) -> dict[str, float]:
+    return {phase: getattr(timing, phase).p50_us for phase in PHASES}

@@ -1,0 +1,264 @@
+"""How a session is timed: every op behind a device barrier, medians per rank, the slowest rank counts. Microseconds.
+
+On a GPU the stream is held up first, so that the host has queued everything when the barrier lets the ranks go at once.
+On CPU the wall clock is read; such times say nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import abc
+import gc
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.commands.bench.contender import BenchContext, Session
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+HOLD_SECS = 1e-3
+"""How long a stream is held up while the host queues the barrier and what comes behind it."""
+FALLBACK_CLOCK_KHZ = 1_980_000
+HOST_CALLS_PER_BATCH = 50
+"""Round trips queued between two synchronisations; a full launch queue would make the host wait."""
+CAPTURE_WARMUPS = 4
+
+
+@dataclass(frozen=True)
+class TimingSettings:
+    """How often things are done.
+
+    Attributes:
+        num_warmups: untimed runs before the timed ones.
+        num_runs: timed runs.
+        num_round_trips: round trips in one CUDA graph (on CPU: between two readings of the clock).
+        num_host_calls: eager calls over which host time is averaged; none on CPU.
+    """
+
+    num_warmups: int = 20
+    num_runs: int = 50
+    num_round_trips: int = 10
+    num_host_calls: int = 200
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Microseconds of one thing over all runs and ranks.
+
+    Attributes:
+        p50_us: median over the runs of each rank, maximum over ranks.
+        p99_us: 99th percentile over the runs of the maximum over ranks in each run.
+    """
+
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one session, the same on all ranks.
+
+    Attributes:
+        dispatch, combine: one op alone behind a barrier, whose skew is in it.
+        round_trip: one of `num_round_trips` dispatch + combine in a row.
+        in_graph: whether those were replayed from a CUDA graph.
+        dispatch_host_us, combine_host_us: what one eager call keeps the host busy for; None on CPU.
+    """
+
+    dispatch: Statistic
+    combine: Statistic
+    round_trip: Statistic
+    in_graph: bool
+    dispatch_host_us: float | None
+    combine_host_us: float | None
+
+
+class Clock(abc.ABC):
+    """Time and barriers of one kind of device.
+
+    Args:
+        context: this rank's device and the group that takes part in barriers.
+    """
+
+    def __init__(self, context: BenchContext) -> None:
+        self._group = context.group
+        self._token = torch.zeros(1, device=context.device)
+
+    def align(self) -> None:
+        """Queues a device barrier: what is queued next starts on all ranks at about the same time."""
+        dist.all_reduce(self._token, group=self._group)
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """A point in time, where the device is in its queue."""
+
+    @abc.abstractmethod
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Microseconds between two marks that have been passed."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Returns when the device has done what was queued."""
+
+
+class CpuClock(Clock):
+    """The wall clock."""
+
+    def mark(self) -> int:
+        """Nanoseconds."""
+        return time.perf_counter_ns()
+
+    def elapsed_us(self, start: int, end: int) -> float:
+        """Microseconds between two readings."""
+        return (end - start) / 1e3
+
+    def synchronize(self) -> None:
+        """Nothing: CPU ops are done when they return."""
+
+
+class CudaClock(Clock):
+    """CUDA events on the current stream, behind a sleep and an NCCL all-reduce of one element.
+
+    Making one is collective.
+    """
+
+    def __init__(self, context: BenchContext) -> None:
+        super().__init__(context)
+        self._device = context.device
+        clock_khz = getattr(torch.cuda.get_device_properties(context.device), "clock_rate", FALLBACK_CLOCK_KHZ)
+        self._hold_cycles = int(HOLD_SECS * 1e3 * clock_khz)
+        # the first one makes NCCL's communicator
+        super().align()
+        self.synchronize()
+
+    def align(self) -> None:
+        """Queues a sleep, then the barrier."""
+        torch.cuda._sleep(self._hold_cycles)  # type: ignore[no-untyped-call]
+        super().align()
+
+    def mark(self) -> torch.cuda.Event:
+        """A recorded event."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Microseconds between two events."""
+        return float(start.elapsed_time(end)) * 1e3
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+def make_clock(context: BenchContext) -> Clock:
+    """The clock of the context's device."""
+    return CudaClock(context) if context.device.type == "cuda" else CpuClock(context)
+
+
+def measure(session: Session, context: BenchContext, rendezvous: Rendezvous, settings: TimingSettings) -> Timing:
+    """Times a session that has passed its check. Collective."""
+    clock = make_clock(context)
+    dispatch_us, combine_us = time_operations(session, clock, settings)
+    in_graph = context.device.type == "cuda" and session.graph_safe
+    round_trip_us = time_round_trips(session, clock, settings, in_graph=in_graph)
+    host_us: list[float] | None = None
+    if context.device.type == "cuda":
+        # Alone on the host: ranks that share cores would slow each other down in turn, as they do in an engine.
+        host_us = _host_times(session, clock, settings.num_host_calls)
+        host_us = [max(column) for column in zip(*rendezvous.exchange("host time", host_us))]
+    dispatch, combine, round_trip = (
+        summarize(rendezvous.exchange("times", times)) for times in (dispatch_us, combine_us, round_trip_us)
+    )
+    return Timing(dispatch, combine, round_trip, in_graph, *(host_us or (None, None)))
+
+
+def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
+    """The statistic of `times_us` [ranks][runs]; every rank has as many runs."""
+    slowest = sorted(max(run) for run in zip(*times_us, strict=True))
+    nearest_rank = math.ceil(0.99 * len(slowest)) - 1
+    return Statistic(max(statistics.median(of_rank) for of_rank in times_us), slowest[nearest_rank])
+
+
+def time_operations(session: Session, clock: Clock, settings: TimingSettings) -> tuple[list[float], list[float]]:
+    """Microseconds of this rank's dispatch and combine, each alone behind a barrier, per run."""
+    for _ in range(settings.num_warmups):
+        session.combine(session.dispatch())
+    clock.synchronize()
+    marks = []
+    for _ in range(settings.num_runs):
+        clock.align()
+        dispatch_start = clock.mark()
+        dispatched = session.dispatch()
+        dispatch_end = clock.mark()
+        clock.align()
+        combine_start = clock.mark()
+        session.combine(dispatched)
+        marks.append((dispatch_start, dispatch_end, combine_start, clock.mark()))
+    clock.synchronize()
+    dispatch_us = [clock.elapsed_us(start, end) for start, end, _, _ in marks]
+    return dispatch_us, [clock.elapsed_us(start, end) for _, _, start, end in marks]
+
+
+def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
+    """Microseconds of one of `num_round_trips` round trips behind a barrier, per run, on this rank."""
+
+    def run_eagerly() -> None:
+        for _ in range(settings.num_round_trips):
+            session.combine(session.dispatch())
+
+    graph = _capture(session, clock, run_eagerly) if in_graph else None
+    run = run_eagerly if graph is None else graph.replay
+    for _ in range(settings.num_warmups):
+        run()
+    clock.synchronize()
+    marks = []
+    for _ in range(settings.num_runs):
+        clock.align()
+        start = clock.mark()
+        run()
+        marks.append((start, clock.mark()))
+    clock.synchronize()
+    if graph is not None:
+        graph.reset()
+    return [clock.elapsed_us(start, end) / settings.num_round_trips for start, end in marks]
+
+
+def _capture(session: Session, clock: Clock, work: Any) -> torch.cuda.CUDAGraph:
+    for _ in range(CAPTURE_WARMUPS):
+        session.combine(session.dispatch())
+    clock.synchronize()
+    # What earlier sessions have left must not be freed in the middle of the capture, which forbids that.
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    clock.synchronize()
+    return graph
+
+
+def _host_times(session: Session, clock: Clock, num_calls: int) -> list[float]:
+    """Microseconds that one eager dispatch and one eager combine keep this host thread busy."""
+    totals_ns = [0, 0]
+    for call in range(num_calls):
+        if call % HOST_CALLS_PER_BATCH == 0:
+            clock.synchronize()
+            clock.align()
+        start_ns = time.perf_counter_ns()
+        dispatched = session.dispatch()
+        middle_ns = time.perf_counter_ns()
+        session.combine(dispatched)
+        end_ns = time.perf_counter_ns()
+        totals_ns[0] += middle_ns - start_ns
+        totals_ns[1] += end_ns - middle_ns
+    clock.synchronize()
+    return [total / max(1, num_calls) / 1e3 for total in totals_ns]

@@ -1,0 +1,182 @@
+"""The wire's limit in CUDA C, compiled by NVRTC when it is to be measured.
+
+It shares neither code nor compiler with the kernels whose limit it is. What is known before the launch (sizes,
+addresses) is part of the source: a load that finds out where to copy from would be time that the wire does not need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ep_a2a.commands.bench.wire_limit import Peer
+
+LOADS_IN_FLIGHT = 8
+"""Vectors of 16 bytes that a thread has loaded before it stores the first."""
+MAX_THREADS = 1024
+TIMEOUT_NS = 10_000_000_000
+POLLS_PER_CLOCK_READING = 4096
+"""The clock is slow to read, and a late look at a flag would be measured."""
+KERNEL_NAME = "push"
+
+_BODY = r"""
+__device__ __forceinline__ unsigned arrive(unsigned* counter)
+{
+    // A block's stores go to peers, but the only one that must know of them is the last block of this GPU: its release
+    // to the system covers what it has acquired.
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void tell(unsigned long long flag, unsigned epoch)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(flag), "r"(epoch) : "memory");
+}
+
+__device__ __forceinline__ unsigned told(unsigned long long flag)
+{
+    unsigned epoch;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(epoch) : "l"(flag) : "memory");
+    return epoch;
+}
+
+__device__ __forceinline__ unsigned long long now_ns()
+{
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+__device__ __forceinline__ uint4 load(const uint4* from)
+{
+    uint4 held;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w) : "l"(from));
+    return held;
+}
+
+__device__ __forceinline__ void store(uint4* to, const uint4& held)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+        : : "l"(to), "r"(held.x), "r"(held.y), "r"(held.z), "r"(held.w) : "memory");
+}
+
+template <int NUM>
+__device__ __forceinline__ void copy_batch(uint4* to, const uint4* from, int stride)
+{
+    uint4 held[NUM + 1];
+    #pragma unroll
+    for (int each = 0; each < NUM; ++each) held[each] = load(from + each * stride);
+    #pragma unroll
+    for (int each = 0; each < NUM; ++each) store(to + each * stride, held[each]);
+}
+
+// NUM vectors or more are left to this thread. Code for each number: with a condition per load, the conditions take
+// registers that are few, and the loads would no longer all leave before the first store.
+template <int NUM>
+__device__ __forceinline__ void copy_rest(uint4* to, const uint4* from, int left, int stride)
+{
+    if (NUM * stride >= left)
+        copy_batch<NUM>(to, from, stride);
+    else if constexpr (NUM < LOADS - 1)
+        copy_rest<NUM + 1>(to, from, left, stride);
+}
+
+__device__ __forceinline__ void copy(uint4* to, const uint4* from, int count, int first, int stride)
+{
+    for (; first + (LOADS - 1) * stride < count; first += LOADS * stride)
+        copy_batch<LOADS>(to + first, from + first, stride);
+    copy_rest<0>(to + first, from + first, count - first, stride);
+}
+
+__device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch, volatile unsigned* gave_up)
+{
+    unsigned long long deadline = 0;
+    // Epochs wrap, so they are compared by their distance.
+    for (unsigned polls = 1; (int)(told(flag) - epoch) < 0; ++polls) {
+        if (polls % POLLS_PER_CLOCK_READING != 0) continue;
+        const unsigned long long now = now_ns();
+        if (deadline == 0) deadline = now + TIMEOUT_NS;
+        // Once something did not come, later launches do not wait as long again.
+        if (now >= deadline || *gave_up != 0) {
+            *gave_up = 1;
+            return;
+        }
+    }
+}
+
+// One block per multiprocessor is enough: told so, the compiler does not save registers at the cost of loads in flight.
+// state: epoch, blocks that have arrived, whether a wait was given up. The grid is a multiple of NUM_PEERS.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* source, unsigned* state)
+{
+    // Loaded before the copy, so that the last block has it when it is in a hurry.
+    const unsigned epoch = *(volatile unsigned*)state + 1;
+
+    const unsigned step = blockIdx.x % NUM_PEERS;
+    long long first_vector = 0;
+    int count = 0;
+    unsigned long long target = 0, flag_there = 0, flag_here = 0;
+    #define CHOOSE(PEER, FIRST_VECTOR, NUM_VECTORS, TARGET, FLAG_THERE, FLAG_HERE) \
+        if (step == PEER) { first_vector = FIRST_VECTOR; count = NUM_VECTORS; target = TARGET; } \
+        if (threadIdx.x == PEER) { flag_there = FLAG_THERE; flag_here = FLAG_HERE; }
+    FOR_EACH_PEER(CHOOSE)
+    const int first = blockIdx.x / NUM_PEERS * blockDim.x + threadIdx.x;
+    copy((uint4*)target, source + first_vector, count, first, gridDim.x / NUM_PEERS * blockDim.x);
+
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = arrive(state + 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last || threadIdx.x >= NUM_PEERS) return;
+    tell(flag_there, epoch);
+    if (threadIdx.x == 0) {
+        // No other block of this launch looks at them any more.
+        state[0] = epoch;
+        state[1] = 0;
+    }
+    wait_for(flag_here, epoch, state + 2);
+}
+"""
+
+
+def push_source(peers: Sequence[Peer]) -> str:
+    """CUDA C of the kernel that pushes to these peers and waits for their flags.
+
+    Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
+    the number of peers.
+    """
+    constants = {
+        "NUM_PEERS": len(peers), "LOADS": LOADS_IN_FLIGHT, "MAX_THREADS": MAX_THREADS,
+        "POLLS_PER_CLOCK_READING": POLLS_PER_CLOCK_READING, "TIMEOUT_NS": f"{TIMEOUT_NS}ULL",
+    }  # fmt: skip
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    calls = [
+        f"DO({number}, {peer.first_vector}, {peer.num_vectors}, {peer.target:#x}ULL, {peer.flag_there:#x}ULL, "
+        f"{peer.flag_here:#x}ULL)"
+        for number, peer in enumerate(peers)
+    ]
+    return "\n".join([*lines, f"#define FOR_EACH_PEER(DO) {' '.join(calls)}", _BODY])
+
+
+def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
+    """The kernel for the current GPU: called with grid, block and args, it is queued on the current stream.
+
+    Raises:
+        UnsupportedError: this torch cannot compile CUDA C.
+    """
+    compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
+    if compiler is None:
+        raise UnsupportedError(
+            "torch.cuda._compile_kernel, which torch 2.11 has, for the wire's limit",
+            f"torch {torch.__version__} without it",
+            "Use torch 2.11, or leave wire_limit out.",
+        )
+    kernel: Callable[..., None] = compiler(push_source(peers), KERNEL_NAME)
+    return kernel

@@ -1,0 +1,105 @@
+"""What one run of the demo does: sizes and choices, the same in the command's process and on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.config.file import choose_backend, read_config_file
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.errors import TopKError, UnsupportedError
+from ep_a2a.managers.registry import check_backend_name
+
+TOKEN_DTYPE = torch.bfloat16
+"""Dtype of the model's activations, hence of what dispatch is given and of what combine sums."""
+WAIT_SECS = 120.0
+"""Bound of a wait for other ranks. The interpreter is slow, and the ranks have different numbers of tokens."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Sizes and choices of a run.
+
+    Attributes:
+        num_ranks: processes. device: "cpu" or "cuda".
+        num_tokens: tokens over all ranks.
+        hidden_dim, num_experts, topk: of the MoE layer.
+        quant_type: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
+        gpus_per_node: ranks of a virtual node; None goes by the machine.
+        backend: name of the all-to-all backend. backend_reason: who chose it.
+    """
+
+    num_ranks: int = 4
+    device: str = "cpu"
+    num_tokens: int = 96
+    hidden_dim: int = 256
+    num_experts: int = 16
+    topk: int = 4
+    quant_type: str = "none"
+    gpus_per_node: int | None = None
+    backend: str = "ep_a2a"
+    backend_reason: str = "the default"
+
+    @property
+    def tokens_per_rank(self) -> tuple[int, ...]:
+        """Tokens of each rank, unequal on purpose: rank r brings about r + 1 shares."""
+        ends = [self.num_tokens * r * (r + 1) // (self.num_ranks * (self.num_ranks + 1)) for r in range(self.num_ranks)]
+        return tuple(end - start for start, end in zip(ends, [*ends[1:], self.num_tokens]))
+
+    def handle_kwargs(self, rank: int) -> dict[str, Any]:
+        """What a rank asks its manager's `get_handle` for."""
+        kwargs: dict[str, Any] = {
+            "rank": rank,
+            "num_ep_ranks": self.num_ranks,
+            "input_dtype": TOKEN_DTYPE,
+            "quant_dtype": TOKEN_DTYPE if self.quant_type == "none" else FP8_DTYPE,
+            "token_hidden_size": self.hidden_dim,
+            "max_num_tokens_per_dp_rank": max(self.tokens_per_rank),
+            "num_local_experts": num_owned_experts(self.num_experts, self.num_ranks, rank),
+            "num_experts": self.num_experts,
+            "num_experts_per_token": self.topk,
+            "quant_type": self.quant_type,
+            "timeout_secs": WAIT_SECS,
+        }
+        return kwargs if self.gpus_per_node is None else kwargs | {"gpu_per_node": self.gpus_per_node}
+
+    def check(self) -> None:
+        """Raises what can be known before processes are started.
+
+        Raises:
+            TopKError: topk exceeds the experts.
+            ConfigError: a size that no op can have.
+        """
+        if self.topk > self.num_experts:
+            raise TopKError(f"topk <= {self.num_experts}, the number of experts", str(self.topk), "Lower --topk.")
+        config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
+
+
+def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
+    """Device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
+
+    Raises:
+        UnsupportedError: GPUs are asked for and there are none.
+    """
+    num_gpus = torch.cuda.device_count()
+    if asked == "cuda" and num_gpus == 0:
+        raise UnsupportedError("a GPU for --device cuda", "none that torch can use", "Use --device cpu.")
+    if asked == "cpu" or num_gpus == 0:
+        return "cpu", num_ranks
+    return "cuda", min(num_ranks, num_gpus)
+
+
+def choose_named_backend(option: str | None) -> tuple[str, str]:
+    """Name of the backend and who chose it; the order is that of config_file.choose_backend."""
+    name = choose_backend(option)
+    check_backend_name(name)
+    path = env.CONFIG.get()
+    if option:
+        return name, "named by --backend"
+    if path and read_config_file(path).all2all_backend:
+        return name, f"named by {path} ({env.CONFIG.name})"
+    return name, f"named by {env.BACKEND.name}" if env.BACKEND.get() else "the default"

@@ -1,0 +1,8 @@
+"""`python -m ep_a2a.commands.doctor`, the same as `ep-a2a doctor`."""
+
+import sys
+
+from ep_a2a.commands.doctor.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

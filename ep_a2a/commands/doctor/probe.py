@@ -1,0 +1,89 @@
+"""Makes the description of this machine. Standard library only; judges nothing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import ep_a2a
+from ep_a2a import env
+from ep_a2a.commands.doctor.checks_backend import stands_on_library
+from ep_a2a.commands.doctor.probe_host import find_host, find_rdma_ports
+from ep_a2a.commands.doctor.probe_nvidia import add_nvidia_smi
+from ep_a2a.commands.doctor.probe_packages import find_atom, find_installation, find_vllm
+from ep_a2a.commands.doctor.subprocess_probe import ask
+from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, Machine, Torch, Triton
+from ep_a2a.errors import EnvironmentVariableError
+from ep_a2a.managers.capabilities import Capabilities
+
+ASK_SECS = 120.0
+"""How long a library may take to import: the first import of torch from a network drive is slow."""
+
+
+def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
+    """Describes the machine that this process runs on.
+
+    Args:
+        ask_secs: how long a library may take to import.
+        backend: name of the backend that is asked for, "" for none.
+    """
+    with ThreadPoolExecutor() as asking:
+        found_backend = asking.submit(find_backend, backend, ask_secs)
+        torch, triton, driver = asking.map(lambda name: ask(name, ask_secs), ("torch", "triton", "driver"))
+    found_triton = _made(Triton, triton)
+    return Machine(
+        installation=find_installation(),
+        torch=_made(Torch, torch),
+        triton=found_triton,
+        driver=add_nvidia_smi(_driver(driver)),
+        host=find_host(found_triton.cache_directory),
+        rdma=find_rdma_ports(),
+        vllm=find_vllm(),
+        atom=find_atom(),
+        backend=found_backend.result(),
+        environment=env.variables_for_doctor(),
+        variable_problems=find_variable_problems(),
+    )
+
+
+def find_backend(name: str, ask_secs: float = ASK_SECS) -> Backend:
+    """A backend as it is found here; its manager and its library are asked by processes of their own."""
+    if not stands_on_library(name):
+        return Backend(name)
+    folder = str(Path(ep_a2a.__file__).parent)
+    with ThreadPoolExecutor() as asking:
+        declared, library = asking.map(
+            lambda what: ask("backend", ask_secs, folder, name, what), ("declared", "library")
+        )
+    if "capabilities" not in declared:
+        return Backend(name, declaration_problem=declared["problem"])
+    capabilities = _made(Capabilities, declared["capabilities"])
+    found: Backend = _made(Backend, {**declared, **library, "name": name, "capabilities": capabilities})
+    return found
+
+
+def find_variable_problems() -> dict[str, str]:
+    """By name, why the text of a variable of this package cannot be used."""
+    problems = {}
+    for variable in env.VARIABLES:
+        try:
+            variable.get()
+        except EnvironmentVariableError as error:
+            problems[variable.name] = f"expected {error.expected}; got {error.got}"
+    return problems
+
+
+def _driver(found: dict[str, Any]) -> Driver:
+    gpus = tuple(replace(_made(Gpu, gpu), capability=tuple(gpu["capability"])) for gpu in found.get("gpus", []))
+    driver: Driver = _made(Driver, found)
+    cuda = tuple(found["cuda"]) if "cuda" in found else None
+    access, atomics = (tuple(map(tuple, found.get(name, []))) for name in ("access", "atomics"))
+    return replace(driver, version=None, cuda=cuda, gpus=gpus, access=access, atomics=atomics)
+
+
+def _made(kind: type[Any], found: dict[str, Any]) -> Any:
+    """A description of the facts that it has fields for; lists become tuples."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items() if key in names})

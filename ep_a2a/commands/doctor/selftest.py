@@ -1,0 +1,172 @@
+"""The self-test: every two ranks of this host push bytes and flags to each other and run the op; then all together."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
+from ep_a2a.errors import ConfigMismatchError
+from ep_a2a.testing.launch import RankFailure, RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Pair = tuple[int, int]
+
+PAIR_SECS = 2.0
+ALL_SECS = 1.0
+LIMIT_SECS = 240.0
+"""For one pair, with what has to be compiled; a flag or row that does not come ends it after EP_A2A_TIMEOUT_SECS."""
+SLOW = 0.5
+"""A link below this share of the median is said to be slow."""
+CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: these numbers say nothing about GPUs"
+REMEDIES = {
+    "RankTimeoutError": "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics.",
+    "PeerAccessError": "They do not reach each other's memory: use the allgather_reducescatter backend.",
+    "HostMemoryError": "Enlarge /dev/shm (--shm-size, --ipc=host).",
+    "DeviceMemoryError": "End what holds the GPUs' memory (nvidia-smi).",
+    "CheckFailedError": "Bytes change on the way: nvidia-smi -q -d ECC; dmesg | grep -i xid; exchange the part.",
+}
+OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and look at the ranks' own words above."
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What came of it.
+
+    Attributes:
+        device: "cpu" or "cuda". num_ranks: ranks that took part.
+        pairs: what two ranks measured, or why they did not, as text.
+        together: why a step of all ranks failed; "" where it did not. step_us: how long it took.
+    """
+
+    device: str
+    num_ranks: int
+    pairs: dict[Pair, PairResult | str] = field(default_factory=dict)
+    together: str = ""
+    step_us: float = 0.0
+
+    @property
+    def gb_per_s(self) -> list[list[float]]:
+        """`[a][b]`: 1e9 bytes per second from rank a to rank b; 0 where that is not known."""
+        matrix = [[0.0] * self.num_ranks for _ in range(self.num_ranks)]
+        for (a, b), result in self.pairs.items():
+            if isinstance(result, PairResult):
+                matrix[a][b], matrix[b][a] = result.gb_per_s
+        return matrix
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Everything that was measured."""
+        pairs = [
+            {"ranks": list(pair), "error": result}
+            if isinstance(result, str)
+            else {"ranks": list(pair), "error": "", "step_us": result.step_us, "num_pushes": result.num_pushes,
+                  "num_steps": result.num_steps}
+            for pair, result in self.pairs.items()
+        ]  # fmt: skip
+        return {
+            "device": self.device,
+            "note": CPU_NOTE if self.device == "cpu" else "",
+            "num_ranks": self.num_ranks,
+            "gb_per_s": self.gb_per_s,
+            "pairs": pairs,
+            "together": {"error": self.together, "step_us": self.step_us},
+        }
+
+
+def run_selftest(
+    device: str,
+    num_ranks: int,
+    pair_secs: float = PAIR_SECS,
+    on_pair: Callable[[Pair], None] = lambda pair: None,
+    body: Callable[..., PairResult | None] = check_pair,
+) -> SelfTest:
+    """Tests all pairs of ranks one after another, then all ranks together.
+
+    A pair that fails ends the processes; the next one gets new ones, so that each stands for itself.
+
+    Args:
+        device: "cpu" or "cuda", with a GPU for each rank.
+        num_ranks: processes.
+        pair_secs: how long to measure a pair.
+        on_pair: told of each pair before it is tested.
+        body: what a rank does for a pair.
+    """
+    pairs: dict[Pair, PairResult | str] = {}
+    with RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + pair_secs) as pool:
+        for pair in itertools.combinations(range(num_ranks), 2):
+            on_pair(pair)
+            try:
+                results = pool.run(body, pair, pair_secs)
+            except RankFailure as failure:
+                pairs[pair] = _words(failure)
+            else:
+                pairs[pair] = results[pair[0]]
+        step_us, together = 0.0, ""
+        try:
+            step_us = pool.run(check_op, ALL_SECS)[0][0]
+        except RankFailure as failure:
+            together = _words(failure)
+    return SelfTest(device, num_ranks, pairs, together, step_us)
+
+
+def judge(test: SelfTest) -> list[Finding]:
+    """Findings about what the self-test measured."""
+    findings = []
+    for (a, b), result in test.pairs.items():
+        if isinstance(result, str):
+            findings.append(error(f"ranks {a}, {b}", result, _remedy(result)))
+    if test.together:
+        findings.append(error("all ranks", test.together, _remedy(test.together)))
+    findings += _slow_links(test)
+    if test.num_ranks < 2:
+        findings.append(note("self-test", "one rank has no peers: nothing was pushed"))
+    if not findings:
+        measured = [result for result in test.pairs.values() if isinstance(result, PairResult)]
+        pushes, steps = sum(r.num_pushes for r in measured), sum(r.num_steps for r in measured)
+        findings.append(
+            ok("self-test", f"{len(measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right")
+        )
+    if test.device == "cpu":
+        findings.append(note("self-test", CPU_NOTE))
+    return findings
+
+
+def table(test: SelfTest) -> str:
+    """The matrix of rates as text."""
+    title = "GB/s from rank (down) to rank (across)"
+    lines = [title, "      " + "".join(f"{rank:>9}" for rank in range(test.num_ranks))]
+    for source, row in enumerate(test.gb_per_s):
+        cells = ["-" if source == place else f"{rate:.3g}" if rate else "failed" for place, rate in enumerate(row)]
+        lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
+def _slow_links(test: SelfTest) -> list[Finding]:
+    rates = [rate for row in test.gb_per_s for rate in row if rate]
+    if test.device == "cpu" or not rates:
+        return []
+    usual = statistics.median(rates)
+    return [
+        warning(f"ranks {a}, {b}", f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
+                "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.")
+        for a, row in enumerate(test.gb_per_s) for b, rate in enumerate(row) if 0 < rate < SLOW * usual
+    ]  # fmt: skip
+
+
+def _words(failure: RankFailure) -> str:
+    """What the first rank that failed said, in a line; a rank that was told of it by another says less."""
+    errors = [*failure.errors.values()]
+    if errors:
+        first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
+        return f"{type(first).__name__}: {first}"
+    last = [text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()]
+    return "; ".join([str(failure).splitlines()[0], *sorted(set(last))])
+
+
+def _remedy(words: str) -> str:
+    return REMEDIES.get(words.partition(":")[0], OTHER_REMEDY)

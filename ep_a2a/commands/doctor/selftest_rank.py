@@ -1,0 +1,195 @@
+"""The self-test on one rank: pushes with flags between two ranks, and steps of the op, with every result compared."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.commands.bench.wire_kernels import GAVE_UP
+from ep_a2a.commands.bench.wire_limit import VECTOR_BYTES, Direction, make_direction, pattern
+from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
+from ep_a2a.errors import CheckFailedError, RankTimeoutError
+from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.testing.worker import RankContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.memory.symmetric import SymmetricMemory
+
+PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
+PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
+"""(blocks, threads) of a push."""
+FLAG_BYTES = 256
+MAX_ROUNDS = 10_000
+NUM_TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 4, 64, 2, 2
+VALUES = 251
+"""Tokens hold integers below this, which bf16 and sums of two of them hold exactly."""
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """What two ranks measured.
+
+    Attributes:
+        gb_per_s: of pushes, 1e9 bytes per second: from the first to the second, and back.
+        step_us: one dispatch and combine of the op between the two.
+        num_pushes, num_steps: how many were made; each push ends with a flag, and all results were right.
+    """
+
+    gb_per_s: tuple[float, float]
+    step_us: float
+    num_pushes: int
+    num_steps: int
+
+
+def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
+    """Tests two ranks of the pool, for about `secs` seconds; to be called on all. None on the others.
+
+    Raises:
+        CheckFailedError: something arrived that had not been sent.
+        RankTimeoutError: a flag did not come.
+    """
+    if context.rank not in pair:
+        return None
+    group = make_subgroup(context.group, pair)
+    try:
+        inside = RankContext(pair.index(context.rank), len(pair), context.device, group)
+        rates, num_pushes = _push(inside, secs / 2)
+        step_us, num_steps = check_op(inside, secs / 2)
+    finally:
+        destroy_subgroup(group)
+    return PairResult(rates, step_us, num_pushes, num_steps)
+
+
+def check_op(context: RankContext, secs: float) -> tuple[float, int]:
+    """Runs steps of the op with identity experts for about `secs` seconds and compares every result. Collective.
+
+    Returns:
+        Microseconds of a step, comparison included, and how many there were; equal on all ranks.
+    """
+    rank, world_size, device = context.rank, context.world_size, context.device
+    ids = [_ids(source, world_size) for source in range(world_size)]
+    owners = [each // EXPERTS_PER_RANK for each in ids]
+    copies = (owners[rank].sort(1).values.diff(dim=1) != 0).sum(1) + 1
+    weights = torch.ones(NUM_TOKENS, TOPK, device=device)
+    own_ids = ids[rank].to(device, torch.int32)
+    with Arena(context.group, device) as arena, EpDispatchCombineOp(_config(context), arena=arena) as op:
+
+        def step(number: int) -> None:
+            tokens = [_tokens(source, number) for source in range(world_size)]
+            mine = tokens[rank].to(device)
+            rows, _, _, _, count = op.dispatch(mine, weights, None, own_ids)
+            here = torch.cat([tokens[source][(owners[source] == rank).any(1)] for source in range(world_size)])
+            rows = rows.clone()
+            _require(torch.equal(rows[: int(count)].cpu(), here), f"dispatch of step {number}", rank)
+            result, _ = op.combine(rows, None, own_ids)
+            want = (tokens[rank].float() * copies[:, None]).bfloat16()
+            _require(torch.equal(result[:NUM_TOKENS].cpu(), want), f"combine of step {number}", rank)
+            op.check()
+
+        return _repeat(step, arena.rendezvous, secs)
+
+
+def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
+    """Rates both ways in 1e9 bytes per second, and the number of pushes."""
+    num_bytes = PUSH_BYTES[context.device.type]
+    rendezvous = Rendezvous(context.group)
+    with allocate_symmetric(rendezvous, context.device, 2 * (num_bytes + FLAG_BYTES)) as memory:
+        # A call of its own: views of symmetric memory must be gone before it is.
+        there, back = (_push_one_way(context, rendezvous, memory, way, secs / 2) for way in range(2))
+        rendezvous.barrier("pushed both ways")
+    return (num_bytes / there[0] / 1e3, num_bytes / back[0] / 1e3), there[1] + back[1]
+
+
+def _push_one_way(
+    context: RankContext, rendezvous: Rendezvous, memory: SymmetricMemory, source: int, secs: float
+) -> tuple[float, int]:
+    """Microseconds of a push from rank `source` of the two, and the number of pushes."""
+    kind = context.device.type
+    num_bytes = PUSH_BYTES[kind]
+    vectors = torch.zeros(2, 2, dtype=torch.int64)
+    vectors[source, 1 - source] = num_bytes // VECTOR_BYTES
+    start, flags = source * num_bytes, 2 * num_bytes + source * FLAG_BYTES
+    direction = make_direction(vectors, memory, start, num_bytes, flags, context)
+    rendezvous.barrier("flags are clear")
+
+    def push(number: int) -> None:
+        direction.push(*PUSH_LAUNCH[kind])
+        if kind == "cuda":
+            torch.cuda.synchronize(context.device)
+        if number == 0:
+            _check_flag(direction, context)
+
+    us, count = _repeat(push, rendezvous, secs)
+    _check_flag(direction, context)
+    if context.rank != source:
+        want = pattern(source, 0, num_bytes // VECTOR_BYTES, context.device)
+        _require(torch.equal(direction.landing.view(torch.int32), want), f"{num_bytes} bytes pushed", context.rank)
+    return us, count
+
+
+def _check_flag(direction: Direction, context: RankContext) -> None:
+    if int(direction.state[GAVE_UP.value]):
+        other = 1 - context.rank
+        raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(other,))
+
+
+def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) -> tuple[float, int]:
+    """Does `work` as often as fits into `secs`, equally often on all ranks; microseconds of one, and how often."""
+    # The first one compiles, the second one shows how long it takes.
+    work(0)
+    start = time.perf_counter()
+    work(1)
+    slowest = max(rendezvous.exchange("seconds of one", time.perf_counter() - start))
+    rounds = int(min(MAX_ROUNDS, max(1, secs / slowest)))
+    start = time.perf_counter()
+    for number in range(2, 2 + rounds):
+        work(number)
+    took = max(rendezvous.exchange("seconds of all", time.perf_counter() - start))
+    return took / rounds * 1e6, rounds + 2
+
+
+def _config(context: RankContext) -> EpDispatchCombineConfig:
+    return EpDispatchCombineConfig(
+        data_type=torch.bfloat16,
+        rank=context.rank,
+        world_size=context.world_size,
+        hidden_dim=HIDDEN,
+        scale_dim=0,
+        scale_type_size=0,
+        max_token_type_size=2,
+        max_num_inp_token_per_rank=NUM_TOKENS,
+        num_experts_per_rank=EXPERTS_PER_RANK,
+        num_experts_per_token=TOPK,
+        compiled_calls=CompiledCalls.SERVING,
+        # both ranks are there: a flag that does not come will not come
+        first_timeout_secs=env.TIMEOUT_SECS.get(),
+    )
+
+
+def _ids(rank: int, world_size: int) -> torch.Tensor:
+    """Ids [NUM_TOKENS, TOPK] of a rank's tokens: all ranks get some, and some tokens name one rank twice."""
+    first = torch.arange(NUM_TOKENS) + rank
+    return torch.stack((first, first * 2 + 1), 1) % (world_size * EXPERTS_PER_RANK)
+
+
+def _tokens(rank: int, step: int) -> torch.Tensor:
+    rows = torch.arange(NUM_TOKENS)[:, None] * 13 + torch.arange(HIDDEN)[None] * 7 + rank * 97 + step * 31
+    return (rows % VALUES).bfloat16()
+
+
+def _require(right: bool, what: str, rank: int) -> None:
+    if not right:
+        raise CheckFailedError(
+            f"{what} to arrive as it was sent", f"something else at rank {rank} of the group",
+            "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid",
+        )  # fmt: skip

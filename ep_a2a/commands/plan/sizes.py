@@ -1,0 +1,198 @@
+"""What an op's buffers take, part by part: the byte layout that ops are built with, added up without building one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints
+from ep_a2a.config import Layout
+from ep_a2a.kernels.layout import OpLayout, Region
+from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.ops.memory import block_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.layout import Field
+    from ep_a2a.ops.staged_layout import RailField
+
+WEIGHT_BYTES = 4
+PART_OF_REGION = {
+    Region.TOKENS: "dispatch_rows",
+    Region.SCALES: "scales_and_weights",
+    Region.WEIGHTS: "scales_and_weights",
+    Region.FLAGGED_ROWS: "flagged_region",
+    Region.FLAGGED_SIDES: "flagged_region",
+    Region.COMBINE_ROWS: "combine_rows",
+    Region.COMBINE_SCALES: "combine_rows",
+    Region.COMBINE_WEIGHTS: "combine_rows",
+    Region.RESULT: "result",
+    Region.RESULT_WEIGHTS: "result",
+    Region.EXPERT_ROWS: "expert_rows",
+    Region.EXPERT_SCALES: "expert_rows",
+    Region.EXPERT_WEIGHTS: "expert_rows",
+    Region.EXPERT_SLOTS: "reduced_rows",
+    Region.REDUCED_ROWS: "reduced_rows",
+    Region.CHUNKS: "rings",
+    Region.CHUNKS_BACK: "rings",
+    Region.STAGED_CHUNKS: "rings",
+}
+"""Regions of the control and the local block that are not named here are parts of their own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of an op's memory on one GPU.
+
+    Attributes:
+        name: key of the part in JSON.
+        num_bytes: with what alignment adds.
+        holds: what lies there, in words.
+        is_shared: with other ops of the same manager and index.
+        fields: the regions, or buffers around a hop between nodes, that it is made of; () for what is allocated later.
+    """
+
+    name: str
+    num_bytes: int
+    holds: str
+    is_shared: bool
+    fields: tuple[Field | RailField, ...] = ()
+
+
+RINGS_ASSUMED = (
+    "nodes that reach each other's memory: over torch.distributed ops have lines for all nodes' tokens, no rings"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of one op, in bytes.
+
+    Attributes:
+        config: that of rank 0, which owns the most experts.
+        parts: what rank 0 allocates when the op is built.
+        later: what only certain calls allocate, each the first time, in memory that the arena counts then.
+        bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
+    """
+
+    config: EpDispatchCombineConfig
+    parts: tuple[Part, ...]
+    later: tuple[Part, ...]
+    bytes_by_rank: tuple[int, ...]
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Plain values; all sizes in bytes, with what alignment adds."""
+        return {
+            "op": op_facts(self.config),
+            "bytes_per_gpu": {part.name: part.num_bytes for part in self.parts} | {"total": self.bytes_by_rank[0]},
+            "bytes_per_region": {region.name.lower(): 0 for region in Region}
+            | {field.name: field.padded_bytes for part in self.parts for field in part.fields},
+            "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
+            "bytes_by_rank": list(self.bytes_by_rank),
+            "bytes_of_all_gpus": sum(self.bytes_by_rank),
+            "deep_ep_hints": asdict(self.deep_ep_hints),
+        }
+
+    @property
+    def deep_ep_hints(self) -> DeepEpHints:
+        """What DeepEP would ask for on each GPU for the same shape, by its formulas."""
+        return deep_ep_hints(
+            hidden_dim=self.config.hidden_dim,
+            element_bytes=self.config.data_type.itemsize,
+            num_ranks=self.config.world_size,
+            max_num_tokens=self.config.max_num_inp_token_per_rank,
+            num_experts=self.config.total_experts,
+        )
+
+
+def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool = False) -> Plan:
+    """What the op of these configs takes.
+
+    Args:
+        configs: one for each rank, in rank order.
+        brings_own_rows: combine gets rows that lie in none of the op's memory, and no weights, so that nothing is
+            allocated later.
+    """
+    config, layout = configs[0], OpLayout.of(configs[0])
+    made_of: dict[str, list[Field]] = {name: [] for name in _descriptions(config)}
+    for name in ("control", "dispatch", "combine", "result", "expert", "local"):
+        for field in getattr(layout, name).fields:
+            made_of[PART_OF_REGION.get(field.region, name)].append(field)
+    parts = tuple(
+        Part(name, num_bytes, holds, is_shared, tuple(made_of[name]))
+        for name, (holds, is_shared) in _descriptions(config).items()
+        if (num_bytes := sum(field.padded_bytes for field in made_of[name]))
+    )
+    by_rank = tuple(block_sizes(each).num_bytes for each in configs)
+    return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
+
+
+def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
+    """What the op is, as plain values."""
+    return {
+        "ranks": config.world_size,
+        "max_tokens_per_rank": config.max_num_inp_token_per_rank,
+        "hidden_dim": config.hidden_dim,
+        "topk": config.topk,
+        "experts": config.total_experts,
+        "layout": config.layout,
+        "dtype": _name(config.data_type),
+        "quant": config.dispatch_quant.value,
+        "scale_format": config.scale_format if config.casts_in_dispatch else None,
+        "combine_quant": config.combine_quant.value,
+        "max_total_recv_tokens": config.max_total_recv_tokens,
+        "flagged_max_tokens": config.flagged_tokens,
+    }
+
+
+def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]]:
+    """By part, in the order of the table: what it holds, and whether ops of one index share it."""
+    layout = OpLayout.of(config)
+    scales = f"{config.num_scales} scales and " if config.num_scales else ""
+    combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
+    by_source = " of every rank" if config.world_size > 1 else ""
+    return {
+        "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), True),
+        "scales_and_weights": (f"{scales}{config.topk} weights for each", True),
+        "flagged_region": (f"steps of at most {config.flagged_tokens} tokens{by_source}", False),
+        "control": ("and source positions, of received rows", False),
+        "combine_rows": (rows_of(layout.combine[Region.COMBINE_ROWS]) + f"{combine_scales}, with weights", True),
+        "result": (rows_of(layout.result[Region.RESULT]) + ", with weights", True),
+        "expert_rows": (rows_of(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
+        "reduced_rows": (rows_of(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
+        "rings": (_rings(Rings.of(config)), True),
+        "local": ("counters and the routing record", False),
+    }
+
+
+def _later(config: EpDispatchCombineConfig) -> tuple[Part, ...]:
+    rows, hidden_dim, topk = config.max_num_expert_rows, config.hidden_dim, config.topk
+    row_bytes = hidden_dim * config.combined_dtype.itemsize
+    shape = f"{rows} x {hidden_dim} {_name(config.combined_dtype)}"
+    parts = [Part("combine_input", rows * row_bytes, f"{shape}, when first asked for", True)]
+    if config.layout == Layout.EXPERT_MAJOR:
+        return tuple(parts)
+    if config.wire_dtype == config.combined_dtype:
+        copied = f"{shape}, when combine's input is dispatch's rows"
+        parts.append(Part("combine_rows_copy", rows * row_bytes, copied, True))
+    copied = f"{rows} x {topk}, when combine gets dispatch's weights"
+    parts.append(Part("combine_weights_copy", rows * topk * WEIGHT_BYTES, copied, True))
+    return tuple(parts)
+
+
+def _rings(rings: Rings) -> str:
+    count = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
+    return f"{count} of {rings.chunk_tokens} tokens, to experts and back"
+
+
+def rows_of(field: Field | RailField) -> str:
+    """A field's shape and dtype, in words."""
+    return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,170 @@
+"""The op that vLLM's MoE layers would ask for, from a model's config and vLLM's options, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ep_a2a.commands.plan.sizes import op_facts, plan_of
+from ep_a2a.commands.plan.staged import plan_over_rail
+from ep_a2a.config import num_owned_experts
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs, tokens_per_rank, wire_format
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_a2a.commands.plan.model import MoeModel
+    from ep_a2a.commands.plan.sizes import Plan
+    from ep_a2a.config import EpDispatchCombineConfig
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
+"""vLLM's for `vllm serve` on GPUs like H100 and H200."""
+PADDED_MULTIPLE = 256
+GPUS_PER_NODE = 8
+RAIL = "torch.distributed"
+"""What ops take between hosts unless EP_A2A_RAIL says otherwise."""
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """vLLM's options that a plan depends on, and what is known better than config.json says it.
+
+    Attributes:
+        data_parallel_size, tensor_parallel_size: of `vllm serve`. The expert-parallel group is their product.
+        max_num_batched_tokens: tokens of a replica's step; None = DEFAULT_MAX_NUM_BATCHED_TOKENS.
+        num_redundant_experts: of vLLM's expert load balancer, over all ranks.
+        sequence_parallel: whether tensor-parallel ranks share their replica's tokens; None = as the model's layers do.
+        gpus_per_node: ranks of each node; None = GPUS_PER_NODE, or all where there are fewer.
+        hidden_dim, dtype, cast: instead of what the model's config says; None = as it says.
+    """
+
+    data_parallel_size: int
+    tensor_parallel_size: int = 1
+    max_num_batched_tokens: int | None = None
+    num_redundant_experts: int = 0
+    sequence_parallel: bool | None = None
+    gpus_per_node: int | None = None
+    hidden_dim: int | None = None
+    dtype: torch.dtype | None = None
+    cast: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that exchange tokens."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of a replica's step."""
+        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of each node."""
+        return self.gpus_per_node or min(GPUS_PER_NODE, self.world_size)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of that size."""
+        return self.world_size // self.node_size
+
+    def sequence_parallel_size(self, model: MoeModel) -> int:
+        """Ranks that share a replica's tokens."""
+        chosen = model.shares_tokens if self.sequence_parallel is None else self.sequence_parallel
+        return self.tensor_parallel_size if chosen else 1
+
+
+def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombineConfig]:
+    """The config of each rank's op, as `EpA2APrepareAndFinalize.post_init_setup` asks for it.
+
+    Raises:
+        UnsupportedError: vLLM would make no op.
+        ConfigError: vLLM refuses the number of experts, the nodes would differ in size, or no op can have these sizes.
+    """
+    world_size, num_experts = options.world_size, model.num_experts + options.num_redundant_experts
+    if options.data_parallel_size < 2:
+        raise UnsupportedError(
+            "--data-parallel-size of at least 2",
+            f"{options.data_parallel_size}, with which vLLM replicates tokens and adds up with an all-reduce",
+            "Say the --data-parallel-size that vLLM is started with.",
+        )
+    if options.num_redundant_experts and num_experts % world_size:
+        raise ConfigError(
+            f"experts and redundant ones in all to be a multiple of the {world_size} ranks, as vLLM's load balancer "
+            "wants them", f"{model.num_experts} + {options.num_redundant_experts}", "Change --num-redundant-experts.",
+        )  # fmt: skip
+    if options.world_size % options.node_size:
+        raise ConfigError(
+            f"--gpus-per-node to divide the {options.world_size} ranks: nodes are of one size",
+            f"{options.node_size}{'' if options.gpus_per_node else ', the default'}",
+            f"Say how many GPUs each node has, at most {options.world_size}.",
+        )
+    hidden_dim = options.hidden_dim or model.hidden_dim
+    wire = _wire(model, options, hidden_dim)
+    between = {"gpu_per_node": options.node_size, "rail": RAIL} if options.num_nodes > 1 else {}
+    return [
+        config_from_handle_kwargs(
+            between | handle_kwargs(
+                wire, rank=rank, world_size=world_size, dtype=options.dtype or model.dtype, hidden_dim=hidden_dim,
+                topk=model.topk, num_experts=num_experts,
+                num_local_experts=num_owned_experts(num_experts, world_size, rank),
+                max_num_tokens=tokens_per_rank(options.num_tokens, options.sequence_parallel_size(model)),
+            ),
+            topology_internode=options.num_nodes > 1,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
+    """What that op takes, as the engine's log says it when the op is made; raises what vllm_configs does."""
+    configs = vllm_configs(model, options)
+    return plan_over_rail(configs) if options.num_nodes > 1 else plan_of(configs, brings_own_rows=True)
+
+
+def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> WireFormat:
+    if options.cast is not None:
+        return WireFormat(options.cast)
+    # scales that are powers of two take as many bytes as others
+    return wire_format(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
+
+
+def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
+    """What the plan takes for granted, one sentence each."""
+    found, cast = [], op_facts(config)["quant"]
+    if options.max_num_batched_tokens is None:
+        found.append(
+            f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}, vLLM's default for vllm serve on H100 and H200"
+        )
+    if options.tensor_parallel_size > 1:
+        shared = options.sequence_parallel_size(model) > 1
+        found.append(
+            "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel" if shared else
+            "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
+        )  # fmt: skip
+    if options.cast is None and cast != "none":
+        found.append(
+            f"experts that take rows cast by {cast}; --quant none for those that want {op_facts(config)['dtype']} "
+            "(FlashInfer's CUTLASS, on Hopper)"
+        )
+    elif options.cast is None and model.quant_method != "none":
+        found.append(f"quantisation {model.quant_method}: tokens travel as {op_facts(config)['dtype']}")
+    if model.quant_method == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
+        padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
+        found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
+    found += _about_nodes(options)
+    return [*found, "no second op, which a model with MoE layers of different shapes has"]
+
+
+def _about_nodes(options: VllmOptions) -> list[str]:
+    """Where the GPUs are, and what joins them."""
+    world_size, num_nodes, node_size = options.world_size, options.num_nodes, options.node_size
+    else_say = "" if options.gpus_per_node else "; else --gpus-per-node"
+    if num_nodes == 1:
+        return [f"all {world_size} GPUs on one node (NVLink){else_say}"]
+    return [
+        f"{num_nodes} nodes with {node_size} of the {world_size} GPUs each{else_say}",
+        f"nodes joined over {RAIL}, which is EP_A2A_RAIL's default between hosts; NCCL's own buffers are not counted",
+    ]

@@ -1,0 +1,118 @@
+"""Dispatch and combine between nodes, played event by event on one GPU of each node.
+
+With a copy per node (InterNodeV1) a token crosses once, to the GPU of the same local rank, which pushes it on over
+NVLink to the ranks of its node that need it; combine goes the same way back, and each node adds up its rows before one
+row per token crosses. A node has room for `num_credits` chunks of each other GPU; a credit comes back when a chunk has
+been worked off. With a copy per rank or per expert rows go straight to their destinations, without credits.
+
+What is left out: multiprocessors (they keep up with the wires), reading and writing a GPU's own memory, the network
+behind the NICs (it has no bottleneck), skew between ranks when a step begins.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
+from ep_a2a.commands.simulation.events import Clock, Wire, transfer
+from ep_a2a.commands.simulation.traffic import Chunk, Copies, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OWN_CHUNKS = 2
+"""Chunks of a rank's own node that are on NVLink at once, so that they share it with what comes from other nodes."""
+
+
+class Phase(enum.StrEnum):
+    """Half of a round trip."""
+
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+
+
+def simulate(cluster: Cluster, shape: Shape, copies: Copies, phase: Phase, chunks: list[list[list[Chunk]]]) -> float:
+    """Microseconds until the last GPU is done.
+
+    Args:
+        cluster, shape, copies: what is simulated.
+        phase: dispatch or combine.
+        chunks: of that cluster, shape and copies, as sample_chunks makes them.
+    """
+    return _Exchange(cluster, shape, copies, phase, chunks).run()
+
+
+class _Exchange:
+    def __init__(
+        self, cluster: Cluster, shape: Shape, copies: Copies, phase: Phase, chunks: list[list[list[Chunk]]]
+    ) -> None:
+        self.cluster, self.chunks = cluster, chunks
+        self.row_bytes = shape.dispatch_record_bytes if phase is Phase.DISPATCH else shape.combine_row_bytes
+        self.is_combine, self.goes_on = phase is Phase.COMBINE, copies is Copies.NODE
+        self.clock, self.last_us = Clock(), 0.0
+        nodes = range(cluster.num_nodes)
+        self.nvlink = [Wire(cluster.nvlink_gb_per_s) for _ in nodes]
+        self.nic_out = [Wire(cluster.nic_gb_per_s) for _ in nodes]
+        self.nic_in = [Wire(cluster.nic_gb_per_s) for _ in nodes]
+
+    def run(self) -> float:
+        num_nodes = self.cluster.num_nodes
+        for window in range(self.cluster.num_credits):
+            # Nodes are served in turn, each rank beginning with the next node: no NIC is everybody's first.
+            for distance in range(1, num_nodes):
+                for node in range(num_nodes):
+                    self.clock.at(START_US, _bound(self.cross, node, (node + distance) % num_nodes, window))
+        for node in range(num_nodes):
+            for window in range(OWN_CHUNKS):
+                self.clock.at(START_US, _bound(self.stay, node, window))
+        self.clock.run()
+        return self.last_us + FINISH_US
+
+    def stay(self, node: int, number: int) -> None:
+        """Rows for ranks of the own node; the chunk behind them follows."""
+        chunks = self.chunks[node][node]
+        if number >= len(chunks):
+            return
+        num_bytes = chunks[number].num_nvlink_rows * self.row_bytes
+        _, end_us = self.nvlink[node].reserve(self.clock.now_us, num_bytes)
+        self.clock.at(end_us + NVLINK_HOP_US, self.finish)
+        self.clock.at(end_us, _bound(self.stay, node, number + OWN_CHUNKS))
+
+    def cross(self, node: int, other: int, number: int) -> None:
+        """A chunk from node to other, which has a credit; the next one of this credit follows when it is back."""
+        # In combine rows return: what `other` brought to `node` in dispatch is what node owes other.
+        chunks = self.chunks[other][node] if self.is_combine else self.chunks[node][other]
+        if number >= len(chunks):
+            return
+        chunk = chunks[number]
+        nic_bytes, nvlink_bytes = chunk.num_records * self.row_bytes, chunk.num_nvlink_rows * self.row_bytes
+        clock, nvlink = self.clock, self.nvlink
+
+        def done() -> None:
+            self.finish()
+            if self.goes_on:
+                again = _bound(self.cross, node, other, number + self.cluster.num_credits)
+                clock.at(clock.now_us + NIC_LATENCY_US, again)
+
+        def forward() -> None:
+            transfer(clock, nvlink[other], None, nvlink_bytes, NVLINK_HOP_US, done)
+
+        def put(then: Callable[[], None]) -> None:
+            transfer(clock, self.nic_out[node], self.nic_in[other], nic_bytes, NIC_LATENCY_US, then)
+
+        if not self.goes_on:
+            put(done)
+            clock.at(clock.now_us, _bound(self.cross, node, other, number + self.cluster.num_credits))
+        elif self.is_combine:
+            transfer(clock, nvlink[node], None, nvlink_bytes, NVLINK_HOP_US, lambda: put(done))
+        else:
+            put(forward)
+
+    def finish(self) -> None:
+        """Something has come to where it is needed."""
+        self.last_us = max(self.last_us, self.clock.now_us)
+
+
+def _bound(action: Callable[..., None], *arguments: int) -> Callable[[], None]:
+    return lambda: action(*arguments)

@@ -1,0 +1,103 @@
+"""What an exchange between nodes would take: simulated times, expected traffic, buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.commands.simulation.buffers import expert_rows_bytes, wire_buffers
+from ep_a2a.commands.simulation.exchange import Phase, simulate
+from ep_a2a.commands.simulation.traffic import Copies, expected_remote_copies, sample_chunks
+from ep_a2a.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.simulation.cluster import Cluster
+    from ep_a2a.commands.simulation.traffic import Shape
+
+MAX_RANKS = 4096
+"""More take minutes to sample."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted, never measured.
+
+    Attributes:
+        cluster, shape, copies: of what.
+        dispatch_us, combine_us: simulated, until the last GPU is done, for one sampled routing.
+        remote_copies: expected rows per token that leave its node, by exact formula.
+        buffers: bytes on each GPU by name, without the rows that experts read.
+        expert_rows_bytes: those rows, at worst.
+    """
+
+    cluster: Cluster
+    shape: Shape
+    copies: Copies
+    dispatch_us: float
+    combine_us: float
+    remote_copies: float
+    buffers: dict[str, int]
+    expert_rows_bytes: int
+
+    @property
+    def nic_dispatch_bytes(self) -> int:
+        """Expected bytes that a GPU's NIC sends (and receives) in dispatch."""
+        return round(self.remote_copies * self.shape.num_tokens * self.shape.dispatch_record_bytes)
+
+    @property
+    def nic_combine_bytes(self) -> int:
+        """Expected bytes that a GPU's NIC sends (and receives) in combine."""
+        return round(self.remote_copies * self.shape.num_tokens * self.shape.combine_row_bytes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Sum of `buffers`."""
+        return sum(self.buffers.values())
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "predicted": True,
+            "nodes": self.cluster.num_nodes,
+            "gpus_per_node": self.cluster.gpus_per_node,
+            "ranks": self.cluster.num_ranks,
+            "nic_gbps": self.cluster.nic_gbps,
+            "tokens": self.shape.num_tokens,
+            "experts": self.shape.placed_experts(self.cluster.num_ranks),
+            "copy_per": self.copies.value,
+            "dispatch_us": round(self.dispatch_us, 2),
+            "combine_us": round(self.combine_us, 2),
+            "remote_copies_per_token": round(self.remote_copies, 4),
+            "nic_dispatch_bytes": self.nic_dispatch_bytes,
+            "nic_combine_bytes": self.nic_combine_bytes,
+            "buffer_bytes": self.buffers | {"total": self.buffer_bytes},
+            "expert_rows_bytes": self.expert_rows_bytes,
+        }
+
+
+def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Prediction:
+    """Simulates dispatch and combine of one sampled routing.
+
+    Raises:
+        ConfigError: a token has more experts than there are, or there are too many ranks to sample.
+    """
+    _check(cluster, shape)
+    chunks = sample_chunks(cluster, shape, copies, seed)
+    dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
+    return Prediction(
+        cluster,
+        shape,
+        copies,
+        dispatch_us,
+        combine_us,
+        expected_remote_copies(cluster, shape, copies),
+        wire_buffers(cluster, shape, copies),
+        expert_rows_bytes(cluster, shape),
+    )
+
+
+def _check(cluster: Cluster, shape: Shape) -> None:
+    if cluster.num_ranks > MAX_RANKS:
+        raise ConfigError(f"at most {MAX_RANKS} GPUs", str(cluster.num_ranks), "Lower --nodes.")
+    if shape.topk > shape.num_experts:
+        raise ConfigError(f"--topk of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.")

@@ -1,0 +1,1 @@
+"""`ep-a2a trace`: steps with recorded spans, and their picture."""

@@ -1,0 +1,289 @@
+"""Looks for the launch numbers that make round trips fastest, and keeps them in tuned tables."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.commands.bench.native import OpContender, OpSession, make_config
+from ep_a2a.commands.bench.timing import make_clock, summarize, time_round_trips
+from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing.launch import RankFailure, RankPool
+from ep_a2a.tuning.parse import LAUNCH_FIELDS, MAX_PROGRAMS
+from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
+from ep_a2a.tuning.tables import (
+    Evidence,
+    Table,
+    TableEntry,
+    TunedLaunch,
+    TunedTables,
+    arch_name,
+    shape_key,
+    table_name,
+    write_table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from ep_a2a.commands.bench.contender import BenchContext
+    from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.config import EpDispatchCombineConfig
+
+Launches = dict[str, TunedLaunch]
+"""By value of policy.Phase: the dispatch that a step takes, and combine."""
+
+DEFAULT_SIZES = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+VALUES = {
+    "num_warps": (2, 4, 8, 16),
+    "send_elements": (1024, 2048, 4096, 8192),
+    "add_elements": (512, 1024, 2048),
+    "pause_ns": (0, 100, 500),
+}
+"""What is tried of launch numbers that are not numbers of programs."""
+SCALES = (0.5, 0.75, 1.5, 2.0)
+"""What numbers of programs are multiplied by."""
+LEAST_GAIN = 0.01
+"""Share of the time that a launch must save to be taken for better: less is noise."""
+POINT_TIMEOUT_SECS = 900.0
+"""Beyond a point's budget: building the op, and the last trial's compilation."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search has found for one workload, the same on all ranks.
+
+    Attributes:
+        workload: what was moved; its max_num_tokens is the key's.
+        default, best: analytic launch numbers and the fastest ones, by phase.
+        default_us, best_us: microseconds of a round trip, measured one after the other when the search was over.
+        num_trials: launches timed. is_complete: every neighbour of the best was tried within the budget.
+        arch, device: of the GPUs.
+    """
+
+    workload: Workload
+    default: Launches
+    best: Launches
+    default_us: float
+    best_us: float
+    num_trials: int
+    is_complete: bool
+    arch: str
+    device: str
+
+
+def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:
+    """Launches that differ from this one in one number."""
+    for name in LAUNCH_FIELDS[phase]:
+        now: int = getattr(launch, name)
+        values = VALUES.get(name) or [min(MAX_PROGRAMS, max(1, round(now * scale))) for scale in SCALES]
+        yield from (replace(launch, **{name: value}) for value in values if value != now)
+
+
+@dataclass
+class Search:
+    """Coordinate search: what is faster is kept and becomes the point whose neighbours are tried next.
+
+    Args:
+        time_of: microseconds of a round trip with these launches; infinite where the result is wrong.
+        effect_of: what the launches come to on this device; of those with one effect only the first is timed.
+        has_time: whether another trial may begin. The three answer the same on all ranks.
+    """
+
+    time_of: Callable[[Launches], float]
+    effect_of: Callable[[Launches], Any]
+    has_time: Callable[[], bool]
+    num_trials: int = 0
+    is_complete: bool = False
+
+    def run(self, start: Launches) -> Launches:
+        """The fastest launches found from `start`."""
+        tried = {self.effect_of(start)}
+        best, best_us = start, self._time(start)
+        while True:
+            trial = next(self._untried(best, tried), None)
+            if trial is None:
+                self.is_complete = True
+                return best
+            if not self.has_time():
+                return best
+            tried.add(self.effect_of(trial))
+            trial_us = self._time(trial)
+            if trial_us < best_us * (1 - LEAST_GAIN):
+                best, best_us = trial, trial_us
+
+    def _time(self, launches: Launches) -> float:
+        self.num_trials += 1
+        return self.time_of(launches)
+
+    def _untried(self, around: Launches, tried: set[Any]) -> Iterator[Launches]:
+        for phase, launch in around.items():
+            for other in neighbours(phase, launch):
+                trial = around | {phase: other}
+                if self.effect_of(trial) not in tried:
+                    yield trial
+
+
+def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunch]) -> TunedTables:
+    """Tables with these launches for steps of M tokens."""
+    nothing = Evidence(0.0, 0.0, 0, "", {}, "")
+    size = config.max_num_inp_token_per_rank
+    return TunedTables({
+        phase: Table((TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),))
+        for phase, launch in launches.items()
+    })  # fmt: skip
+
+
+def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None) -> Launches:
+    """What the policy gives steps of M tokens, as a table would have it: the analytic numbers, or those of tables.
+
+    What tables ask for beyond the device or the work is cut off.
+    """
+    size = config.max_num_inp_token_per_rank
+    launches = {}
+    for phase in (dispatch_phase(config, size), Phase.COMBINE):
+        launch = choose_launch(config, phase, size, size, num_sms, tables=tables)
+        launches[phase.value] = TunedLaunch(**{name: getattr(launch, name) for name in LAUNCH_FIELDS[phase.value]})
+    return launches
+
+
+def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int) -> tuple[Any, ...]:
+    """What the policy makes of launches on a device, whatever their reason."""
+    size, tables = config.max_num_inp_token_per_rank, tables_of(config, launches)
+    chosen = [choose_launch(config, Phase(phase), size, size, num_sms, tables=tables) for phase in launches]
+    return tuple(replace(launch, reason="") for launch in chosen)
+
+
+def search_point(
+    context: BenchContext, workload: Workload, settings: TimingSettings, budget_secs: float
+) -> Outcome:  # fmt: skip
+    """Searches for the best launches of one workload. Collective; the same on every rank.
+
+    Raises:
+        CheckFailedError: round trips are wrong with analytic launches already.
+    """
+    rendezvous, clock = Rendezvous(context.group), make_clock(context)
+    properties = torch.cuda.get_device_properties(context.device)
+    num_sms, name = properties.multi_processor_count, properties.name
+    config = make_config(workload, context.rank)
+    session = OpContender().prepare(workload, context)
+    assert isinstance(session, OpSession)
+    deadline = time.monotonic() + budget_secs
+
+    def time_of(launches: Launches) -> float:
+        session.use_tables(tables_of(config, launches))
+        return _checked_time(session, rendezvous, lambda: time_round_trips(session, clock, settings, in_graph=True))
+
+    default = chosen_launches(config, num_sms)
+    search = Search(
+        time_of,
+        lambda launches: effect_of(config, launches, num_sms),
+        lambda: all(rendezvous.exchange("time left", time.monotonic() < deadline)),
+    )
+    best = search.run(default)
+    # once more, one after the other: the fastest of many trials was also the luckiest
+    default_us, best_us = time_of(default), time_of(best)
+    if not math.isfinite(default_us):
+        raise CheckFailedError("right results with analytic launches", "wrong ones", "Run ep-a2a bench; it says more.")
+    if best_us >= default_us:
+        best, best_us = default, default_us
+    best = chosen_launches(config, num_sms, tables_of(config, best))
+    session.close()
+    arch = arch_name((properties.major, properties.minor))
+    return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)
+
+
+def _checked_time(session: OpSession, rendezvous: Rendezvous, time_session: Callable[[], list[float]]) -> float:
+    """Median microseconds on the slowest rank, or infinity where any rank's result is wrong."""
+    problem = None
+    try:
+        session.check()
+    except CheckFailedError as error:
+        problem = str(error)
+    if any(rendezvous.exchange("check of a trial", problem)):
+        return math.inf
+    return summarize(rendezvous.exchange("times of a trial", time_session())).p50_us
+
+
+def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
+    """The entries that an outcome becomes, by phase."""
+    workload, config = outcome.workload, make_config(outcome.workload, 0)
+    num_bytes = workload.dispatch_bytes + workload.combine_bytes
+    us = round(outcome.best_us, 2)
+    evidence = Evidence(
+        us=us,
+        gb_per_s=round(num_bytes / us / 1e3, 1),
+        remote_rows=workload.busiest_remote_rows,
+        device=outcome.device,
+        versions=_versions(),
+        date=datetime.now(UTC).date().isoformat(),
+        note=f"analytic launches: {outcome.default_us:.1f} us; {outcome.num_trials} launches tried",
+    )
+    size = workload.max_num_tokens
+    return {
+        phase: TableEntry(shape_key(config, phase, size), launch, evidence) for phase, launch in outcome.best.items()
+    }
+
+
+def tune(
+    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, output: Path
+) -> Iterator[Outcome | str]:
+    """Searches for each workload on GPUs and writes what was found, each as soon as it is known.
+
+    Args:
+        points: all of one number of ranks. settings: how a trial is timed.
+        budget_secs: how long each search may go on beginning trials.
+        output: folder of the tables; made where it does not exist.
+
+    Yields:
+        What was found, or why nothing was.
+
+    Raises:
+        UnsupportedError: there are fewer GPUs than ranks.
+    """
+    check_can_tune(points[0].world_size)
+    output.mkdir(parents=True, exist_ok=True)
+    for workload in points:
+        try:
+            with RankPool(
+                workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS
+            ) as pool:  # fmt: skip
+                outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
+        except RankFailure as failure:
+            yield f"max_num_tokens {workload.max_num_tokens}: {failure}"
+            continue
+        for phase, entry in entries_of(outcome).items():
+            write_table(output / table_name(outcome.arch, workload.world_size, phase), phase, [entry])
+        yield outcome
+
+
+def check_can_tune(num_ranks: int) -> None:
+    """Raises where this machine cannot give tables for so many ranks.
+
+    Raises:
+        UnsupportedError: there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise UnsupportedError(
+            "GPUs to tune on: launch numbers are for GPUs, and times in Triton's interpreter say nothing about them",
+            "none that torch can use", "Run this where the engine will run, or use the tables in configs/.",
+        )  # fmt: skip
+    if num_gpus < num_ranks or num_ranks < 2:
+        raise UnsupportedError(
+            f"2 to {num_gpus} ranks, one for each GPU", str(num_ranks), "Say --ranks."
+        )  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"torch": torch.__version__, "triton": version("triton")}

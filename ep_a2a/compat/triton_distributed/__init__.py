@@ -1,0 +1,17 @@
+"""Triton-distributed's low-latency EP layer on this package's kernels: its names, arguments, shapes and meanings."""
+
+from ep_a2a.compat.triton_distributed.contexts import (
+    LowlatencyCombineContext,
+    LowlatencyDispatchContext,
+    create_ep_ll_a2a_ctx,
+)
+from ep_a2a.compat.triton_distributed.layer import EPLowLatencyAllToAllLayer
+from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
+
+__all__ = [
+    "DispatchMetaInfo",
+    "EPLowLatencyAllToAllLayer",
+    "LowlatencyCombineContext",
+    "LowlatencyDispatchContext",
+    "create_ep_ll_a2a_ctx",
+]

@@ -1,0 +1,126 @@
+"""The contexts of the layer: which of its two sets of buffers the next dispatch and the next combine use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_a2a.compat.triton_distributed.phases import NUM_PHASES, PhaseBuffers, make_config, make_phases
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_a2a.memory.arena import Arena
+
+
+class _PhasedContext:
+    """What dispatch and combine have in common.
+
+    Args:
+        phases: the sets of buffers, which both contexts of a layer share.
+        online_quant_fp8, fp8_gsize: as given to the layer.
+
+    Attributes:
+        phase: which set the next call uses, 0 or 1.
+        call_count: calls so far.
+    """
+
+    num_phases = NUM_PHASES
+
+    def __init__(self, phases: list[PhaseBuffers], online_quant_fp8: bool, fp8_gsize: int) -> None:
+        self.phases = phases
+        self.online_quant_fp8, self.fp8_gsize = online_quant_fp8, fp8_gsize
+        self.phase = self.call_count = 0
+        self._finalized = False
+        config = phases[0].op.config
+        self.max_m, self.hidden, self.topk = config.max_num_inp_token_per_rank, config.hidden_dim, config.topk
+        self.num_experts, self.rank, self.world_size = config.total_experts, config.rank, config.world_size
+
+    @property
+    def signal_val(self) -> int:
+        """1, 1, 2, 2, 3, 3, ...: how often the next call's buffers have been used then.
+
+        For information: the kernels count steps themselves, in device memory, so that replays of graphs count too.
+        """
+        return self.call_count // self.num_phases + 1
+
+    @property
+    def buffers(self) -> PhaseBuffers:
+        """The set of buffers that the next call uses."""
+        return self.phases[self.phase]
+
+    def update_phase(self) -> None:
+        """Makes the next call use the other set of buffers."""
+        self.phase = (self.phase + 1) % self.num_phases
+        self.call_count += 1
+
+    def finalize(self) -> None:
+        """Ends this context's use of the buffers; local and idempotent. When both contexts have, the ops are closed."""
+        if not self._finalized:
+            self._finalized = True
+            for buffers in self.phases:
+                buffers.release()
+
+
+class LowlatencyDispatchContext(_PhasedContext):
+    """Buffers of the layer as dispatch uses them, two sets in turn."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that dispatch returns."""
+        return self.phases[0].op.config.wire_dtype
+
+
+class LowlatencyCombineContext(_PhasedContext):
+    """Buffers of the layer as combine uses them, two sets in turn."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows given to combine and of its result."""
+        return self.phases[0].op.config.combined_dtype
+
+    @property
+    def send_tokens_comm_buf(self) -> torch.Tensor:
+        """[num_experts_per_rank, world_size * max_m, hidden] of `dtype`: memory for the next combine's rows.
+
+        Rows are sent from any memory, so it saves no copy. Allocated by the first request.
+        """
+        op = self.buffers.op
+        rows = op.get_registered_combine_input_buffer(self.dtype)
+        return rows.view(op.config.num_local_experts, self.world_size * self.max_m, self.hidden)
+
+
+def create_ep_ll_a2a_ctx(
+    max_m: int, hidden: int, topk: int, num_experts: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype,
+    world_size: int, rank: int, *, local_world_size: int | None = None, arena: Arena | None = None,
+) -> tuple[LowlatencyDispatchContext, LowlatencyCombineContext]:  # fmt: skip
+    """Makes the buffers of a layer and its two contexts. Collective.
+
+    Args:
+        max_m: M, the most tokens that any rank brings. hidden: H. topk: K. num_experts: over all ranks.
+        online_quant_fp8: whether dispatch casts to fp8, with a scale per `fp8_gsize` elements.
+        fp8_gsize: elements that share a scale; 128 or `hidden` with online_quant_fp8.
+        dtype: of the tokens given to dispatch; float8_e4m3fn for tokens that are all cast already.
+        world_size, rank: those of the arena's group.
+        local_world_size: ranks that share a node: all of them. None takes that for granted.
+        arena: where memory comes from; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument is impossible, or cannot be done here.
+        ConfigMismatchError: arguments differ between ranks, or another rank could not come.
+        NotInitializedError: no arena is given and there is none.
+        RankTimeoutError: ranks did not come.
+    """
+    if arena is None:
+        from ep_a2a.shmem import default_arena
+
+        arena = default_arena()
+    phases = make_phases(
+        lambda: make_config(
+            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, local_world_size
+        ),
+        arena,
+    )  # fmt: skip
+    return (
+        LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
+        LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),
+    )

@@ -1,0 +1,226 @@
+"""EPLowLatencyAllToAllLayer: dispatch to rows by expert, and a combine that weighs them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
+from ep_a2a.errors import DtypeError, StateError
+
+if TYPE_CHECKING:
+    from ep_a2a.compat.triton_distributed.phases import PhaseBuffers
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.telemetry.profiler import StepProfiler
+
+TRACE_FOLDER = "prof"
+
+
+class EPLowLatencyAllToAllLayer:
+    """Tokens to the ranks of their experts and back, with Triton-distributed's arguments and shapes.
+
+    Two sets of buffers are used in turn, so that the next dispatch may come before the combine of the last one.
+    Construction is collective; all arguments but `rank` are the same on all ranks.
+
+    Args:
+        max_m: M, the most tokens that any rank brings.
+        hidden: H, elements of a token.
+        topk: K, experts per token.
+        online_quant_fp8: dispatch casts tokens to fp8, with a float32 scale per `fp8_gsize` elements. (Tokens that are
+            cast already may be given too, with their scales.) Without it tokens travel as they are.
+        rank: this rank. num_experts: over all ranks, owned linearly.
+        local_world_size: ranks of a node; must be world_size. world_size: W.
+        fp8_gsize: elements that share a scale: 128 or `hidden` with online_quant_fp8, any divisor of `hidden` without.
+        dtype: of tokens: bfloat16, float16 or float32; without online_quant_fp8 also float8_e4m3fn, which come with
+            scales. Combine takes and returns dtype, bfloat16 where that is float8_e4m3fn.
+        enable_profiling: record spans inside the kernels and on the host, for dump_dispatch_trace and
+            dump_combine_trace.
+        arena: where memory comes from; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+
+    Attributes:
+        dispatch_ctx, combine_ctx: which buffers the next dispatch and the next combine use.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument is impossible, or cannot be done here.
+        ConfigMismatchError: arguments differ between ranks, or another rank could not come.
+        NotInitializedError: no arena is given and there is none.
+        RankTimeoutError: ranks did not come.
+    """
+
+    def __init__(
+        self,
+        max_m: int,
+        hidden: int,
+        topk: int,
+        online_quant_fp8: bool,
+        rank: int,
+        num_experts: int,
+        local_world_size: int,
+        world_size: int,
+        fp8_gsize: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        enable_profiling: bool = False,
+        *,
+        arena: Arena | None = None,
+    ) -> None:
+        self.dispatch_ctx, self.combine_ctx = create_ep_ll_a2a_ctx(
+            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank,
+            local_world_size=local_world_size, arena=arena,
+        )  # fmt: skip
+        self.max_m, self.hidden, self.topk, self.rank, self.world_size = max_m, hidden, topk, rank, world_size
+        self.num_experts, self.local_world_size = num_experts, local_world_size
+        self.num_experts_per_rank = self._phases[0].op.config.num_local_experts
+        self.online_quant_fp8, self.fp8_gsize, self.num_groups = online_quant_fp8, fp8_gsize, hidden // fp8_gsize
+        self.enable_profiling = enable_profiling
+        self._profilers: list[StepProfiler] = []
+        if enable_profiling:
+            self._phases[0].op.arena.together("recording spans", self._start_profiling)
+
+    def _start_profiling(self) -> None:
+        from ep_a2a.telemetry.profiler import StepProfiler
+
+        for number, buffers in enumerate(self._phases):
+            self._profilers.append(StepProfiler(buffers.op, f"buffers {number}"))
+
+    def _recorded(self, buffers: PhaseBuffers, phase: str) -> contextlib.AbstractContextManager[None]:
+        if not self._profilers:
+            return contextlib.nullcontext()
+        return self._profilers[self._phases.index(buffers)].call(phase)
+
+    @property
+    def _phases(self) -> list[PhaseBuffers]:
+        return self.dispatch_ctx.phases
+
+    def dispatch(
+        self,
+        send_tokens: torch.Tensor,
+        send_scales: torch.Tensor | None,
+        topk_indices: torch.Tensor,
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchMetaInfo]:
+        """Sends each token to the ranks of its experts, which get a row for each expert that the token names.
+
+        Args:
+            send_tokens: [T, H] of dtype, T <= M; with online_quant_fp8 also float8_e4m3fn, on all ranks or on none.
+            send_scales: float32 [T, H / fp8_gsize] of tokens that are cast already, else None.
+            topk_indices: int32 [T, K] expert ids; ids outside [0, num_experts) are dropped slots.
+            topk_weights: float32 [T, K], or None on all ranks. Given here, they travel with the tokens, and combine is
+                given none: that saves it a hop. (Not an argument of Triton-distributed's.)
+
+        Returns:
+            (recv_token, recv_scale, expert_recv_count, dispatch_meta): rows [num_experts_per_rank, W * M, H], each
+            expert's dense from the front, ascending by source rank and token; their scales, float32
+            [num_experts_per_rank, W * M, H / fp8_gsize], or None where tokens have none; int32 [num_experts_per_rank]
+            rows of each expert; what combine needs. The tensors have a fixed address for each of the two sets of
+            buffers, and are valid until the combine of this dispatch. Rows past an expert's hold anything.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            AlternationError: the dispatch before the last one has not been combined.
+        """
+        buffers = self.dispatch_ctx.buffers
+        with self._recorded(buffers, "dispatch"):
+            rows, scales, step = buffers.dispatch(send_tokens, topk_weights, send_scales, topk_indices)
+        self.dispatch_ctx.update_phase()
+        return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step)
+
+    def combine(
+        self,
+        send_tokens: torch.Tensor,
+        topk_indices: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        dispatch_meta: DispatchMetaInfo,
+        zero_copy: bool = False,
+    ) -> torch.Tensor:
+        """Multiplies the experts' rows by the router's weights and adds them for each of this rank's tokens.
+
+        A rank weighs and adds the rows of its own experts in float32, in ascending order of a token's slots, and rounds
+        once; the token's rank adds these sums in float32, in ascending rank order. (Triton-distributed sends a row for
+        each expert and weighs them at the token's rank.)
+
+        Args:
+            send_tokens: [num_experts_per_rank, W * M, H], one row per row that dispatch returned; what rows past
+                expert_recv_count hold has no effect.
+            topk_indices: this rank's own ids as given to dispatch, which are compared with them, or None.
+            topk_weights: [T, K] of any floating dtype, of this rank's own tokens; None where dispatch was given them.
+            dispatch_meta: from the dispatch that this combine belongs to. Those of two open dispatches may come in
+                either order, the same on all ranks.
+            zero_copy: without effect: rows are sent from where they lie, without a copy.
+
+        Returns:
+            [T, H], new memory. A token without a valid expert becomes zeros.
+
+        Raises:
+            InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
+            AlternationError: this dispatch has been combined already.
+            StateError: dispatch_meta is of another layer.
+        """
+        buffers = dispatch_meta.buffers
+        if buffers not in self._phases:
+            raise StateError("dispatch_meta from a dispatch of this layer", "one of another layer", "Pass that one.")
+        op = buffers.op
+        op.check()
+        buffers.expect_open(dispatch_meta.step)
+        weights = None if topk_weights is None else _in_float32(topk_weights)
+        out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
+        with self._recorded(buffers, "combine"):
+            op.combine(send_tokens, weights, topk_indices, out=out)
+        self.combine_ctx.update_phase()
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both sets of buffers on this rank."""
+        return sum(buffers.num_bytes for buffers in self._phases)
+
+    def reset(self) -> None:
+        """Makes the layer usable again after an error or unfinished steps. Collective; open steps are lost."""
+        for buffers in self._phases:
+            buffers.op.reset()
+        for profiler in self._profilers:
+            profiler.clear()
+
+    def dump_dispatch_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
+        """Writes what the latest dispatches did to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
+
+        Names of spans: quant_and_put, count_put, wait, postprocess; docs/profiling.md says what they are. Times are
+        those of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
+
+        Returns:
+            The file; None without enable_profiling, when nothing is written.
+        """
+        return self._dump("dispatch", Path(folder))
+
+    def dump_combine_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
+        """The same of combines, in ll_combine_RANK_<rank>.json: copy_and_put, recv_wait, topk_reduce."""
+        return self._dump("combine", Path(folder))
+
+    def _dump(self, phase: str, folder: Path) -> Path | None:
+        from ep_a2a.telemetry.trace import write_trace
+
+        if not self.enable_profiling:
+            return None
+        path = folder / f"ll_{phase}_RANK_{self.rank}.json"
+        spans = [each for profiler in self._profilers for each in profiler.spans() if each.phase == phase]
+        write_trace({self.rank: spans}, path)
+        return path
+
+    def finalize(self) -> None:
+        """Ends the use of the layer; local and idempotent, in the same order on all ranks where there are several.
+
+        The memory stays with the arena, for the next layer of this shape.
+        """
+        self.dispatch_ctx.finalize()
+        self.combine_ctx.finalize()
+
+
+def _in_float32(weights: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        got = str(weights.dtype) if isinstance(weights, torch.Tensor) else type(weights).__name__
+        raise DtypeError("topk_weights of a floating dtype", got)
+    return weights.to(torch.float32).contiguous()

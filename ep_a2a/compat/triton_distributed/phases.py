@@ -1,0 +1,136 @@
+"""The two sets of buffers that steps of the layer use in turn: an op each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
+from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, UnsupportedError
+from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.combine_time_weights import LateWeightsOp
+from ep_a2a.ops.memory import block_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ep_a2a.memory.arena import Arena
+
+NUM_PHASES = 2
+SCALE_BYTES = 4
+WIDEST_ELEMENT_BYTES = 4
+
+
+def make_config(
+    max_m: int, hidden: int, topk: int, num_experts: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype,
+    world_size: int, rank: int, local_world_size: int | None = None,
+) -> EpDispatchCombineConfig:  # fmt: skip
+    """The op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
+
+    Raises:
+        ConfigError: a value is impossible.
+        UnsupportedError: several nodes; a cast inside dispatch with groups of other sizes than 128 or `hidden`.
+    """
+    if local_world_size not in (None, world_size):
+        raise UnsupportedError(
+            f"all ranks on one node, local_world_size == world_size ({world_size})", str(local_world_size),
+            "Across nodes use the manager's ops: get_ep_group().device_communicator.all2all_manager.get_handle(...).",
+        )  # fmt: skip
+    has_scales = online_quant_fp8 or dtype == FP8_DTYPE
+    if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):
+        raise ConfigError(
+            "fp8_gsize >= 1, and of fp8 tokens hidden a multiple of it", f"hidden {hidden}, fp8_gsize {fp8_gsize}"
+        )
+    if num_experts < 1:
+        raise ConfigError("num_experts >= 1", str(num_experts))
+    quant_type, num_scales = QuantType.NONE, 0
+    if online_quant_fp8:
+        if dtype == FP8_DTYPE:
+            raise ConfigError(
+                "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8", "float8_e4m3fn",
+                "Pass online_quant_fp8=False for tokens that are all cast already.",
+            )  # fmt: skip
+        casts = {hidden: QuantType.FP8_PER_TOKEN, FP8_GROUP_SIZE: QuantType.FP8_PER_1X128}
+        if fp8_gsize not in casts:
+            raise UnsupportedError(
+                f"fp8_gsize {FP8_GROUP_SIZE} or hidden ({hidden}) with online_quant_fp8", str(fp8_gsize),
+                "Use one of them, or cast before dispatch (online_quant_fp8=False, dtype=torch.float8_e4m3fn).",
+            )  # fmt: skip
+        quant_type = casts[fp8_gsize]
+    elif dtype == FP8_DTYPE:
+        num_scales = hidden // fp8_gsize
+    return EpDispatchCombineConfig(
+        data_type=dtype, rank=rank, world_size=world_size, hidden_dim=hidden, scale_dim=num_scales,
+        scale_type_size=SCALE_BYTES if num_scales else 0, max_token_type_size=WIDEST_ELEMENT_BYTES,
+        max_num_inp_token_per_rank=max_m, num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
+        num_experts_per_token=topk, num_experts=num_experts, gpu_per_node=world_size, quant_type=quant_type.value,
+        layout=Layout.EXPERT_MAJOR.value,
+    )  # fmt: skip
+
+
+class PhaseBuffers:
+    """One op with memory of its own, which no other phase shares: steps of both phases may be open at once.
+
+    Args:
+        config: the op's. arena: where its memory comes from. index: the arena's slot. Making one is collective.
+
+    Attributes:
+        op: the op. num_tokens: T of its latest dispatch.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
+        self.op = LateWeightsOp(config, arena=arena, index=index)
+        self.num_tokens = self._num_dispatches = 0
+        self._users = 2
+
+    def dispatch(
+        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """(rows [E, W * M, H], scales [E, W * M, S] or None, number of this dispatch) of the op's dispatch."""
+        rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, indices)
+        self.num_tokens = tokens.shape[0]
+        self._num_dispatches += 1
+        return rows, row_scales, self._num_dispatches
+
+    def is_open(self, step: int) -> bool:
+        """Whether dispatch number `step` is the latest and has not been combined."""
+        return step == self._num_dispatches and self.op.has_open_step
+
+    def expect_open(self, step: int) -> None:
+        """Raises AlternationError unless dispatch number `step` waits for its combine."""
+        if not self.is_open(step):
+            raise AlternationError(
+                "a dispatch that waits for its combine", "the dispatch_meta of one that has been combined, or reset",
+                "Call combine once for each dispatch, with the dispatch_meta that it returned.",
+            )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this phase's buffers on this rank."""
+        return block_sizes(self.op.config).num_bytes + self.op.num_inbox_bytes
+
+    def release(self) -> None:
+        """Ends the use by one of its two users, the context of dispatch and that of combine; the last closes the op."""
+        self._users -= 1
+        if self._users == 0:
+            self.op.close()
+
+
+def make_phases(config_of: Callable[[], EpDispatchCombineConfig], arena: Arena) -> list[PhaseBuffers]:
+    """The buffers of all phases. Collective; a rank that cannot make its configuration tells the others why.
+
+    Args:
+        config_of: makes this rank's configuration.
+        arena: where memory comes from.
+
+    Raises:
+        EpA2AError: as `config_of` or the op's construction.
+    """
+    indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
+    try:
+        config = config_of()
+    except EpA2AError as error:
+        agree_on_config(None, arena.rendezvous, indices[0], error)
+        raise
+    return [PhaseBuffers(config, arena, index) for index in indices]

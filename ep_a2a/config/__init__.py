@@ -1,0 +1,48 @@
+"""What a user configures: the op's fields and enums, the handle kwargs of engines, TOML files.
+
+`EpDispatchCombineConfig` and the constants beside it need torch and are loaded on first use (PEP 562), so that
+`ep-a2a doctor` can read the enums where torch is absent or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
+from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config.enums import RAILS as RAILS
+from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
+from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
+from ep_a2a.config.enums import CompiledCalls as CompiledCalls
+from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
+from ep_a2a.config.enums import Layout as Layout
+from ep_a2a.config.enums import QuantType as QuantType
+from ep_a2a.config.enums import ScaleFormat as ScaleFormat
+from ep_a2a.config.enums import parse_enum as parse_enum
+
+if TYPE_CHECKING:
+    from ep_a2a.config.op_config import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+    from ep_a2a.config.op_config import COMBINE_DTYPES as COMBINE_DTYPES
+    from ep_a2a.config.op_config import FLAGGED_MAX_ROWS as FLAGGED_MAX_ROWS
+    from ep_a2a.config.op_config import FLAGGED_MAX_TOKENS as FLAGGED_MAX_TOKENS
+    from ep_a2a.config.op_config import FP8_DTYPE as FP8_DTYPE
+    from ep_a2a.config.op_config import FP8_GROUP_SIZE as FP8_GROUP_SIZE
+    from ep_a2a.config.op_config import MAX_TOKENS_PER_RANK as MAX_TOKENS_PER_RANK
+    from ep_a2a.config.op_config import MAX_TOPK as MAX_TOPK
+    from ep_a2a.config.op_config import TOKEN_DTYPES as TOKEN_DTYPES
+    from ep_a2a.config.op_config import WIRE_FORMAT_VERSION as WIRE_FORMAT_VERSION
+    from ep_a2a.config.op_config import EpDispatchCombineConfig as EpDispatchCombineConfig
+    from ep_a2a.config.op_config import num_owned_experts as num_owned_experts
+
+_LAZY = (
+    "ALIGNMENT_BYTES", "COMBINE_DTYPES", "FLAGGED_MAX_ROWS", "FLAGGED_MAX_TOKENS", "FP8_DTYPE", "FP8_GROUP_SIZE",
+    "MAX_TOKENS_PER_RANK", "MAX_TOPK", "TOKEN_DTYPES", "WIRE_FORMAT_VERSION", "EpDispatchCombineConfig",
+    "num_owned_experts",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module("ep_a2a.config.op_config"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,146 @@
+"""Turns the handle kwargs of vLLM and AITER into a configuration: the table of AITER's MORI guide, plus our extras."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.config import (
+    COMBINE_DTYPES,
+    DISPATCH_QUANT_TYPES,
+    FP8_DTYPE,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    QuantType,
+    parse_enum,
+)
+from ep_a2a.config.kernel_choice import inter_node_kernel
+from ep_a2a.config.names import did_you_mean
+from ep_a2a.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_FIELD_OF_KWARG = {
+    "rank": "rank",
+    "num_ep_ranks": "world_size",
+    "token_hidden_size": "hidden_dim",
+    "max_num_tokens_per_dp_rank": "max_num_inp_token_per_rank",
+    "num_local_experts": "num_experts_per_rank",
+    "num_experts_per_token": "num_experts_per_token",
+}
+"""Required kwargs that are taken over as they are, under the config's name."""
+
+REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
+OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
+EXTRA_KWARGS = (
+    "layout",
+    "timeout_secs",
+    "first_timeout_secs",
+    "num_experts",
+    "launch",
+    "max_sms",
+    "dispatch_quant_type",
+    "scale_format",
+    "combine_dtype",
+    "max_total_recv_tokens",
+    "use_external_inp_buf",
+    "expert_alignment",
+    "flagged_max_tokens",
+    "compiled_calls",
+    "chunk_tokens",
+    "ring_chunks",
+    "rail",
+)
+"""Ours: passed through to the config field of the same name."""
+
+WARPS_PER_BLOCK = 16
+INTRA_NODE_LAUNCH: dict[str, Any] = {
+    "kernel_type": EpDispatchCombineKernelType.IntraNode, "block_num": 80, "rdma_block_num": 0,
+}  # fmt: skip
+INTER_NODE_LAUNCH: dict[str, Any] = {
+    "block_num": 32, "rdma_block_num": 16,
+}  # fmt: skip
+MORI_GPUS_PER_NODE = 8
+
+
+def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: bool) -> EpDispatchCombineConfig:
+    """The configuration that handle kwargs ask for.
+
+    Args:
+        kwargs: `rank`, `num_ep_ranks`, `input_dtype`, `quant_dtype`, `token_hidden_size`,
+            `max_num_tokens_per_dp_rank`, `num_local_experts`, `num_experts_per_token`; optionally `scale_dim`,
+            `scale_type_size` (0), `gpu_per_node` (all ranks on one node, at most 8 on several), `quant_type` ("none")
+            and the config fields in EXTRA_KWARGS. `quant_dtype` is the dtype that travels, None for `input_dtype`;
+            with a `quant_type` that casts inside dispatch it is what comes out, and must be fp8.
+        topology_internode: whether the group spans several nodes; selects the kernel and its launch numbers.
+
+    Raises:
+        UnknownNameError: a kwarg is not known.
+        ConfigError: a kwarg is missing, or the config refuses its value.
+    """
+    _check_names(kwargs)
+    data_type, combine_dtype = _dtypes(kwargs)
+    world_size = kwargs["num_ep_ranks"]
+    values: dict[str, Any] = {field: kwargs[name] for name, field in CONFIG_FIELD_OF_KWARG.items()}
+    values |= INTER_NODE_LAUNCH if topology_internode else INTRA_NODE_LAUNCH
+    if topology_internode:
+        values["kernel_type"] = inter_node_kernel(kwargs["max_num_tokens_per_dp_rank"])
+    values |= {
+        "data_type": data_type,
+        "combine_dtype": combine_dtype,
+        "scale_dim": kwargs.get("scale_dim", 0),
+        "scale_type_size": kwargs.get("scale_type_size", 0),
+        "max_token_type_size": max(
+            dtype.itemsize for dtype in (kwargs["input_dtype"], kwargs.get("combine_dtype")) if dtype is not None
+        ),
+        "warp_num_per_block": WARPS_PER_BLOCK,
+        "gpu_per_node": min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size,
+        "quant_type": "none",
+    }
+    given = {name: kwargs[name] for name in ("gpu_per_node", "quant_type", *EXTRA_KWARGS) if name in kwargs}
+    return EpDispatchCombineConfig(**values | given)
+
+
+def _check_names(kwargs: Mapping[str, Any]) -> None:
+    known = (*REQUIRED_KWARGS, *OPTIONAL_KWARGS, *EXTRA_KWARGS)
+    unknown = [name for name in kwargs if name not in known]
+    if unknown:
+        hints = " ".join(filter(None, (did_you_mean(name, known) for name in unknown)))
+        remedy = f"{hints} Remove the kwarg or correct its name.".strip()
+        raise UnknownNameError(f"handle kwargs out of {', '.join(known)}", ", ".join(map(repr, unknown)), remedy)
+    missing = [name for name in REQUIRED_KWARGS if name not in kwargs]
+    if missing:
+        raise ConfigError(
+            f"the handle kwargs {', '.join(REQUIRED_KWARGS)}",
+            f"none named {', '.join(missing)}",
+            "Add what is missing.",
+        )
+    for name in ("input_dtype", "quant_dtype", "combine_dtype"):
+        value = kwargs.get(name)
+        if not isinstance(value, torch.dtype) and (value is not None or name == "input_dtype"):
+            raise ConfigError(f"{name} to be a torch.dtype", repr(value))
+
+
+def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:
+    """data_type and combine_dtype."""
+    input_dtype: torch.dtype = kwargs["input_dtype"]
+    quant_dtype: torch.dtype = kwargs["quant_dtype"] or input_dtype
+    if _casts_in_dispatch(kwargs):
+        if quant_dtype != FP8_DTYPE:
+            raise ConfigError(
+                f"quant_dtype {FP8_DTYPE} with a cast inside dispatch", str(kwargs["quant_dtype"]),
+                "Pass the dtype that dispatch shall return, or quant_type='none'.",
+            )  # fmt: skip
+        return input_dtype, None
+    # Experts return rows of the dtype the model computes in, whatever travelled.
+    original = input_dtype if quant_dtype == FP8_DTYPE and input_dtype in COMBINE_DTYPES else None
+    return quant_dtype, original
+
+
+def _casts_in_dispatch(kwargs: Mapping[str, Any]) -> bool:
+    chosen = kwargs.get("dispatch_quant_type")
+    name = "quant_type" if chosen is None else "dispatch_quant_type"
+    quant_type: QuantType = parse_enum(QuantType, kwargs.get(name, "none"), name)
+    return quant_type in DISPATCH_QUANT_TYPES and quant_type is not QuantType.NONE

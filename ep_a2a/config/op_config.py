@@ -1,0 +1,387 @@
+"""What one dispatch/combine op is: the configuration that every rank of a group builds."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
+from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config.enums import RAILS as RAILS
+from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
+from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
+from ep_a2a.config.enums import CompiledCalls as CompiledCalls
+from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
+from ep_a2a.config.enums import Layout as Layout
+from ep_a2a.config.enums import QuantType as QuantType
+from ep_a2a.config.enums import ScaleFormat as ScaleFormat
+from ep_a2a.config.enums import parse_enum as parse_enum
+from ep_a2a.config.fields import MINIMUM, checked_integer, checked_timeout_secs
+from ep_a2a.errors import ConfigError, UnknownNameError
+
+WIRE_FORMAT_VERSION = 2
+"""Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare, and
+of every message with which they meet."""
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_GROUP_SIZE = 128
+"""Elements that share one scale in 1x128 and 128x128 quantisation."""
+
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
+COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNMENT_BYTES = 16
+MAX_TOPK = 32
+MAX_TOKENS_PER_RANK = 1 << 24
+FLAGGED_MAX_TOKENS = 128
+"""The most tokens of a rank that a flagged dispatch takes: its slots are allocated for all of them."""
+FLAGGED_MAX_ROWS = 264
+"""Rows of all ranks together that a flagged dispatch receives without a queue: two programs on each of 132
+multiprocessors. Beyond it, rows that go straight to their place are as fast or faster (bench/results)."""
+
+
+@dataclass(frozen=True)
+class EpDispatchCombineConfig:
+    """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.
+
+    W = world_size, M = max_num_inp_token_per_rank, K = num_experts_per_token, E = num_experts_per_rank.
+    All fields but `rank` and `num_experts_per_rank` must be equal on all ranks; ranks compare them when an op is built.
+
+    Attributes:
+        data_type: dtype of the tokens given to dispatch (before a fused cast).
+        rank: this rank in the group, 0 <= rank < W.
+        world_size: W, ranks in the group.
+        hidden_dim: H, elements of one token row; a row must be a multiple of 16 bytes.
+        scale_dim: scales per token that travel with already quantised tokens; 0 for none. Derived for a fused cast.
+        scale_type_size: bytes per scale, 1 or 4. Derived for a fused cast.
+        max_token_type_size: bytes of the widest element that dispatch or combine will move; sizes the buffers.
+        max_num_inp_token_per_rank: M, the most tokens any rank brings.
+        num_experts_per_rank: E, experts on this rank.
+        num_experts_per_token: K, 1 to 32.
+        warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual".
+        max_total_recv_tokens: cap on received rows (layout compact only); 0 = none. Rounded up to a multiple of W,
+            as MORI does.
+        use_external_inp_buf: MORI's; without effect, since combine sends from any memory.
+        kernel_type: kernels to use.
+        gpu_per_node: ranks that share a node.
+        num_qp_per_pe: MORI's, queue pairs per peer; checked, and without effect: NCCL and NVSHMEM have own settings.
+        quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch;
+            fp8_direct_cast and fp8_blockwise act on the combine wire.
+        layout: one of Layout's values.
+        timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
+        first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, but for
+            timeout_secs where that is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
+        num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
+        launch: "auto" takes launch numbers from the policy, "manual" from this config.
+        max_sms: most multiprocessors a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
+        dispatch_quant_type: the cast inside dispatch when quant_type names a combine cast; None = by quant_type.
+        scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
+        combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
+        flagged_max_tokens: steps with max_num_tokens up to this are dispatched as words that are their own flags, which
+            takes one hop less and one local copy more; 0 to FLAGGED_MAX_TOKENS. Of many ranks fewer tokens: their
+            number times W is FLAGGED_MAX_ROWS at most.
+        expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
+            the end of its block, so that grouped products can read whole tiles.
+        compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
+        chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
+            and chunks that a ring holds at most, a power of two. With launch="manual" rdma_block_num channels share
+            them, or as many as there are chunks: ranks must have the same ones, so a call cannot change them.
+        rail: what carries tokens between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built
+            without one takes it for "peer_memory".
+        num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
+            larger one: its ranks are first_rank ... first_rank + W - 1 there, and it drops ids of experts elsewhere.
+    """
+
+    data_type: torch.dtype
+    rank: int
+    world_size: int
+    hidden_dim: int
+    scale_dim: int
+    scale_type_size: int
+    max_token_type_size: int
+    max_num_inp_token_per_rank: int
+    num_experts_per_rank: int
+    num_experts_per_token: int
+    warp_num_per_block: int = 8
+    block_num: int = 80
+    max_total_recv_tokens: int = 0
+    use_external_inp_buf: bool = True
+    kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
+    gpu_per_node: int = 8
+    rdma_block_num: int = 0
+    num_qp_per_pe: int = 1
+    quant_type: str = "none"
+    layout: str = field(default="compact", kw_only=True)
+    timeout_secs: float | None = field(default=None, kw_only=True)
+    first_timeout_secs: float | None = field(default=None, kw_only=True)
+    num_experts: int = field(default=0, kw_only=True)
+    launch: str = field(default="auto", kw_only=True)
+    max_sms: int = field(default=0, kw_only=True)
+    dispatch_quant_type: str | None = field(default=None, kw_only=True)
+    scale_format: str = field(default="float32", kw_only=True)
+    combine_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
+    expert_alignment: int = field(default=1, kw_only=True)
+    compiled_calls: str = field(default="all", kw_only=True)
+    chunk_tokens: int = field(default=8, kw_only=True)
+    ring_chunks: int = field(default=4, kw_only=True)
+    rail: str = field(default="auto", kw_only=True)
+    num_owner_ranks: int = field(default=0, kw_only=True)
+    first_rank: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, minimum in MINIMUM.items():
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), minimum))
+        _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
+        _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
+        _require(
+            self.max_num_inp_token_per_rank < MAX_TOKENS_PER_RANK,
+            f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}",
+            str(self.max_num_inp_token_per_rank),
+        )
+        last_position = self.world_size**2 * self.max_num_inp_token_per_rank
+        _require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
+        self._check_names()
+        self._check_dtypes()
+        self._check_experts()
+        for name in ("timeout_secs", "first_timeout_secs"):
+            if getattr(self, name) is not None:
+                checked_timeout_secs(getattr(self, name), name)
+        _require(
+            self.flagged_max_tokens <= FLAGGED_MAX_TOKENS,
+            f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",
+            str(self.flagged_max_tokens),
+        )
+        if self.max_total_recv_tokens:
+            _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
+
+    def _check_names(self) -> None:
+        if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
+            raise ConfigError("kernel_type to be an EpDispatchCombineKernelType", repr(self.kernel_type))
+        parse_enum(Layout, self.layout, "layout")
+        parse_enum(ScaleFormat, self.scale_format, "scale_format")
+        parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
+        quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
+        if self.rail not in RAILS:
+            raise UnknownNameError(f"rail to be one of {RAILS}", repr(self.rail))
+        if self.launch not in ("auto", "manual"):
+            raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
+        if self.dispatch_quant_type is not None:
+            dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
+            _require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
+            _require(
+                quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch,
+                "quant_type to act on combine where dispatch_quant_type is given",
+                repr(quant_type.value),
+            )
+
+    def _check_dtypes(self) -> None:
+        _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
+        _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
+        widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
+        if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
+            _require(
+                self.max_token_type_size >= widest,
+                f"max_token_type_size >= {widest}, the widest element to be moved",
+                str(self.max_token_type_size),
+            )
+        for dtype in (self.wire_dtype, self.combined_dtype, self.combine_wire_dtype):
+            row_bytes = self.hidden_dim * dtype.itemsize
+            _require(
+                row_bytes % ALIGNMENT_BYTES == 0,
+                f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}",
+                str(row_bytes),
+            )
+        if self.casts_in_dispatch:
+            _require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
+            _require(
+                self.dispatch_quant != QuantType.FP8_PER_1X128 or self.hidden_dim % FP8_GROUP_SIZE == 0,
+                f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_per_1x128",
+                str(self.hidden_dim),
+            )
+            given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
+            _require(
+                self.scale_dim == 0 or given == made,
+                f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {self.dispatch_quant.value} makes them",
+                str(given),
+            )
+        _require(
+            self.combine_quant != QuantType.FP8_BLOCKWISE or self.hidden_dim % FP8_GROUP_SIZE == 0,
+            f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_blockwise",
+            str(self.hidden_dim),
+        )
+        if self.scale_dim:
+            _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
+
+    def _check_experts(self) -> None:
+        _require(self.total_experts > 0, "at least one expert in all", "none")
+        num_owners = self.owners[1]
+        last = self.first_rank + self.world_size
+        _require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
+        own = num_owned_experts(self.total_experts, num_owners, self.first_rank + self.rank)
+        most = num_owned_experts(self.total_experts, num_owners, self.first_rank)
+        _require(
+            self.num_experts_per_rank in (own, most),
+            f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
+            str(self.num_experts_per_rank),
+        )
+        if self.layout == Layout.EXPERT_MAJOR:
+            num_rows = most * self.world_size * self.max_num_inp_token_per_rank
+            _require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
+
+    @functools.cached_property
+    def topk(self) -> int:
+        """K."""
+        return self.num_experts_per_token
+
+    @functools.cached_property
+    def total_experts(self) -> int:
+        """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
+        return self.num_experts or (self.num_owner_ranks or self.world_size) * self.num_experts_per_rank
+
+    @functools.cached_property
+    def owners(self) -> tuple[int, int, int, int]:
+        """Who owns the experts, as kernels want it: (experts, ranks that own them, first rank of this group, 1)."""
+        return self.total_experts, self.num_owner_ranks or self.world_size, self.first_rank, 1
+
+    @functools.cached_property
+    def num_local_experts(self) -> int:
+        """Experts that this rank owns."""
+        return num_owned_experts(self.total_experts, self.owners[1], self.first_rank + self.rank)
+
+    @functools.cached_property
+    def first_expert(self) -> int:
+        """The id of the first expert that this rank owns, or would own."""
+        rank, (small, num_large) = self.first_rank + self.rank, divmod(self.total_experts, self.owners[1])
+        return rank * small + min(rank, num_large)
+
+    @functools.cached_property
+    def dispatch_quant(self) -> QuantType:
+        """The cast inside dispatch."""
+        if self.dispatch_quant_type is not None:
+            return QuantType(self.dispatch_quant_type)
+        quant_type = QuantType(self.quant_type)
+        return quant_type if quant_type in DISPATCH_QUANT_TYPES else QuantType.NONE
+
+    @functools.cached_property
+    def combine_quant(self) -> QuantType:
+        """The cast on the combine wire."""
+        quant_type = QuantType(self.quant_type)
+        return quant_type if quant_type in COMBINE_QUANT_TYPES else QuantType.NONE
+
+    @functools.cached_property
+    def casts_in_dispatch(self) -> bool:
+        """Whether dispatch turns data_type into fp8."""
+        return self.dispatch_quant != QuantType.NONE
+
+    @functools.cached_property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the rows that dispatch returns."""
+        return FP8_DTYPE if self.casts_in_dispatch else self.data_type
+
+    @functools.cached_property
+    def combined_dtype(self) -> torch.dtype:
+        """Dtype of the rows given to combine and of its result."""
+        if self.combine_dtype is not None:
+            return self.combine_dtype
+        return torch.bfloat16 if self.data_type == FP8_DTYPE else self.data_type
+
+    @functools.cached_property
+    def num_scales(self) -> int:
+        """Scales per row that dispatch returns; 0 = none."""
+        if self.dispatch_quant == QuantType.FP8_PER_TOKEN:
+            return 1
+        if self.dispatch_quant == QuantType.FP8_PER_1X128:
+            return self.hidden_dim // FP8_GROUP_SIZE
+        return self.scale_dim
+
+    @functools.cached_property
+    def scale_bytes(self) -> int:
+        """Bytes per scale that dispatch returns."""
+        if self.casts_in_dispatch:
+            return 1 if self.scale_format == ScaleFormat.UE8M0 else 4
+        return self.scale_type_size
+
+    @functools.cached_property
+    def combine_wire_dtype(self) -> torch.dtype:
+        """Dtype of the rows that combine sends."""
+        return self.combined_dtype if self.combine_quant == QuantType.NONE else FP8_DTYPE
+
+    @functools.cached_property
+    def num_combine_scales(self) -> int:
+        """Float32 scales that combine sends with a row; 0 = none."""
+        return self.hidden_dim // FP8_GROUP_SIZE if self.combine_quant == QuantType.FP8_BLOCKWISE else 0
+
+    @functools.cached_property
+    def uses_rings(self) -> bool:
+        """Whether tokens travel between nodes in rings of chunks."""
+        return self.kernel_type in RING_KERNEL_TYPES
+
+    @functools.cached_property
+    def flagged_tokens(self) -> int:
+        """The largest max_num_tokens of a step that is dispatched as flagged words."""
+        if self.uses_rings:
+            return 0
+        most = max(1, FLAGGED_MAX_ROWS // self.world_size)
+        return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank, most)
+
+    @functools.cached_property
+    def max_num_recv_tokens_per_rank(self) -> int:
+        """Rows kept per source on average: M, or MORI's share of the cap, min(ceil(cap / W), M)."""
+        if not self.max_total_recv_tokens:
+            return self.max_num_inp_token_per_rank
+        return min(math.ceil(self.max_total_recv_tokens / self.world_size), self.max_num_inp_token_per_rank)
+
+    @functools.cached_property
+    def max_num_recv_tokens(self) -> int:
+        """R, the most rows that dispatch returns."""
+        return self.world_size * self.max_num_recv_tokens_per_rank
+
+    @functools.cached_property
+    def max_num_expert_rows(self) -> int:
+        """The most rows that the experts work on: R, or in layout expert_major E * W * M."""
+        return self.max_num_recv_tokens * (self.num_local_experts if self.layout == Layout.EXPERT_MAJOR else 1)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for other ranks may take."""
+        return env.TIMEOUT_SECS.get() if self.timeout_secs is None else self.timeout_secs
+
+    @property
+    def first_timeout(self) -> float:
+        """Seconds that a wait inside a kernel may take in an op's first step."""
+        first = env.FIRST_TIMEOUT_SECS.get() if self.first_timeout_secs is None else self.first_timeout_secs
+        return max(first, self.timeout)
+
+    def shared_fields(self) -> dict[str, str]:
+        """What all ranks must agree on, as text by field name."""
+        own = ("rank", "num_experts_per_rank")
+        shared = {f.name: _text(getattr(self, f.name)) for f in fields(self) if f.name not in own}
+        resolved = {"num_experts": self.total_experts, "timeout_secs": self.timeout}
+        resolved |= {"first_timeout_secs": self.first_timeout, "wire_format_version": WIRE_FORMAT_VERSION}
+        return shared | {name: str(value) for name, value in resolved.items()}
+
+    def digest(self) -> str:
+        """Short hash of `shared_fields()`, equal on all ranks that may work together."""
+        return hashlib.sha256(json.dumps(self.shared_fields(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
+    """Experts of `rank` under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
+    return num_experts // world_size + (rank < num_experts % world_size)
+
+
+def _text(value: Any) -> str:
+    return str(value.value) if isinstance(value, enum.Enum) else str(value)
+
+
+def _require(condition: bool, expected: str, got: str) -> None:
+    if not condition:
+        raise ConfigError(expected, got)

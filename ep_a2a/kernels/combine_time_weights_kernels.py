@@ -1,0 +1,136 @@
+"""Router weights that come with combine: every rank sends its own to all ranks, which place them as if dispatched.
+
+A weight is a flagged word: it is there when its epoch is, so that the exchange takes one hop and no fence. Words are
+sent to an inbox [W, M, TOPK] at every rank, line by source rank and token, and taken by the rows that dispatch left.
+"""
+
+import triton.language as tl
+
+from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.primitives import (
+    NUM_TOKENS,
+    POISON,
+    POLLS_PER_CLOCK,
+    STATE,
+    address,
+    ask_poison,
+    begin_stage,
+    epoch_of,
+    fail,
+    flagged,
+    may_go_on,
+    overdue,
+    pause,
+    payload_of,
+    record_span_edge,
+    reduce_sum,
+)
+
+RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
+SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
+WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
+EXCHANGE_WEIGHTS = tl.constexpr(Span.EXCHANGE_WEIGHTS.value)
+COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
+
+
+@portable
+def push_weights(weights, inbox, num_words, epoch, BLOCK_WORDS: tl.constexpr):
+    """Writes this rank's weights into its part of a peer's inbox."""
+    for first in range(0, num_words, BLOCK_WORDS):
+        at = first + tl.arange(0, BLOCK_WORDS)
+        values = tl.load(weights + at, mask=at < num_words, other=0)
+        tl.store(inbox + at, flagged(values, epoch), mask=at < num_words, cache_modifier=".wt")
+
+
+@portable
+def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.constexpr):
+    """(words, poison word) once all wanted words are of this epoch.
+
+    Each lane is read by one thread, so that their number is one verdict for all; what is judged is what is returned.
+
+    Args:
+        words_at: where the words lie; at least as many lanes as a program has threads.
+        source: the rank to be named when time is up.
+    """
+    words = tl.load(words_at, mask=wanted, other=0, volatile=True)
+    num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
+    poison = tl.full((), 0, tl.int32)
+    polls = tl.full((), 0, tl.int32)
+    deadline = tl.full((), 0, tl.int64)
+    while (num_late > 0) & (poison == 0):
+        pause(0)
+        words = tl.load(words_at, mask=wanted, other=0, volatile=True)
+        num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
+        polls += 1
+        if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
+            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
+    return words, poison
+
+
+@portable
+def place_weights_of(
+    table, inbox, source, stride, tokens_per_rank, epoch, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Waits for the weights of all rows that came from `source` and writes them to WEIGHTS. Returns the poison word."""
+    count = tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + source)
+    positions = address(table, SOURCE_POSITIONS, rank, WORLD_SIZE, tl.int32)
+    targets = address(table, WEIGHTS, rank, WORLD_SIZE, tl.int32)
+    topk = tl.arange(0, TOPK_LANES)
+    poison = tl.full((), 0, tl.int32)
+    for first in range(0, count, BLOCK_ROWS):
+        if poison == 0:
+            index = first + tl.arange(0, BLOCK_ROWS)
+            rows = tl.cast(source * stride + index, tl.int64)
+            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (WORLD_SIZE * tokens_per_rank)
+            wanted = (index < count)[:, None] & (topk < TOPK)[None, :]
+            words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * TOPK + topk[None, :]
+            words, poison = await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE)
+            tl.store(targets + rows[:, None] * TOPK + topk[None, :], payload_of(words), mask=wanted)
+    return poison
+
+
+@portable(
+    do_not_specialize=["num_tokens", "stride", "tokens_per_rank", "rank"], do_not_specialize_on_alignment=["weights"]
+)
+def exchange_weights_kernel(
+    weights, inboxes, table, num_tokens, stride, tokens_per_rank, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
+
+    Program p sends to rank p, then receives from rank p: programs that run in turn, as the interpreter's do, end too,
+    since all ranks meet their partners in ascending order. Words of a step are overwritten in the next one at the
+    earliest, behind a dispatch that has waited for every peer's launches of this one.
+
+    Args:
+        weights: this rank's own, [num_tokens, TOPK] float32 as int32.
+        inboxes: by rank, the address of its inbox: flagged words [W, tokens_per_rank, TOPK].
+        stride: max_num_tokens of the step, rows per source. tokens_per_rank: M.
+        BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
+        SPANS: programs note when they begin and end.
+    """
+    if SPANS:
+        record_span_edge(table, EXCHANGE_WEIGHTS, False, WORLD_SIZE)
+    peer = tl.program_id(0)
+    epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
+    # other weights than those of this step's tokens would leave peers waiting
+    sent_tokens = tl.load(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS)
+    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), BLOCK_WORDS)
+    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    inbox_words = tl.cast(tokens_per_rank, tl.int64) * TOPK
+    if poison == 0:
+        theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words
+        push_weights(weights, theirs, num_tokens * TOPK, epoch, BLOCK_WORDS)
+        own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words
+        poison = place_weights_of(
+            table, own, peer, stride, tokens_per_rank, epoch, rank, TOPK, TOPK_LANES, WORLD_SIZE, BLOCK_ROWS
+        )
+        if poison != 0:
+            late = (tl.arange(0, WORLD_LANES) == peer).to(tl.int32)
+            fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    if SPANS:
+        record_span_edge(table, EXCHANGE_WEIGHTS, True, WORLD_SIZE)

@@ -1,0 +1,117 @@
+"""A kernel with its compile-time constants: interpreted on CPU, compiled once and launched cheaply on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.errors import StateError
+from ep_a2a.memory import nvshmem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.kernels.jit import PortableFunction
+
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+NO_HOOKS = (None, None, None)
+"""What Triton's launcher gets for the metadata of a launch and for the hooks before and after it."""
+REGISTERS_PER_SM = 65536
+"""Of all NVIDIA GPUs since compute capability 3.5, allotted to threads in multiples of REGISTER_GRANULARITY."""
+REGISTER_GRANULARITY = 8
+
+
+def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
+    """What a Variant is given whose kernel calls NVSHMEM, which must have been started."""
+    libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
+    return {"libraries": libraries, "on_load": nvshmem.load_into}
+
+
+@dataclass
+class Variant:
+    """One kernel with one set of constants.
+
+    Attributes:
+        kernel: device code.
+        constants: its compile-time arguments by name, for `num_warps` warps per program.
+        num_warps: warps per program.
+        max_registers: most registers per thread, so that more programs fit; None = as many as the compiler likes.
+        libraries: files of bitcode to link, by name; on_load: given the CUDA module of the kernel once it is loaded.
+        programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
+    """
+
+    kernel: PortableFunction
+    constants: dict[str, Any]
+    num_warps: int
+    max_registers: int | None = None
+    libraries: dict[str, str] | None = None
+    on_load: Callable[[int], None] | None = None
+    programs_per_sm: int | None = field(default=None, init=False)
+    _compiled: Any = field(default=None, init=False)
+    _launch: Any = field(default=None, init=False)
+    _trailing: tuple[Any, ...] = field(default=(), init=False)
+    _tensors: tuple[int, ...] = field(default=(), init=False)
+
+    def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
+        """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
+        if device.type == "cpu":
+            self.interpret(num_programs, args)
+        else:
+            self.launch(num_programs, args, device)
+
+    def interpret(self, num_programs: int, args: tuple[Any, ...]) -> None:
+        """Runs the kernel in Triton's interpreter."""
+        self.kernel.interpret((num_programs,), *args, **self.constants)
+
+    def compile(self, args: tuple[Any, ...]) -> None:
+        """Compiles and loads the kernel for arguments like these; nothing is launched.
+
+        Raises:
+            StateError: a graph is being captured.
+            UntrustedFolderError: Triton's cache is not this user's alone.
+        """
+        if self._compiled is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a form of the call that has run before a graph captures it", "its first use",
+                "Make the call once outside of the capture: kernels are compiled then.",
+            )  # fmt: skip
+        linked = {} if self.libraries is None else {"extern_libs": self.libraries}
+        # fused multiply-add would round once where the reference rounds twice
+        compiled = self.kernel.warmup(
+            *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
+            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers, **linked,
+        )  # fmt: skip
+        compiled._init_handles()
+        if self.on_load is not None:
+            self.on_load(compiled.module)
+        self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
+        self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
+        registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
+        self._compiled, self._launch = compiled, compiled.run
+
+    def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
+        """Launches the kernel on the current stream.
+
+        Triton's own way of a call binds, hashes and looks up all arguments each time, which costs more host time than
+        everything else of a step together, and asks its profiling hooks. The types of the arguments are fixed here, so
+        the compiled kernel's launcher can be called directly, with addresses for tensors and without hooks.
+        """
+        if self._compiled is None:
+            self.compile(args)
+        values = list(args)
+        for place in self._tensors:
+            values[place] = args[place].data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        self._launch(
+            num_programs, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, *NO_HOOKS, *values,
+            *self._trailing,
+        )  # fmt: skip

@@ -1,0 +1,75 @@
+"""DeepEP's buffers and dtypes, as its managers and benchmarks want them alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.managers.external.libraries import Library
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+INSTALL = "build it from github.com/deepseek-ai/DeepEP"
+BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
+ELASTIC_BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (2.0 or later, with NCCL 2.30)", needs=(":ElasticBuffer",))
+
+LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+LOW_LATENCY_MAX_TOPK = 11
+LOW_LATENCY_MAX_TOKENS = 511
+"""Its queue pairs are 1024 deep by default, and it wants twice the tokens and two."""
+RANK_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Numbers of ranks that it has launch numbers for."""
+
+
+def topk_dtype(deep_ep: Any) -> torch.dtype:
+    """Dtype of expert ids: a choice of its build."""
+    dtype: torch.dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+    return dtype
+
+
+def dropped_as_minus_one(ids: torch.Tensor, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Ids [T, K] as DeepEP takes them: -1 for every slot without an expert."""
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(dtype)
+
+
+def low_latency_buffer(
+    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, world_size: int, num_experts: int
+) -> Any:
+    """A Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_ranks=world_size,
+        num_experts=num_experts,
+    )  # fmt: skip
+    return deep_ep.Buffer(
+        group=group, num_nvl_bytes=0, num_rdma_bytes=num_bytes, low_latency_mode=True,
+        num_qps_per_rank=num_experts // world_size, allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True,
+    )  # fmt: skip
+
+
+def high_throughput_buffer(
+    deep_ep: Any, group: ProcessGroup, *, row_bytes: int, world_size: int, internode: bool
+) -> Any:
+    """A Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
+    nvl = rdma = 0
+    for native_config in (
+        deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
+        deep_ep.Buffer.get_combine_config(num_ranks=world_size),
+    ):
+        nvl = max(nvl, native_config.get_nvl_buffer_size_hint(row_bytes, world_size))
+        if internode:
+            rdma = max(rdma, native_config.get_rdma_buffer_size_hint(row_bytes, world_size))
+    return deep_ep.Buffer(
+        group=group, num_nvl_bytes=nvl, num_rdma_bytes=rdma, low_latency_mode=False, explicitly_destroy=True
+    )
+
+
+def elastic_buffer(
+    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, topk: int, fp8_rows: bool
+) -> Any:
+    """An ElasticBuffer for up to max_num_tokens of each rank; the group must move CUDA tensors (NCCL). Collective."""
+    return deep_ep.ElasticBuffer(
+        group=group, num_max_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_topk=topk,
+        use_fp8_dispatch=fp8_rows, explicitly_destroy=True,
+    )  # fmt: skip

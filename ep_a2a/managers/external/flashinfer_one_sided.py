@@ -1,0 +1,136 @@
+"""FlashInfer's one-sided kernels: dispatch pushes a token once per distinct rank, combine pulls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import Layout, QuantType
+from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
+from ep_a2a.managers.capabilities import Capabilities
+from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, WORKSPACES, NVLinkOneSided
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.managers.external.single_group_guard import OneGroup
+    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.topology import Topology
+
+NO_EXPERT = -1
+
+
+class FlashInferOneSidedOp(LibraryDispatchCombineOp):
+    """Layout rank_major, in FlashInfer's workspace; rows of a source come in any order.
+
+    A token without an expert goes to its own rank as a row without ids, and combines to zeros.
+    `get_registered_combine_input_buffer` is in the workspace, for the step in progress: rows written there are not
+    copied, all others are staged.
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
+        group: ProcessGroup, index: int,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device, backend, capabilities)
+        num_most, topk = config.max_num_inp_token_per_rank, config.topk
+        payloads = {"tokens": (config.hidden_dim, config.wire_dtype), "ids": (topk, torch.int32),
+                    "weights": (topk, torch.float32), "positions": (1, torch.int32)}  # fmt: skip
+        if config.num_scales:
+            payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
+        self._exchange = NVLinkOneSided(
+            payloads, num_experts=config.total_experts, topk=topk, max_num_tokens=num_most,
+            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=group, rank=config.rank,
+            world_size=config.world_size, index=index,
+        )  # fmt: skip
+        own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
+        self._own_positions = own + config.rank * self.max_num_tokens_to_send()
+        self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
+        self._received: dict[str, torch.Tensor] = {}
+        self._workspace_rows: torch.Tensor | None = None
+
+    def _send(self, step: StepInputs) -> DispatchResult:
+        config, limit = self.config, step.max_num_tokens
+        sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
+        if step.weights is not None:
+            sent["weights"] = step.weights
+        if step.scales is not None:
+            sent["scales"] = step.scales.view(torch.uint8)
+        routed = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
+        received = self._exchange.dispatch(routed, self._exchange.packed(sent), limit, tuple(sent))
+        self._exchange.mark_padding(received["positions"], NO_EXPERT)
+        came = received["positions"] >= 0
+        ids = torch.where(came, received["ids"], step.pad_id)
+        self._received = received
+        self._arrived(step, came.flatten(1).sum(1, dtype=torch.int32), ids)
+        scales = None if step.scales is None else received["scales"].view(step.scales.dtype)
+        return received["tokens"], received.get("weights"), scales, ids, self._total_recv
+
+    def _bring_back(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        result = self._result[: step.num_tokens] if out is None else out
+        in_place = self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
+        fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
+        # a cast in place would destroy the rows
+        self._exchange.combine(rows, step.max_num_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
+        self._workspace_rows = None
+        named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
+        result.masked_fill_(~named, 0)
+        return result, None
+
+    def _is_registered(self, rows: torch.Tensor) -> bool:
+        return self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """Rows [W * max_num_tokens, H] of the workspace, for the step in progress; StateError between steps."""
+        self._check_buffer_request(dtype, hidden_dim)
+        if self._inputs is None:
+            raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
+        self._workspace_rows = self._exchange.combine_rows(self._inputs.max_num_tokens, self.config.hidden_dim, dtype)
+        return self._workspace_rows.flatten(0, 1)
+
+    def _positions(self) -> torch.Tensor:
+        positions = self._received["positions"].flatten()
+        return positions[positions >= 0]
+
+    def _destroy(self) -> None:
+        self._received, self._workspace_rows = {}, None
+        self._exchange.close()
+
+
+class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
+    """FlashInfer's MoeAlltoAll, the name of which is flashinfer_nvlink_one_sided in vLLM."""
+
+    backend = "flashinfer_nvlink_one_sided"
+    library = ONE_SIDED
+    capabilities = Capabilities(
+        layouts=(Layout.RANK_MAJOR.value,), row_order="source", weight_sums=False,
+        combine_casts=("none", "fp8_direct_cast"),
+        topks=TOPKS, even_experts=True, single_node=True, max_ranks=MAX_RANKS,
+        was_run="two H200s, with flashinfer-python 0.7.2.post1; its kernels on four by `ep-a2a bench`",
+        notes=(
+            "a token without an expert is a row without ids on its own rank",
+            "fp8_direct_cast: bfloat16", "one set of ranks per process",
+        ),
+    )  # fmt: skip
+
+    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
+        if config.combine_quant is not QuantType.NONE and config.combined_dtype != torch.bfloat16:
+            return UnsupportedError(
+                "a cast of bfloat16 rows in combine, which is what this backend can do", str(config.combined_dtype),
+                "Pass combine_dtype=torch.bfloat16 or quant_type='none'.",
+            )  # fmt: skip
+        return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return WORKSPACES
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:
+        return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group, index)

@@ -1,0 +1,121 @@
+"""Base of the managers of other projects' libraries: what can be checked before their code runs, and handles."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.errors import EpA2AError, UnsupportedError
+from ep_a2a.managers.availability import device_problem
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.ops.base import agree_on_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.managers.external.libraries import Library
+    from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+    from ep_a2a.managers.external.single_group_guard import OneGroup
+    from ep_a2a.topology import Topology
+
+
+class LibraryAll2AllManager(All2AllManagerBase):
+    """A backend on a library that the user has installed. Tokens are exchanged through ops only.
+
+    A subclass names the library, declares its capabilities and builds ops; the library is imported here and nowhere
+    before.
+
+    Raises:
+        MissingPackageError: the library is not installed, too old, or cannot be imported; the error says which.
+    """
+
+    library: ClassVar[Library]
+
+    def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
+        self.library.require()
+        super().__init__(cpu_group, tcp_store_group)
+        self._groups: DeviceGroups | None = None
+
+    @property
+    def groups(self) -> DeviceGroups:
+        """Process groups by device; made on first use, on every rank."""
+        if self._groups is None:
+            self._groups = DeviceGroups(self.cpu_group, self.device_group)
+        return self._groups
+
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> LibraryDispatchCombineOp:
+        """An op with the interface of EpDispatchCombineOp on the library's native object; see the base class.
+
+        Raises:
+            UnsupportedError: the backend cannot do what is asked for, or not on this machine; raised on all ranks.
+            UnknownNameError, ConfigError: the kwargs are not right; see config_from_handle_kwargs.
+            ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
+        """
+        self._require_open()
+
+        def make(**kwargs: Any) -> LibraryDispatchCombineOp:
+            self._device_in_use = True
+            topology = self.topology(kwargs.get("gpu_per_node"))
+            kwargs.setdefault("gpu_per_node", topology.gpu_per_node)
+            config, error = None, None
+            try:
+                config = config_from_handle_kwargs(kwargs, topology.internode)
+                error = self._refusal(config, topology) or self._refused_index(index)
+            except EpA2AError as own:
+                # the other ranks would wait for this one
+                error = own
+            agree_on_config(config, self.groups.rendezvous, index, error)
+            assert config is not None
+            one_group = self._one_group(topology)
+            if one_group is not None:
+                one_group.join(self.cpu_group, self._set_up)
+            return self._build(config, topology, index)
+
+        op: LibraryDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
+        return op
+
+    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
+        """Why this rank cannot build the op, or None."""
+        problem = device_problem(self.capabilities, self.device.type)
+        if problem is not None:
+            return UnsupportedError(
+                f"a machine for backend {self.backend!r}",
+                problem,
+                "Use a backend that `ep-a2a backends` has available.",
+            )
+        one_group = self._one_group(topology)
+        second = None if one_group is None else one_group.refusal(self.cpu_group)
+        return second or self.capabilities.refusal(self.backend, config, topology.num_nodes)
+
+    def _one_group(self, topology: Topology) -> OneGroup | None:
+        """Where the library keeps something for one group per process; None where it serves any number of groups."""
+        return None
+
+    def _set_up(self) -> None:
+        """Sets the library up for the group; called once per process where there is `_one_group`. Collective."""
+
+    def _refused_index(self, index: int) -> EpA2AError | None:
+        if not index or self.capabilities.micro_batches:
+            return None
+        return UnsupportedError(
+            f"index 0, which is what backend {self.backend!r} has memory for", f"index {index}",
+            "Do not let steps of micro-batches overlap, or use the backend 'ep_a2a'.",
+        )  # fmt: skip
+
+    @abc.abstractmethod
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
+        """The op; collective. What the library allocates it allocates here, apart from that of other indices."""
+
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """The library; see the base class."""
+        return cls.library.module, f"{cls.backend} uses {cls.library.distribution} {cls.library.version or ''}".rstrip()
+
+    def _release(self) -> None:
+        if self._groups is not None:
+            self._groups.close()

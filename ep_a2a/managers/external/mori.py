@@ -1,0 +1,218 @@
+"""MORI, AMD's dispatch and combine for ROCm GPUs: MORI's own op behind the interface that this package took from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import EpDispatchCombineKernelType, QuantType
+from ep_a2a.errors import ConfigError, DeviceMemoryError, EpA2AError, UnsupportedError
+from ep_a2a.managers.capabilities import Capabilities
+from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.single_group_guard import OneGroup
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.topology import Topology
+
+LIBRARY = Library(
+    "mori", "amd-mori", "pip install 'ep-a2a[mori]', on a machine with ROCm", "1.2.1",
+    needs=("ops:EpDispatchCombineOp", "ops:EpDispatchCombineConfig", "shmem:shmem_torch_process_group_init"),
+)  # fmt: skip
+GROUP_NAME = "mori"
+NO_EXPERT = -1
+
+SYMMETRIC_MEMORY = OneGroup("MORI", by_ranks=False)
+"""MORI meets over the group whenever it allocates."""
+
+
+class MoriOp(LibraryDispatchCombineOp):
+    """MORI's op. Its outputs lie in its symmetric memory, and are valid until the next call.
+
+    Kernels that take no id of -1 (InterNodeV1LL, which would send to rank 0) get an expert in every slot, of a rank
+    that the token goes to anyway, and weights that say which slots have none. A token without an expert is a row
+    without ids on its own rank there.
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities, mori: Any
+    ) -> None:
+        super().__init__(config, device, backend, capabilities)
+        native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
+        self._native = mori.ops.EpDispatchCombineOp(native_config)
+        # kernels between nodes copy weights whether or not there are any
+        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
+        self._fills_slots = config.kernel_type is EpDispatchCombineKernelType.InterNodeV1LL
+        self._ids: torch.Tensor | None = None
+
+    def _send(self, step: StepInputs) -> DispatchResult:
+        config = self.config
+        weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
+        valid = received_rows.valid_ids(step.ids, config.total_experts)
+        if self._fills_slots:
+            self._ids = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
+            weights = received_rows.marked_weights(weights, valid)
+        else:
+            # of ids past the last expert its kernels between nodes would combine what an earlier step has left
+            self._ids = torch.where(valid, step.ids, NO_EXPERT)
+        tokens, weights, scales, ids, total = self._native.dispatch(
+            input=step.tokens, weights=weights, scales=step.scales, indices=self._ids
+        )
+        # at most this many have come; the op sizes its outputs for M tokens of each rank
+        rows = self.num_rows(step.max_num_tokens)
+        ids, weights = ids[:rows], weights[:rows]
+        if self._fills_slots:
+            ids, weights = received_rows.unmarked(ids, weights)
+        ids = received_rows.padded_ids(ids, total, step.pad_id)
+        self._total_recv.copy_(total)
+        if step.counts_experts:
+            first, num_local = config.first_expert, config.num_local_experts
+            self._local_expert_count.copy_(received_rows.count_experts(ids, first, num_local))
+        return (
+            tokens[:rows], None if step.weights is None else weights,
+            None if step.scales is None else scales[:rows], ids, self._total_recv,
+        )  # fmt: skip
+
+    def _bring_back(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # its indices are this rank's own, never those that dispatch returned
+        result, sums = self._native.combine(input=rows, weights=weights, indices=self._ids)
+        result = self._into(result, out)
+        if self._fills_slots:
+            named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
+            result[: step.num_tokens].masked_fill_(~named, 0)
+        return result, sums
+
+    def _positions(self) -> torch.Tensor:
+        positions: torch.Tensor = self._native.get_dispatch_src_token_pos()
+        return positions
+
+    def _destroy(self) -> None:
+        self._native = self._ids = None
+
+
+class MoriAll2AllManager(LibraryAll2AllManager):
+    """MORI with AITER's choice of kernels: IntraNode on one node, InterNodeV1 on several (mori_high_throughput)."""
+
+    backend = "mori"
+    library = LIBRARY
+    inter_node_kernel: ClassVar[str] = "InterNodeV1"
+    capabilities = Capabilities(
+        layouts=("compact",), row_order="any", recv_counts=False, token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
+        combine_dtypes=("bfloat16", "float32"), combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
+        max_topk=9, even_experts=True, receive_cap=True, gpus=("AMD",), rdma="across nodes",
+        was_run="not run (no AMD GPU); arguments compared with amd-mori 1.2.4's source",
+        notes=(
+            "one process group per process", "combine casts: one node, bfloat16",
+            "float8_e4m3fnuz, fp4: not through this package", "dropped slots come as -1",
+        ),
+    )  # fmt: skip
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
+        mori = self.library.load()
+        if topology.internode:
+            kernel_type = EpDispatchCombineKernelType[self.inter_node_kernel]
+            config = dataclasses.replace(config, kernel_type=kernel_type)
+        return MoriOp(config, self.device, self.backend, self.capabilities, mori)
+
+    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
+        casts = config.combine_quant is not QuantType.NONE
+        if casts and (topology.internode or config.combined_dtype != torch.bfloat16):
+            return UnsupportedError(
+                "a cast of combine on one node with bfloat16 rows, which is where MORI's are right",
+                f"{config.combine_quant.value} on {topology.num_nodes} node(s), {config.combined_dtype}",
+                "Pass quant_type='none'.",
+            )  # fmt: skip
+        first = dist.get_global_rank(self.cpu_group, 0)
+        if first != 0:
+            return UnsupportedError(
+                "a group that begins with global rank 0, from which MORI broadcasts", f"{first}",
+                "Use the backend 'ep_a2a'.",
+            )  # fmt: skip
+        return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup:
+        return SYMMETRIC_MEMORY
+
+    def _set_up(self) -> None:
+        mori = self.library.load()
+        register: Any = torch._C._distributed_c10d._register_process_group
+        register(GROUP_NAME, self.cpu_group)
+        status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
+        if status:
+            raise DeviceMemoryError(
+                "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
+                "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
+            )  # fmt: skip
+
+    @classmethod
+    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+        """One of MORI's; see the base class."""
+        return f"mori {cls.inter_node_kernel if num_nodes > 1 else 'IntraNode'}", f"{num_nodes} node(s)"
+
+
+class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
+    """MORI with InterNodeV1LL between nodes, as vLLM's mori_low_latency; on one node the same as `mori`."""
+
+    backend = "mori_low_latency"
+    inter_node_kernel = "InterNodeV1LL"
+    capabilities = dataclasses.replace(
+        MoriAll2AllManager.capabilities,
+        notes=(
+            *MoriAll2AllManager.capabilities.notes,
+            "across nodes: weights of dropped slots come as 0",
+            "across nodes: a token without an expert is a row without ids on its own rank",
+        ),
+    )  # fmt: skip
+
+
+def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
+    """Arguments of MORI's config: its own fields, of which our config has the same; later ones keep their defaults.
+
+    Raises:
+        ConfigError: MORI's config has a required field that ours does not know.
+    """
+    given: dict[str, Any] = {
+        "data_type": config.wire_dtype,
+        "rank": config.rank,
+        "world_size": config.world_size,
+        "hidden_dim": config.hidden_dim,
+        "scale_dim": config.num_scales,
+        "scale_type_size": config.scale_bytes,
+        "max_token_type_size": config.max_token_type_size,
+        "max_num_inp_token_per_rank": config.max_num_inp_token_per_rank,
+        "num_experts_per_rank": config.num_experts_per_rank,
+        "num_experts_per_token": config.num_experts_per_token,
+        "warp_num_per_block": config.warp_num_per_block,
+        "block_num": config.block_num,
+        "max_total_recv_tokens": config.max_total_recv_tokens,
+        "use_external_inp_buf": True,
+        "kernel_type": getattr(mori.ops.EpDispatchCombineKernelType, config.kernel_type.name),
+        "gpu_per_node": config.gpu_per_node,
+        "rdma_block_num": config.rdma_block_num,
+        "num_qp_per_pe": config.num_qp_per_pe,
+        "quant_type": config.combine_quant.value,
+    }
+    theirs = dataclasses.fields(mori.ops.EpDispatchCombineConfig)
+    required = [
+        each.name
+        for each in theirs
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    ]
+    unknown = [name for name in required if name not in given]
+    if unknown:
+        raise ConfigError(
+            f"fields {', '.join(given)} in MORI's EpDispatchCombineConfig", f"{', '.join(unknown)} required besides",
+            "Use amd-mori 1.2.1 or later, or the backend 'ep_a2a'.",
+        )  # fmt: skip
+    names = {each.name for each in theirs}
+    return {name: value for name, value in given.items() if name in names}

@@ -1,0 +1,135 @@
+"""pplx-kernels: rows by expert, weighed by combine; over NVLink on one node, NVSHMEM on several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.errors import EpA2AError, UnsupportedError
+from ep_a2a.managers.capabilities import Capabilities
+from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.single_group_guard import OneGroup
+from ep_a2a.ops.base import leads
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.topology import Topology
+
+LIBRARY = Library(
+    "pplx_kernels", "pplx-kernels", "build it from github.com/ppl-ai/pplx-kernels (with NVSHMEM)",
+    needs=(":AllToAll", "nvshmem:nvshmem_init"),
+)  # fmt: skip
+
+NVSHMEM = OneGroup("NVSHMEM", by_ranks=False)
+
+
+class PplxOp(LibraryDispatchCombineOp):
+    """Layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is, `expert_recv_count` rows of each expert.
+
+    dispatch returns None for weights and ids; combine multiplies by the weights that dispatch was given. The kernels
+    wait for K rows of every token, and have room for one per token and expert: slots without an expert go to experts
+    that the token does not name, with weight 0.
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
+        native: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device, backend, capabilities)
+        self._native = native
+        lead = leads(config, config.max_num_inp_token_per_rank)[1]
+        self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
+        self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
+        most = config.max_num_inp_token_per_rank
+        self._result = torch.empty(most, config.hidden_dim, dtype=config.combined_dtype, device=device)
+        self._ids: torch.Tensor | None = None
+
+    def _send(self, step: StepInputs) -> DispatchResult:
+        counts, config = self._expert_recv_count.view(torch.uint32), self.config
+        self._ids = received_rows.filled_ids(step.ids, config.total_experts, config.first_expert).view(torch.uint32)
+        self._native.dispatch(
+            out_expert_num_tokens=counts, out_expert_x=self._tokens, out_expert_x_scale=self._scales,
+            dp_x=step.tokens, dp_x_scale=step.scales, indices=self._ids, bound_m=None,
+        )  # fmt: skip
+        self._total_recv.copy_(self._expert_recv_count.sum(0, keepdim=True))
+        if step.counts_experts:
+            self._local_expert_count.copy_(self._expert_recv_count)
+        return cast("DispatchResult", (self._tokens, None, self._scales, None, self._total_recv))
+
+    def _bring_back(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert step.weights is not None  # layout expert_major needs them, which has been checked
+        valid = received_rows.valid_ids(step.ids, self.config.total_experts)
+        self._native.combine(
+            out_tokens=self._result, indices=self._ids, weights=torch.where(valid, step.weights, 0), expert_y=rows,
+            bound_m=None,
+        )  # fmt: skip
+        return self._into(self._result, out), None
+
+    def _destroy(self) -> None:
+        self._native.destroy()
+        self._native = self._ids = None
+
+
+class PplxAll2AllManager(LibraryAll2AllManager):
+    """`pplx_kernels.AllToAll`, each rank its own data-parallel replica."""
+
+    backend = "pplx"
+    library = LIBRARY
+    capabilities = Capabilities(
+        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no",
+        recv_counts=False, weight_sums=False,
+        dropped_slots="weight 0", token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True, combine_dtypes=("bfloat16", "float16"), hidden_multiple=512, even_experts=True,
+        min_ranks=2, rdma="across nodes",
+        was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
+        notes=(
+            "total_recv counts a row per expert", "rows for M tokens whatever max_num_tokens is",
+            "an id may not stand twice in a token", "across nodes: one group per process",
+        ),
+    )  # fmt: skip
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> PplxOp:
+        pplx_kernels = self.library.load()
+        sizes = {
+            "max_num_tokens": config.max_num_inp_token_per_rank,
+            "num_experts": config.total_experts,
+            "experts_per_token": config.topk,
+            "rank": config.rank,
+            "world_size": config.world_size,
+            "dp_size": 1,
+            "hidden_dim": config.hidden_dim,
+            "hidden_dim_bytes": config.hidden_dim * config.wire_dtype.itemsize,
+            "hidden_dim_scale_bytes": config.num_scales * config.scale_bytes,
+        }
+        if topology.internode:
+            native = pplx_kernels.AllToAll.internode(**sizes)
+        else:
+            native = pplx_kernels.AllToAll.intranode(**sizes, group_name=self.cpu_group.group_name)
+        return PplxOp(config, self.device, self.backend, self.capabilities, native)
+
+    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
+        if config.topk > config.total_experts:
+            return UnsupportedError(
+                f"num_experts_per_token of at most {config.total_experts}, as a token's experts must differ here",
+                str(config.topk), "Use the backend 'ep_a2a'.",
+            )  # fmt: skip
+        return super()._refusal(config, topology)
+
+    def _one_group(self, topology: Topology) -> OneGroup | None:
+        return NVSHMEM if topology.internode else None
+
+    def _set_up(self) -> None:
+        nvshmem, group = self.library.load("nvshmem"), self.cpu_group
+        unique = nvshmem.nvshmem_get_unique_id() if self.rank == 0 else nvshmem.nvshmem_alloc_empty_unique_id()
+        dist.broadcast(unique, group=group, group_src=0)
+        nvshmem.nvshmem_init(uid=unique, rank=self.rank, world_size=self.world_size)

@@ -1,0 +1,104 @@
+"""Which transport a rail gets, and over which network devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+from ep_a2a import env
+from ep_a2a.config.enums import RAILS
+from ep_a2a.errors import UnknownNameError, UnsupportedError
+from ep_a2a.memory.node_transport import TorchDistributedRail
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    import torch.distributed as dist
+
+    from ep_a2a.memory.node_grid import NodeGrid
+
+logger = logging.getLogger(__name__)
+
+NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
+
+
+def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
+    """Which transport carries tokens between nodes.
+
+    Args:
+        name: one of RAILS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
+        why_not: transports that cannot be used here, and why.
+
+    Returns:
+        (name, reason): "torch.distributed" has a rail; with the others kernels do all. "nvshmem" only if asked for: no
+            network of real nodes has been had to compare it with.
+
+    Raises:
+        UnknownNameError: there is no transport of this name; the error lists those there are.
+        UnsupportedError: the transport cannot be used here.
+    """
+    asked = name if name != "auto" else env.RAIL.get()
+    if asked not in RAILS:
+        known = ", ".join(map(repr, RAILS))
+        raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
+    if asked in why_not:
+        raise UnsupportedError(
+            "a rail transport that works here", f"{asked!r}, and {why_not[asked]}", "Use 'torch.distributed' or 'auto'."
+        )
+    if asked != "auto":
+        return asked, "asked for by name"
+    if "peer_memory" not in why_not:
+        return "peer_memory", "virtual nodes of one host"
+    return "torch.distributed", why_not["peer_memory"]
+
+
+def make_rail(
+    reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
+) -> TorchDistributedRail:
+    """The rail on torch.distributed, made together with its other ranks.
+
+    Args:
+        reason: why it was chosen, for the log.
+        group, grid, timeout_secs: as in TorchDistributedRail; timeout_secs may differ between ranks.
+        device: where the blocks will lie.
+
+    Raises:
+        RankTimeoutError: a rank of the rail did not come.
+    """
+    if device.type == "cuda":
+        name_network_devices()
+    library = "NCCL" if device.type == "cuda" else "gloo"
+    rail = TorchDistributedRail(group, grid, timeout_secs, f"torch.distributed on {library}: {reason}")
+    logger.info("rail of ranks %s: %s", ", ".join(map(str, grid.rail_ranks)), rail.reason)
+    return rail
+
+
+def name_network_devices() -> None:
+    """Hands EP_A2A_RDMA_DEVICES to NCCL and NVSHMEM, unless NCCL_IB_HCA or NVSHMEM_HCA_LIST is set.
+
+    The first call of a process says so in the log. NCCL looks when the process makes its first communicator, so engines
+    that make one earlier call this before it.
+
+    Raises:
+        EnvironmentVariableError: EP_A2A_RDMA_DEVICES is not a list of devices.
+    """
+    devices = env.RDMA_DEVICES.get()
+    if not devices:
+        return
+    # NCCL takes names for prefixes unless told otherwise by "=".
+    wanted = f"^={devices[1:]}" if devices.startswith("^") else f"={devices}"
+    for variable, value in ((NCCL_DEVICES, wanted), (NVSHMEM_DEVICES, devices)):
+        standing = env.set_unless_set(variable, value)
+        if standing == value:
+            _log_once(logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {variable}={value}")
+        else:
+            _log_once(
+                logging.WARNING, f"EP_A2A_RDMA_DEVICES={devices} does not count: {variable} is {standing!r} already"
+            )
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, "%s", message)

@@ -1,0 +1,197 @@
+"""The op interface on collectives: every rank gathers all tokens and keeps the rows that are for it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import Layout, QuantType
+from ep_a2a.config.fields import checked_timeout_secs
+from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
+from ep_a2a.ops.base import DispatchResult, agree_on_config
+from ep_a2a.ops.checked import CheckedDispatchCombineOp, StepInputs
+from ep_a2a.ops.failures import describe_wire_word, wire_word
+from ep_a2a.ops.op_buffers import OpBuffers
+from ep_a2a.routing import destination_mask
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.row_exchange import RowExchange
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What combine must know of the dispatch before it.
+
+    Attributes:
+        counts: tokens of every rank.
+        received: which of all ranks' tokens were received here, int64 [total_recv], ascending.
+        slots: row of the output where each of them lies, int64 [total_recv].
+    """
+
+    counts: list[int]
+    received: torch.Tensor
+    slots: torch.Tensor
+
+
+class CollectiveDispatchCombineOp(CheckedDispatchCombineOp):
+    """EpDispatchCombineOp's interface and contract on a RowExchange instead of kernels.
+
+    Received rows, ids, weights, scales and positions are bit for bit those of EpDispatchCombineOp. Combine adds in
+    float32; its order of addition, hence the last bit, is the exchange's. Launch numbers and max_sms are without
+    effect, and dispatch synchronises the host, so that it cannot be captured in a CUDA graph. Construction is
+    collective.
+
+    Args:
+        config: shapes and choices; kernel_type does not matter.
+        exchange: how rows are gathered and summed.
+        device: where tensors lie.
+
+    Raises:
+        ConfigError: config and group disagree on rank or world size.
+        ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
+        UnsupportedError: quant_type asks for a quantised combine, or layout is expert_major.
+    """
+
+    adds_biases = True
+    takes = frozenset({"timeout_secs"})
+
+    def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
+        super().__init__(config, device)
+        agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))
+        self._exchange = exchange
+        self._buffers = OpBuffers(config, device)
+        self._route: _Route | None = None
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+
+    def _send(self, step: StepInputs) -> DispatchResult:
+        limit, weights, scales = step.max_num_tokens, step.weights, step.scales
+        counts = self._agree(step.num_tokens, wire_word(limit, weights is not None, scales is not None))
+        gather = functools.partial(self._exchange.gather_rows, counts=counts)
+
+        all_ids = gather(step.ids)
+        goes_to = destination_mask(all_ids, self.config.total_experts, self.config.world_size)
+        self._check_capacity(goes_to, limit)
+        received = goes_to[:, self.config.rank].nonzero().flatten()
+        slots = self._place(received, counts, limit)
+        buffers = self._buffers
+        buffers.put_indices(all_ids[received], slots, step.pad_id)
+        buffers.put(buffers.tokens, gather(step.tokens), received, slots)
+        if weights is not None:
+            buffers.put(buffers.weights, gather(weights), received, slots)
+        if scales is not None:
+            buffers.put(buffers.scales, gather(scales), received, slots)
+        if step.counts_experts:
+            self._count_local_experts(all_ids[received])
+        self._route = _Route(counts, received, slots)
+        scale_dtype = None if scales is None else scales.dtype
+        return buffers.dispatched(self.num_rows(limit), limit, weights is not None, scale_dtype)
+
+    def _agree(self, num_tokens: int, word: int) -> list[int]:
+        """Every rank's number of tokens, after comparing what must be equal."""
+        everyone = self._exchange.exchange_numbers([num_tokens, word])
+        if len({other for _, other in everyone}) > 1:
+            got = ", ".join(f"rank {rank}: {describe_wire_word(other)}" for rank, (_, other) in enumerate(everyone))
+            raise ConfigMismatchError(
+                "the same max_num_tokens, and weights and scales given or not alike, on all ranks", got,
+                "Pass the same max_num_tokens on every rank.",
+            )  # fmt: skip
+        return [count for count, _ in everyone]
+
+    def _check_capacity(self, goes_to: torch.Tensor, limit: int) -> None:
+        if not self.config.max_total_recv_tokens:
+            return
+        most = self.num_rows(limit)
+        too_many = [f"{n} on rank {rank}" for rank, n in enumerate(goes_to.sum(0).tolist()) if n > most]
+        if too_many:
+            raise CapacityError(f"at most {most} received rows", ", ".join(too_many), "Raise max_total_recv_tokens.")
+
+    def _place(self, received: torch.Tensor, counts: list[int], limit: int) -> torch.Tensor:
+        """Output row of each received token; also records counts per source and source positions."""
+        ranks = torch.arange(self.config.world_size, device=self.device)
+        starts = torch.tensor([sum(counts[:rank]) for rank in range(len(counts))], device=self.device)
+        source = ranks.repeat_interleave(torch.tensor(counts, device=self.device))[received]
+        token = received - starts[source]
+        per_source = torch.bincount(source, minlength=self.config.world_size)
+        self._buffers.recv_counts.copy_(per_source)
+        self._buffers.total_recv.fill_(received.numel())
+        self._positions = (source * self.max_num_tokens_to_send() + token).to(torch.int32)
+        row = torch.arange(received.numel(), device=self.device)
+        if self.config.layout == Layout.COMPACT:
+            return row
+        return source * limit + row - (per_source.cumsum(0) - per_source)[source]
+
+    def _count_local_experts(self, ids: torch.Tensor) -> None:
+        first, num_experts = self.config.first_expert, self.config.num_local_experts
+        local = ids[(ids >= first) & (ids < first + num_experts)] - first
+        self.local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
+
+    def _bring_back(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._route is not None
+        result = self._buffers.result if out is None else out
+        total = self._sum(rows.flatten(0, -2), self._route)
+        for bias in step.biases:
+            if bias is not None:
+                total += bias
+        result[: step.num_tokens] = total
+        if weights is None:
+            return result, None
+        self._buffers.result_weights[: step.num_tokens] = self._sum(weights.flatten(0, -2), self._route)
+        return result, self._buffers.result_weights
+
+    def _is_registered(self, rows: torch.Tensor) -> bool:
+        return self._buffers.is_combine_input(rows)
+
+    def _sum(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:
+        """Sum over ranks of the output rows that belong to this rank's tokens, float32 [T, width]."""
+        by_token = rows.new_zeros(sum(route.counts), rows.shape[1])
+        by_token.index_copy_(0, route.received, rows[route.slots])
+        return self._exchange.sum_rows(by_token, route.counts)
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        """Rows received from each source in the last dispatch, int32 [W], fixed address."""
+        return self._buffers.recv_counts
+
+    @property
+    def expert_recv_count(self) -> torch.Tensor:
+        """Not here: collectives do not have layout expert_major."""
+        raise UnsupportedError("layout expert_major", self.config.layout, "Use the backend 'ep_a2a' with that layout.")
+
+    @property
+    def local_expert_count(self) -> torch.Tensor:
+        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        return self._buffers.local_expert_count
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """Rows [R at max_num_tokens = M, H] that combine takes; here they are copied like any other."""
+        self._check_buffer_request(dtype, hidden_dim)
+        return self._buffers.combine_input
+
+    def get_dispatch_src_token_pos(self) -> torch.Tensor:
+        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token."""
+        return self._positions
+
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds the waits of calls from now on, on CPU; on GPUs the process group's own timeout holds. Local."""
+        self._exchange.timeout_secs = checked_timeout_secs(timeout_secs)
+
+
+def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
+    """Why this op cannot be built, or None."""
+    if config.layout == Layout.EXPERT_MAJOR:
+        return UnsupportedError(
+            "layout 'compact' or 'rank_major'", "'expert_major', which collectives do not have",
+            "Use the backend 'ep_a2a', or sort the rows by their ids.",
+        )  # fmt: skip
+    if config.combine_quant is QuantType.NONE:
+        return None
+    return UnsupportedError(
+        "a quant_type that acts on dispatch", f"{config.quant_type!r}: collectives combine unquantised",
+        "Use the backend 'ep_a2a', or quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
+    )  # fmt: skip

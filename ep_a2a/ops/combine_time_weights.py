@@ -1,0 +1,172 @@
+"""An op of layout expert_major that is given router weights by combine, where others are given them by dispatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.config import Layout
+from ep_a2a.errors import ConfigError, InputError, ShapeError
+from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
+from ep_a2a.kernels.compiled_kernel import Variant
+from ep_a2a.kernels.layout import padded
+from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.ops.arguments import NO_BIASES
+from ep_a2a.ops.failures import WEIGHTS_BIT
+from ep_a2a.ops.inputs import check_tensor
+from ep_a2a.ops.op import EpDispatchCombineOp
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.arguments import Biases, CombineArguments, DispatchArguments
+
+FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
+EXCHANGE_WARPS = 4
+EXCHANGED_WORDS = 1024
+"""Weights that a program moves at once; each thread moves some."""
+
+
+class LateWeightsOp(EpDispatchCombineOp):
+    """EpDispatchCombineOp whose dispatch may be given None for weights; combine is given them then.
+
+    All ranks give a step's weights at the same place. Given to combine they take one hop more: they travel to the
+    ranks of the experts, which need them before rows travel back. Otherwise, and in its arguments, as its base.
+
+    Raises:
+        ConfigError: the layout is not expert_major.
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None
+    ) -> None:
+        super().__init__(config, arena=arena, index=index)
+        if config.layout != Layout.EXPERT_MAJOR:
+            raise ConfigError("layout expert_major, where combine weighs rows", repr(config.layout))
+        self._are_late = False
+        shape = (config.max_num_inp_token_per_rank, config.topk)
+        self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._exchange = WeightExchange(self)
+
+    def _dispatch_arguments(
+        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
+        max_num_tokens: int | None, pad_id: int, call: str,
+    ) -> DispatchArguments:  # fmt: skip
+        are_late = weights is None
+        if weights is None:
+            weights = self._no_weights[: tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0]
+        args = super()._dispatch_arguments(tokens, weights, scales, indices, max_num_tokens, pad_id, call)
+        self._are_late = are_late
+        # ranks that bring them now and ranks that bring them later find out by this word
+        return args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT) if are_late else args
+
+    def _combine_arguments(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
+        out: torch.Tensor | None, call: str, biases: Biases = NO_BIASES,
+    ) -> CombineArguments:  # fmt: skip
+        """Checks a combine, and launches the exchange of weights that its other launches need."""
+        if not self._are_late or not self.has_open_step:
+            return super()._combine_arguments(rows, weights, indices, out, call, biases)
+        if weights is None:
+            raise InputError(
+                "the router's weights, which dispatch was not given", "None",
+                "Pass this rank's topk_weights [T, K], float32.",
+            )  # fmt: skip
+        args = super()._combine_arguments(rows, None, indices, out, call, biases)
+        self._exchange.run(weights, args.num_tokens, args.max_num_tokens)
+        return args
+
+    @property
+    def num_inbox_bytes(self) -> int:
+        """Bytes of the arena that take other ranks' weights, on this rank."""
+        return self._exchange.num_bytes
+
+    def record_spans(self) -> None:
+        """See EpDispatchCombineOp.record_spans."""
+        super().record_spans()
+        self._exchange.record_spans()
+
+    def reset(self) -> None:
+        """See EpDispatchCombineOp.reset."""
+        # epochs begin anew, so no word of the earlier ones may be left
+        self.arena.together("clearing the inbox of weights", self._exchange.clear)
+        super().reset()
+
+
+class WeightExchange:
+    """Sends weights to all ranks' inboxes and places those that have come. Construction is collective.
+
+    Args:
+        op: of layout expert_major, whose rows the weights belong to; the inbox lives in its arena.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp) -> None:
+        config = op.config
+        self._config, self._device, self._table = config, op.device, op._memory.table
+        self._streams = op._streams
+        world_size, topk = config.world_size, config.topk
+        self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES
+        sizes = BlockSizes(self.num_bytes, {}, world_size * ADDRESS_BYTES, {}, record_words=1)
+        memory = op.arena.acquire(f"{config.digest()} late weights", op.index, sizes)
+        self._inbox = memory.symmetric["own"].local
+        self._addresses = memory.local_own.view(torch.int64)
+        self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64))
+        self._variant = exchange_variant(config, spans=False)
+        op.arena.together("initialising the exchange of weights", self._initialize)
+
+    def _initialize(self) -> None:
+        self.clear()
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._device.type == "cuda":
+            self._variant.compile(self._values(self._addresses, 0, 1))
+
+    def record_spans(self) -> None:
+        """Takes a kernel that notes when its programs begin and end, from now on."""
+        self._variant = exchange_variant(self._config, spans=True)
+        self._compile()
+
+    def clear(self) -> None:
+        """Forgets what has come; no rank may be sending."""
+        self._inbox.zero_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def run(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> None:
+        """Launches the exchange, between a step's dispatch and its combine, once at most; on all ranks or on none.
+
+        Args:
+            weights: [num_tokens, K] float32, of this rank's tokens.
+            num_tokens, max_num_tokens: the step's.
+
+        Raises:
+            DtypeError, DeviceError, ContiguityError, ShapeError: what their names say, before anything is launched.
+        """
+        check_tensor("weights", weights, (torch.float32,), self._device)
+        if tuple(weights.shape) != (num_tokens, self._config.topk):
+            raise ShapeError(
+                f"weights of this rank's own tokens, {(num_tokens, self._config.topk)}", str(tuple(weights.shape))
+            )
+        self._streams.follow(self._device)
+        values = self._values(weights, num_tokens, max_num_tokens)
+        self._variant.run(self._config.world_size, values, self._device)
+
+    def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
+        config = self._config
+        return (
+            weights.view(torch.int32), self._addresses, self._table, num_tokens, max_num_tokens,
+            config.max_num_inp_token_per_rank, config.rank,
+        )  # fmt: skip
+
+
+def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant:
+    """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
+    lanes = padded(config.topk)
+    constants = {
+        "TOPK": config.topk, "TOPK_LANES": lanes,
+        "WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size),
+        "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
+    }  # fmt: skip
+    return Variant(exchange_weights_kernel, constants, EXCHANGE_WARPS)

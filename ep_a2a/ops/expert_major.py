@@ -1,0 +1,116 @@
+"""Layout expert_major: the launches between what travels, which is as in rank_major, and rows by expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, Variant
+from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
+from ep_a2a.kernels.layout import WORD_BYTES, padded
+from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+NUMBER_WARPS = 8
+NUMBERED_IDS = 8192
+"""Received ids that a program looks at at once: few rounds for many rows, and no more than registers hold."""
+EXPAND_WARPS = 8
+MAX_EXPAND_WORDS = 4096
+REDUCE_WARPS = 4
+REDUCE_ELEMENTS = 1024
+THREADS_PER_SM = 1024
+"""Threads per multiprocessor that keep memory busy. Nothing waits here, so that more programs than fit would do too."""
+
+
+class ExpertMajorKernels:
+    """Compiles and launches the local kernels of layout expert_major for one config.
+
+    Args:
+        config: the op's.
+        table: address table on the device, int64 [regions, W].
+        device: where the kernels run; CPU means Triton's interpreter.
+        spans: kernels note when their programs begin and end (telemetry/span_recorder.py).
+    """
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device, *, spans: bool = False
+    ) -> None:
+        self.config, self.table, self.device = config, table, device
+        self._first_expert = config.first_expert
+        common = {"TOPK": config.topk, "WORLD_SIZE": config.world_size, "SPANS": spans}
+        lanes = {"TOPK_LANES": padded(config.topk)}
+        block_rows = max(1, NUMBERED_IDS // lanes["TOPK_LANES"])
+        most_rows = padded(config.world_size * config.max_num_inp_token_per_rank)
+        self._number = Variant(
+            number_expert_rows_kernel, common | lanes | {"BLOCK_ROWS": min(block_rows, most_rows)}, NUMBER_WARPS
+        )
+        self._expand = {
+            has_scales: Variant(expand_kernel, common | lanes | self._row_constants(has_scales), EXPAND_WARPS)
+            for has_scales in ((False, True) if config.num_scales else (False,))
+        }
+        block = min(padded(config.hidden_dim), REDUCE_ELEMENTS)
+        dtype = TRITON_DTYPES[config.combined_dtype]
+        self._reduce = Variant(
+            reduce_experts_kernel, common | {"HIDDEN": config.hidden_dim, "BLOCK": block, "DTYPE": dtype}, REDUCE_WARPS
+        )
+
+    def _row_constants(self, has_scales: bool) -> dict[str, Any]:
+        config = self.config
+        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        width = config.num_scales * config.scale_bytes if has_scales else 0
+        in_words = width % WORD_BYTES == 0
+        width = width // WORD_BYTES if in_words else width
+        return {
+            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_EXPAND_WORDS),
+            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": config.expert_alignment,
+        }  # fmt: skip
+
+    def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
+        """Launches what writes rows by expert from the rows that have been received.
+
+        Args:
+            max_num_tokens: the step's.
+            has_scales: whether the rows have scales.
+            num_sms: multiprocessors of the device; 0 on CPU.
+            max_sms: most programs that move rows, 0 = as many as keep all multiprocessors busy. The launch that numbers
+                rows has one short program for each expert in any case.
+        """
+        values, num_experts = self._values(max_num_tokens), self.config.num_local_experts
+        # a rank without experts receives nothing, and a launch needs a program
+        self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self.device)
+        expand = self._expand[has_scales]
+        self._run(expand, (*values, num_experts), "ROW_WORDS", "BLOCK_WORDS", max_num_tokens, num_sms, max_sms)
+
+    def reduce(self, rows: torch.Tensor, max_num_tokens: int, num_sms: int, max_sms: int) -> None:
+        """Launches what weighs and adds the experts' rows, [E, W * max_num_tokens, H], into REDUCED_ROWS."""
+        values = (rows, *self._values(max_num_tokens))
+        self._run(self._reduce, values, "HIDDEN", "BLOCK", max_num_tokens, num_sms, max_sms)
+
+    def variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
+        values, num_experts = self._values(1), self.config.num_local_experts
+        yield self._number, (*values, self._first_expert, num_experts)
+        for expand in self._expand.values():
+            yield expand, (*values, num_experts)
+        yield self._reduce, (torch.empty(16, dtype=self.config.combined_dtype, device=self.device), *values)
+
+    def _values(self, max_num_tokens: int) -> tuple[Any, ...]:
+        return self.table, max_num_tokens, self.config.rank
+
+    def _run(
+        self, variant: Variant, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int, num_sms: int,
+        max_sms: int,
+    ) -> None:  # fmt: skip
+        """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
+        num_blocks = -(-variant.constants[width] // variant.constants[block])
+        most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
+        if 0 < max_sms < num_sms:
+            most = max_sms  # the GPU spreads programs over all it has
+        variant.run(min(self.config.world_size * max_num_tokens * num_blocks, most), values, self.device)

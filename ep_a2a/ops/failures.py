@@ -1,0 +1,170 @@
+"""Turns the error record that kernels write into exceptions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import (
+    AlternationError,
+    CapacityError,
+    ConfigMismatchError,
+    EpA2AError,
+    ForeignIndicesError,
+    RankTimeoutError,
+)
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ep_a2a.ops.timeouts import WaitBounds
+
+RESET = "Then op.reset() on every rank makes the op usable again."
+DISPATCH_PHASE, COMBINE_PHASE = 1, 2
+PHASES = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
+UINT32_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of an op as its kernels saw it; the codes are those of kernels/primitives.py.
+
+    Attributes:
+        code: what went wrong.
+        accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
+        phase: 1 dispatch, 2 combine; 0 if another rank has told no more than code and accused.
+        epoch: step of the op, counted from 1 and wrapping.
+        detail: depends on the code.
+        per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
+    """
+
+    code: int
+    accused: int
+    phase: int
+    epoch: int
+    detail: int
+    per_rank: tuple[int, ...]
+
+    @classmethod
+    def from_record(cls, words: Sequence[int], world_size: int) -> Failure:
+        """Reads the words of an error record."""
+        per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
+        return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
+
+    @classmethod
+    def told(cls, code: int, accused: int) -> Failure:
+        """One that another rank has found."""
+        return cls(code, accused, 0, 0, 0, ())
+
+    def exception(self, rank: int, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
+        """The error to raise on this rank.
+
+        Args:
+            rank: this one. bounds: the op's.
+            seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
+        """
+        where = self._where(rank)
+        match self.code:
+            case 1:
+                return self._timeout(where, bounds, seen or {})
+            case 2:
+                return self._alternation(where)
+            case 3:
+                return self._disagreement(where)
+            case 4:
+                return self._too_many_rows(where)
+            case 6:
+                return self._weights_missing(where)
+            case _:
+                return self._foreign_indices(where)
+
+    def _where(self, rank: int) -> str:
+        if self.phase:
+            return f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
+        return f"a call of another rank that has told rank {rank}"
+
+    def _alternation(self, where: str) -> AlternationError:
+        return AlternationError(
+            "dispatch and combine to alternate on the device",
+            f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
+            "holds one without the other, or a combine of another number of tokens",
+            f"{AlternationError.remedy} {RESET}",
+        )
+
+    def _disagreement(self, where: str) -> ConfigMismatchError:
+        if not self.detail:
+            # told by another rank: per_rank holds who was late here, not what the ranks said
+            found = f"a rank found otherwise before {where}"
+            return ConfigMismatchError("all ranks to agree on each step", found, RESET)
+        words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
+        return ConfigMismatchError(
+            "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
+            f"{words} at {where}",
+            "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
+            f"passes empty ones, [0, K] and [0, S]. {RESET}",
+        )
+
+    def _too_many_rows(self, where: str) -> CapacityError:
+        rows = f", {self.detail} rows there if this is that rank" if self.phase else ""
+        return CapacityError(
+            "max_total_recv_tokens rows at most", f"more on rank {self.accused} (seen at {where}{rows})"
+        )
+
+    def _weights_missing(self, where: str) -> ConfigMismatchError:
+        without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
+        return ConfigMismatchError(
+            "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
+        )
+
+    def _foreign_indices(self, where: str) -> ForeignIndicesError:
+        token = f"token {self.detail}, " if self.phase else ""
+        return ForeignIndicesError(
+            "combine's indices to be those given to this rank's dispatch", f"others at {token}{where}",
+            f"{ForeignIndicesError.remedy} {RESET}",
+        )  # fmt: skip
+
+    def _timeout(self, where: str, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
+        absent = [r for r, late in enumerate(self.per_rank) if late]
+        here = f"ranks {absent} absent here when {where} gave up" if self.phase else f"in {where}"
+        got = f"rank {self.accused} did not arrive ({here})"
+        wanted = self.epoch & UINT32_MASK
+        if seen:
+            by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]
+            got += f"; epochs here now, {wanted} wanted: {', '.join(by_kind)}"
+            if self.accused < len(self.per_rank) and all(epochs[self.accused] == wanted for epochs in seen.values()):
+                # read after the wait has given up
+                got += f"; rank {self.accused} has begun this call by now, late or without sending all of its rows"
+        return RankTimeoutError(
+            f"every rank within {bounds.named(self.epoch)}", got, None, (self.accused,), wanted, seen
+        )  # fmt: skip
+
+
+def by_value(epochs: Sequence[int]) -> str:
+    """Each epoch with the ranks whose flag stands there, the common one first."""
+    counts = Counter(epochs)
+    ranks_at = {
+        epoch: [rank for rank, other in enumerate(epochs) if other == epoch] for epoch, _ in counts.most_common()
+    }
+    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in ranks_at.items())
+
+
+WEIGHTS_BIT = 1 << 24
+SCALES_BIT = 1 << 25
+CAST_BIT = 1 << 26
+
+
+def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
+    """What all ranks must agree on in one step, as one word that travels with the counts."""
+    bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
+    return max_num_tokens | bits
+
+
+def describe_wire_word(word: int) -> str:
+    """A wire word in words."""
+    parts = [f"max_num_tokens {word & (WEIGHTS_BIT - 1)}"]
+    parts.append("weights" if word & WEIGHTS_BIT else "no weights")
+    parts.append("scales" if word & SCALES_BIT else "no scales")
+    parts.append("cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch")
+    return " with ".join(parts[:2]) + ", " + ", ".join(parts[2:])

@@ -1,0 +1,292 @@
+"""Checks of what a caller hands to an op; all of them run on the host, before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout
+from ep_a2a.errors import (
+    ClosedError,
+    ContiguityError,
+    DeviceError,
+    DtypeError,
+    ForeignIndicesError,
+    HiddenSizeError,
+    InputError,
+    ShapeError,
+    StateError,
+    TooManyTokensError,
+    TopKError,
+    UnsupportedError,
+)
+from ep_a2a.kernels.layout import WORD_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.errors import EpA2AError
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.arguments import Biases
+
+SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
+
+
+def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
+    """Why this rank cannot build the op, or None."""
+    if arena.closed:
+        return ClosedError("an open arena", "a closed one")
+    if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
+        return UnsupportedError(
+            "another kernel_type", "IntraNodeLL",
+            "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
+        )  # fmt: skip
+    between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
+    if between_nodes and config.rail == "torch.distributed":
+        return UnsupportedError(
+            "a rail that kernels use themselves: 'peer_memory' or 'nvshmem'", repr(config.rail),
+            "Get the op from a manager, which makes the rail.",
+        )  # fmt: skip
+    if between_nodes and config.rail == "nvshmem" and not config.uses_rings:
+        return UnsupportedError(
+            f"rail 'peer_memory' with {config.kernel_type.name}", "'nvshmem'", "Use InterNodeV1, which puts."
+        )
+    if arena.in_use(config.digest(), index):
+        return StateError(
+            f"no living op of this config and index {index} in the arena", "one that has not been closed",
+            "Use that op, close it first, or give this one another index.",
+        )  # fmt: skip
+    return None
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Dtype, device and contiguity of an argument.
+
+    Raises:
+        DtypeError, DeviceError, ContiguityError: what their names say.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{name} to be a tensor", type(tensor).__name__)
+    if tensor.dtype not in dtypes:
+        raise DtypeError(f"{name} of dtype {' or '.join(map(str, dtypes))}", str(tensor.dtype))
+    if tensor.device != device:
+        raise DeviceError(f"{name} on {device}", str(tensor.device), f"Pass {name}.to({str(device)!r}).")
+    if not tensor.is_contiguous():
+        raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+
+
+def signature(tensor: object) -> Hashable:
+    """What the checks here ask of a tensor, but for its address; for anything else something never seen before."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        return object()
+    return tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous()
+
+
+def check_integer(name: str, value: int) -> None:
+    """A number that kernels take as int32; InputError for anything else, booleans included."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
+        raise InputError(f"{name} to be an integer of 32 bits", repr(value))
+
+
+def check_launch(block_num: int, warp_per_block: int) -> None:
+    """A caller's launch numbers; -1 stands for none."""
+    if block_num == warp_per_block == -1:
+        return
+    check_integer("block_num", block_num)
+    check_integer("warp_per_block", warp_per_block)
+
+
+def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
+    """Shape [rows, H] and the alignment that 16-byte accesses need."""
+    if tensor.dim() != 2:
+        raise ShapeError(f"{name} of 2 dimensions", f"shape {tuple(tensor.shape)}")
+    if tensor.shape[1] != hidden_dim:
+        raise HiddenSizeError(f"{name} of hidden size {hidden_dim}", str(tensor.shape[1]))
+    check_alignment(name, tensor)
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """The alignment that 16-byte accesses need."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES and tensor.numel():
+        raise ContiguityError(
+            f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes", f"address {tensor.data_ptr():#x}",
+            f"Pass {name}.clone().",
+        )  # fmt: skip
+
+
+def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """The alignment that a dispatch needs of what it was given; what else it needs does not depend on addresses."""
+    check_alignment("input", tokens)
+    if scales is None or scales.itemsize != 1 or scales.shape[-1] % WORD_BYTES or not scales.numel():
+        return
+    # lines of whole words are moved as words
+    if scales.data_ptr() % WORD_BYTES:
+        raise ContiguityError(
+            f"scales to start at a multiple of {WORD_BYTES} bytes", f"address {scales.data_ptr():#x}",
+            "Pass scales.clone().",
+        )  # fmt: skip
+
+
+def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous rows [N, n] as elements of a dtype of another size, in a shape that means nothing.
+
+    The stride of a lone row means nothing either, nor where no rows lie, but torch refuses to view them where those are
+    no multiples of the new size.
+    """
+    try:
+        return rows.view(dtype)
+    except RuntimeError:  # asking first would take longer than the view, in every call
+        return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
+
+
+def check_dispatch(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    indices: torch.Tensor,
+    max_num_tokens: int,
+    pad_id: int,
+) -> None:
+    """Everything the host can see of dispatch's arguments; see EpDispatchCombineOp.dispatch for what they must be."""
+    dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
+    check_tensor("input", tokens, dtypes, device)
+    check_rows("input", tokens, config.hidden_dim)
+    num_tokens = tokens.shape[0]
+    check_integer("max_num_tokens", max_num_tokens)
+    check_integer("pad_id", pad_id)
+    if not 1 <= max_num_tokens <= config.max_num_inp_token_per_rank:
+        raise TooManyTokensError(
+            f"1 <= max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}",
+            str(max_num_tokens),
+        )
+    if num_tokens > max_num_tokens:
+        raise TooManyTokensError(f"at most {max_num_tokens} tokens (max_num_tokens)", str(num_tokens))
+    check_tensor("indices", indices, (torch.int32,), device)
+    _check_topk("indices", indices, num_tokens, config.topk)
+    if weights is not None:
+        check_tensor("weights", weights, (torch.float32,), device)
+        _check_topk("weights", weights, num_tokens, config.topk)
+    elif config.layout == Layout.EXPERT_MAJOR:
+        raise InputError("weights with layout expert_major, where combine multiplies by them", "none")
+    _check_scales(config, device, tokens, scales)
+
+
+def travelling_scales(config: EpDispatchCombineConfig, scales: torch.Tensor | None) -> torch.Tensor | None:
+    """The scales that travel as they are given, after check_dispatch: none where an empty tensor stands for none."""
+    if scales is None or scales.numel() or (config.num_scales and not config.casts_in_dispatch):
+        return scales
+    return None
+
+
+def _check_scales(
+    config: EpDispatchCombineConfig, device: torch.device, tokens: torch.Tensor, scales: torch.Tensor | None
+) -> None:
+    will_cast = config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
+    if scales is not None and not isinstance(scales, torch.Tensor):
+        raise DtypeError("scales to be a tensor or None", type(scales).__name__)
+    # MORI's callers pass an empty tensor for no scales
+    if scales is None or (scales.numel() == 0 and (will_cast or not config.num_scales)):
+        if config.casts_in_dispatch and not will_cast and tokens.shape[0]:
+            raise InputError("scales with tokens that are quantised already", "none", "Pass scales [T, S].")
+        return
+    if will_cast or not config.num_scales:
+        why = "dispatch computes them" if will_cast else "the config has scale_dim 0"
+        raise InputError(f"no scales, because {why}", f"scales of shape {tuple(scales.shape)}", "Pass None.")
+    check_tensor("scales", scales, SCALE_DTYPES[config.scale_bytes], device)
+    if tuple(scales.shape) != (tokens.shape[0], config.num_scales):
+        raise ShapeError(f"scales of shape {(tokens.shape[0], config.num_scales)}", str(tuple(scales.shape)))
+
+
+def _check_topk(name: str, tensor: torch.Tensor, num_tokens: int, topk: int) -> None:
+    if tensor.dim() != 2 or tensor.shape[0] != num_tokens:
+        raise ShapeError(f"{name} of shape {(num_tokens, topk)}", str(tuple(tensor.shape)))
+    if tensor.shape[1] != topk:
+        raise TopKError(f"{name} with {topk} experts per token", str(tensor.shape[1]))
+
+
+def check_combine(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    lead: tuple[int, ...],
+    num_tokens: int,
+) -> None:
+    """Everything the host can see of combine's arguments.
+
+    Args:
+        rows, weights, indices: as given to combine.
+        lead: leading sizes of the tokens that dispatch returned, (R,), (W, max_num_tokens) or (E, R).
+        num_tokens: T of the dispatch.
+    """
+    check_tensor("input", rows, (config.combined_dtype,), device)
+    if rows.dim() == 3 and tuple(rows.shape[:2]) != lead:
+        raise ShapeError(f"input of shape {(*lead, config.hidden_dim)}", str(tuple(rows.shape)))
+    flat = rows.flatten(0, -2) if rows.dim() == 3 else rows
+    check_rows("input", flat, config.hidden_dim)
+    num_rows = math.prod(lead)
+    if flat.shape[0] != num_rows:
+        raise ShapeError(
+            f"input with one row per row that dispatch returned, {num_rows}", str(flat.shape[0]),
+            "Pass all rows, also those past total_recv; their content does not matter.",
+        )  # fmt: skip
+    if weights is not None:
+        if config.layout == Layout.EXPERT_MAJOR:
+            raise InputError("no weights in combine with layout expert_major: dispatch has kept them", "weights")
+        check_tensor("weights", weights, (torch.float32,), device)
+        if tuple(weights.shape) not in {(num_rows, config.topk), (*lead, config.topk)}:
+            raise ShapeError(
+                f"weights in the order of the received rows, {(*lead, config.topk)}", str(tuple(weights.shape)),
+                "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
+            )  # fmt: skip
+    check_own_indices(config, device, indices, num_tokens)
+
+
+def check_own_indices(
+    config: EpDispatchCombineConfig, device: torch.device, indices: torch.Tensor | None, num_tokens: int
+) -> None:
+    """combine's `indices`: None, or int32 [T, K] as given to this rank's dispatch of num_tokens tokens."""
+    if indices is None:
+        return
+    check_tensor("indices", indices, (torch.int32,), device)
+    if tuple(indices.shape) != (num_tokens, config.topk):
+        raise ForeignIndicesError(
+            f"this rank's own ids, of shape {(num_tokens, config.topk)}", str(tuple(indices.shape))
+        )
+
+
+def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
+    """combine's `out`: [T, H] of combine_dtype."""
+    _check_token_rows("out", config, device, out, num_tokens)
+
+
+def check_biases(config: EpDispatchCombineConfig, device: torch.device, biases: Biases, num_tokens: int) -> None:
+    """combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
+    for number, bias in enumerate(biases):
+        if bias is not None:
+            _check_token_rows(f"bias_{number}", config, device, bias, num_tokens)
+
+
+def _check_token_rows(
+    name: str, config: EpDispatchCombineConfig, device: torch.device, rows: torch.Tensor, num_tokens: int
+) -> None:
+    check_tensor(name, rows, (config.combined_dtype,), device)
+    check_rows(name, rows, config.hidden_dim)
+    if rows.shape[0] != num_tokens:
+        raise ShapeError(f"{name} with a row for each of the {num_tokens} tokens dispatched", str(rows.shape[0]))
+
+
+def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:
+    """Raises InputError when a tensor overlaps a region that peers read or write meanwhile."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    region_first = region.data_ptr()
+    if first < region_first + region.numel() * region.itemsize and region_first < last:
+        raise InputError(f"{name} outside of {what}", "an overlap", f"Pass {name}.clone(), or memory of your own.")

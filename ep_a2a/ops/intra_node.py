@@ -1,0 +1,390 @@
+"""IntraNode: the launches of one op inside a node. Checks and bookkeeping are op.py's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.bulk_dispatch_kernels import dispatch_kernel
+from ep_a2a.kernels.combine_kernels import combine_kernel
+from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, Variant
+from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
+from ep_a2a.kernels.ll_dispatch_kernels import flagged_dispatch_kernel
+from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.ops.inputs import elements_of
+from ep_a2a.ops.launch_plan import Plan, make_plan
+from ep_a2a.ops.memo import Remembered
+from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, ResultRows, row_constants
+from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.tuning.policy import (
+    COUNT_WARPS,
+    MAX_COUNTED_ALONE,
+    Launch,
+    Phase,
+    choose_launch,
+    dispatch_phase,
+    launch_shapes,
+)
+from ep_a2a.tuning.tables import TunedTables, arch_name, load_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+FP8_CAPABILITY = (8, 9)
+DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+BLOCK_TOKENS = 64
+"""Tokens whose destinations a program works out at once, where it counts its own."""
+BLOCK_ROWS = 64
+"""Received rows whose ids a program looks at at once."""
+FLAGGED_PROGRAMS_PER_SM = 2
+"""Programs of a flagged dispatch that a multiprocessor must hold, at the price of some registers."""
+LOOK_BACK_LANES = 2048
+"""Words that a program reads at once to learn how many rows the programs before it send."""
+
+
+class IntraNodeKernels:
+    """Compiles and launches the IntraNode kernels for one config.
+
+    Args:
+        config: the op's.
+        table: address table on the device, int64 [regions, W].
+        device: where the kernels run; CPU means Triton's interpreter.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
+        self.config, self.table, self.device = config, table, device
+        self._interpreted = device.type == "cpu"
+        casts = config.casts_in_dispatch or config.combine_quant != QuantType.NONE
+        if not self._interpreted and casts and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            raise UnsupportedError(
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
+                f"{torch.cuda.get_device_capability(device)}", "Use quant_type='none', or cast before dispatch.",
+            )  # fmt: skip
+        self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_sms = config.max_sms
+        self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
+        self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
+        self._compact = {"COMPACT": config.layout == Layout.COMPACT}
+        self._results = ResultRows.of(config)
+        self._can_depend = (
+            not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
+        )
+        self._tables: TunedTables | None = None
+        self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
+        self._plans: Remembered[Plan] = Remembered()
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._spans = False
+        self._by_expert: ExpertMajorKernels | None = None
+        if config.layout == Layout.EXPERT_MAJOR:
+            self._by_expert = ExpertMajorKernels(config, table, device)
+
+    def limit_sms(self, max_sms: int) -> None:
+        """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
+        self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
+        self._plans.forget()
+        self.compile()
+
+    @property
+    def num_channel_programs(self) -> int:
+        """Programs that exchange chunks with other nodes, of a launch of their own: none."""
+        return 0
+
+    @property
+    def _usable_sms(self) -> int:
+        return min(self.num_sms, self.max_sms) if self.max_sms else self.num_sms
+
+    def use_tables(self, tables: TunedTables) -> None:
+        """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
+        self._tables = tables
+        self._plans.forget()
+
+    def launch_of(
+        self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
+    ) -> Launch:
+        """Launch numbers of a call."""
+        launch = choose_launch(
+            self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables,
+            self.max_sms,
+        )  # fmt: skip
+        if self._tables is not None:
+            self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
+        return launch
+
+    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+        """(programs, those of channels, warps per program) of a call with as many tokens as there may be."""
+        tokens = self.config.max_num_inp_token_per_rank
+        phase = self.dispatch_phase(tokens) if is_dispatch else Phase.COMBINE
+        launch = self.launch_of(phase, tokens, tokens, block_num, warp_per_block)
+        return launch.num_programs, self.num_channel_programs, launch.num_warps
+
+    def dispatch_phase(self, max_num_tokens: int) -> Phase:
+        """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+        return dispatch_phase(self.config, max_num_tokens)
+
+    def dispatch(
+        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one dispatch, or one of its halves."""
+        for variant, values, num_programs in self._dispatch_launches(args, stages, block_num, warp_per_block):
+            self._run(variant, num_programs, values)
+        if self._by_expert is not None and stages.receive:
+            has_scales = args.scales is not None or self.config.casts_in_dispatch
+            self._by_expert.expand(args.max_num_tokens, has_scales, self.num_sms, self.max_sms)
+
+    def combine(
+        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one combine, or one of its halves."""
+        for target, source in args.copies if stages.send else ():
+            target.copy_(source)
+        if self._by_expert is not None and args.expert_rows is not None and stages.send:
+            self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms, self.max_sms)
+        for variant, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
+            self._run(variant, num_programs, values)
+
+    def _dispatch_launches(
+        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        """(kernel, run-time arguments, programs) of a dispatch, in order."""
+        phase = self.dispatch_phase(args.max_num_tokens)
+        key = (
+            phase, args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None,
+            stages, block_num, warp_per_block,
+        )  # fmt: skip
+        plan = self._plans.of(
+            key,
+            lambda: make_plan(
+                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+                lambda launch, part: self._dispatch_variant(args, phase, launch, part),
+                lambda launch: self._dispatch_values(args, phase, launch), self.num_sms, self.max_sms,
+                is_interpreted=self._interpreted,
+            ),
+        )  # fmt: skip
+        for variant, launch, num_programs in plan:
+            yield variant, self._dispatch_values(args, phase, launch), num_programs
+
+    def _combine_launches(
+        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        phase = Phase.COMBINE
+        key = (
+            phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, args.given_biases,
+            stages, block_num, warp_per_block,
+        )  # fmt: skip
+        plan = self._plans.of(
+            key,
+            lambda: make_plan(
+                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+                lambda launch, part: self._combine_variant(args, launch, part, in_place=stages == WHOLE),
+                lambda launch: self._combine_values(args, launch), self.num_sms, self.max_sms,
+                is_interpreted=self._interpreted,
+            ),
+        )  # fmt: skip
+        for variant, launch, num_programs in plan:
+            yield variant, self._combine_values(args, launch), num_programs
+
+    def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
+        """Launches the count of received rows per local expert into counts, int32 [E]."""
+        values = (self.table, self.config.rank, max_num_tokens, first_expert, counts)
+        self._run(self._count_variant(), counts.numel(), values)
+
+    def compile(self) -> None:
+        """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
+
+        Nothing is launched. The halves of the split calls are compiled when they are first used, or by compile_halves.
+        Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
+        """
+        if self._interpreted:
+            return
+        if self._tables is None:
+            # not before: what is wrong with a table is told to the other ranks here
+            capability = torch.cuda.get_device_capability(self.device)
+            self.use_tables(load_tables(arch_name(capability), self.config.world_size))
+        variants = [each for stages in self._compiled_stages for each in self.variants(stages)]
+        for position in range(len(variants)):
+            variant, values = variants[(position + self.config.rank) % len(variants)]
+            variant.compile(values)
+
+    def settle(self) -> None:
+        """Launches what ends when all that was sent is where it belongs: nothing, where kernels store it themselves."""
+
+    def record_spans(self) -> None:
+        """Takes kernels that note when their programs begin and end what they do, from now on."""
+        self._spans = True
+        self._plans.forget()
+        if self._by_expert is not None:
+            self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
+        self.compile()
+
+    def compile_halves(self) -> None:
+        """Compiles what the split calls need, now and whenever `compile` is called: they may be captured at once."""
+        self._compiled_stages = (WHOLE, SEND, RECEIVE)
+        self.compile()
+
+    def variants(self, stages: Stages = WHOLE) -> list[tuple[Variant, tuple[Any, ...]]]:
+        """Every (variant, run-time arguments) that such calls of the op can need, with stand-in tensors."""
+        # several shapes of launches have one variant where the device knows no dependent launch
+        return list({id(variant): (variant, values) for variant, values in self._reachable(stages)}.values())
+
+    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
+        dispatches, combines = (
+            list(stand_in_dispatches(self.config, self.device)),
+            list(stand_in_combines(self.config, self.device)),
+        )
+        for phase, tokens, launch in shapes:
+            for args in dispatches if phase is not Phase.COMBINE else ():
+                sized = args._replace(max_num_tokens=tokens)
+                yield (
+                    self._dispatch_variant(sized, phase, launch, stages), self._dispatch_values(sized, phase, launch)
+                )  # fmt: skip
+        for phase, tokens, launch in shapes:
+            for combine in combines if phase is Phase.COMBINE else ():
+                back = combine._replace(max_num_tokens=tokens)
+                variant = self._combine_variant(back, launch, stages, in_place=stages == WHOLE)
+                yield variant, self._combine_values(back, launch)
+        yield from self._other_variants()
+
+    def _other_variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        if self.config.compiled_calls != CompiledCalls.SERVING:
+            yield self._count_variant(), (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
+        if self._by_expert is not None:
+            yield from self._by_expert.variants()
+
+    def _casts(self, x: torch.Tensor) -> bool:
+        return self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
+
+    def _scale_bytes(self, scales: torch.Tensor | None) -> int:
+        return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
+
+    def _dispatch_variant(self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages) -> Variant:
+        dependent = launch.dependent and self._can_depend
+        counted_alone = args.max_num_tokens <= MAX_COUNTED_ALONE
+        key = (
+            phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, launch.sparse_polls,
+            dependent, counted_alone, stages, self._spans,
+        )  # fmt: skip
+        variant = self._variants.get(key)
+        if variant is None:
+            kernel = dispatch_kernel if phase is Phase.DISPATCH else flagged_dispatch_kernel
+            constants = self._dispatch_constants(args, phase, launch, stages)
+            constants["DEPENDENT_LAUNCH"] = dependent
+            threads = FLAGGED_PROGRAMS_PER_SM * 32 * launch.num_warps
+            max_registers = REGISTERS_PER_SM // threads if phase is Phase.FLAGGED_DISPATCH else None
+            variant = self._variants[key] = Variant(kernel, constants, launch.num_warps, max_registers)
+        return variant
+
+    def _dispatch_constants(
+        self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
+    ) -> dict[str, Any]:
+        config, cast, threads = self.config, self._casts(args.x), 32 * launch.num_warps
+        row = row_constants(config, casts=cast)
+        row_words = row["ROW_WORDS"]
+        count_words = config.world_size * (config.world_size + 1)
+        common = {
+            **self._topk, **self._world, **self._compact, **row,
+            "OWNERS": config.owners, "HAS_WEIGHTS": args.weights is not None,
+            "COUNT_LANES": max(padded(count_words), threads),
+            "SEND": stages.send, "RECEIVE": stages.receive, "SPANS": self._spans,
+        }  # fmt: skip
+        if phase is Phase.FLAGGED_DISPATCH:
+            return common | {
+                "SCALE_WORDS": config.num_scales,
+                "HAS_SCALES": cast or args.scales is not None,
+                "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
+                "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
+                "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
+                "COUNT_BITS": count_bits(config.flagged_tokens),
+            }  # fmt: skip
+        scale_width = self._scale_bytes(args.scales)
+        in_words = scale_width % WORD_BYTES == 0
+        scale_width = scale_width // WORD_BYTES if in_words else scale_width
+        return common | {
+            "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
+            "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+            "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
+            "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE, "FORWARDED": config.uses_rings,
+            "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "POISON_LANES": threads,
+            "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+        }  # fmt: skip
+
+    def _dispatch_tensors(self, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
+        """(x, scales, weights, ids, table) as kernels take them."""
+        x = args.x if self._casts(args.x) else elements_of(args.x, torch.int32)
+        scales, weights = args.ids, args.ids
+        if args.scales is not None:
+            scales = elements_of(args.scales, torch.int32 if scale_width_bytes % WORD_BYTES == 0 else torch.uint8)
+        if args.weights is not None:
+            weights = args.weights.view(torch.int32)
+        return x, scales, weights, args.ids, self.table
+
+    def _dispatch_values(self, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
+        config = self.config
+        width = config.scale_bytes if phase is Phase.FLAGGED_DISPATCH else self._scale_bytes(args.scales)
+        values = (
+            *self._dispatch_tensors(args, width),
+            args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
+            config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
+            config.rank,
+        )  # fmt: skip
+        if phase is Phase.FLAGGED_DISPATCH:
+            return (*values, launch.num_senders, launch.num_receivers)
+        return values
+
+    def _count_variant(self) -> Variant:
+        if ("count",) not in self._variants:
+            constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
+            self._variants["count",] = Variant(count_local_experts_kernel, constants, COUNT_WARPS)
+        return self._variants["count",]
+
+    def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
+        key = (
+            Phase.COMBINE, args.weights is None, args.ids is None, args.given_biases, launch.num_warps,
+            launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
+            self._spans,
+        )  # fmt: skip
+        variant = self._variants.get(key)
+        if variant is None:
+            constants = self._combine_constants(args, launch, stages, in_place)
+            variant = self._variants[key] = Variant(combine_kernel, constants, launch.num_warps)
+        return variant
+
+    def _combine_constants(
+        self, args: CombineArguments, launch: Launch, stages: Stages, in_place: bool
+    ) -> dict[str, Any]:
+        config, results = self.config, self._results
+        elements = launch.send_elements, launch.add_elements
+        send, add = (results.tile(config.hidden_dim, most, launch.num_warps) for most in elements)
+        return {
+            **self._topk, **self._world, **self._compact,
+            "WEIGHT_LANES": max(padded(config.topk), 32 * launch.num_warps),
+            "HIDDEN": config.hidden_dim,
+            "SEND_GROUPS_LANES": send[0], "SEND_GROUP": send[1], "GROUPS_LANES": add[0], "GROUP": add[1],
+            "DTYPE": results.dtype, "WIRE_DTYPE": tl.float8e4nv if results.quantized else results.dtype,
+            "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
+            "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
+            "OWN_IN_PLACE": in_place and not results.quantized, "READ_AHEAD": launch.read_ahead,
+            "SEND": stages.send, "RECEIVE": stages.receive,
+            "DEPENDENT_LAUNCH": launch.dependent and self._can_depend, "SPANS": self._spans,
+        }  # fmt: skip
+
+    def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
+        config, rows = self.config, self._results.for_kernels(args.rows)
+        return (
+            rows, self.table if args.weights is None else args.weights.view(torch.int32), args.result,
+            self.table if args.ids is None else args.ids, *args.biases, self.table,
+            args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
+            launch.num_senders, launch.num_receivers, launch.pause_ns,
+        )  # fmt: skip
+
+    def _run(self, variant: Variant, num_programs: int, values: tuple[Any, ...]) -> None:
+        variant.run(num_programs, values, self.device)

@@ -1,0 +1,239 @@
+"""Binds an op's layout to the memory an arena gave: views of regions, and the address table that kernels read."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import Layout
+from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
+from ep_a2a.kernels.layout import FAR_COPIES, RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
+from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.memory.allocator_isolation import outside_pools
+from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.nvshmem import NVSHMEM_KIND
+from ep_a2a.memory.streams import is_capturing
+from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.layout import Block
+    from ep_a2a.memory.arena import Arena, OpMemory
+    from ep_a2a.ops.timeouts import WaitBounds
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAD_ID = -1
+EMPTY_BYTE = 0xFF
+STEP_SHIFT = 16
+"""Step counters count arrivals in their lower bits (kernels/primitives.py)."""
+
+
+def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
+    """What an op takes from an arena when it is built, in bytes. Pure arithmetic."""
+    layout = OpLayout.of(config)
+    return BlockSizes(
+        own=layout.control.num_bytes,
+        shared={"dispatch": layout.dispatch.num_bytes, combine_role(config): layout.combine.num_bytes},
+        local_own=layout.local.num_bytes,
+        local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
+        record_words=RECORD_HEADER_WORDS + config.world_size,
+        fill_bytes={} if config.uses_rings else {"combine": EMPTY_BYTE},
+    )
+
+
+def combine_role(config: EpDispatchCombineConfig) -> str:
+    """The role of an op's combine block, which only ops that keep to the same fill byte may share."""
+    return "combine_rings" if config.uses_rings else "combine"
+
+
+class BoundMemory:
+    """The memory of one op, region by region.
+
+    Args:
+        config: the op's.
+        arena: where the memory comes from; acquiring is collective.
+        index: the arena's slot.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
+        self.config = config
+        self.layout = OpLayout.of(config)
+        if config.layout == Layout.EXPERT_MAJOR:
+            logger.info(
+                "layout expert_major: %d bytes on rank %d for the rows of %d experts",
+                self.layout.expert.num_bytes, config.rank, config.num_local_experts,
+            )  # fmt: skip
+        self.memory: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
+        symmetric, layout = self.memory.symmetric, self.layout
+        combine = symmetric[combine_role(config)]
+        self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
+            (layout.control, symmetric["own"].local, symmetric["own"].peer_addresses),
+            (layout.dispatch, symmetric["dispatch"].local, symmetric["dispatch"].peer_addresses),
+            (layout.combine, combine.local, combine.peer_addresses),
+            (layout.local, self.memory.local_own, self._own_address(self.memory.local_own)),
+            (layout.result, self.memory.local_shared["result"], self._own_address(self.memory.local_shared["result"])),
+            (layout.expert, self.memory.local_shared["expert"], self._own_address(self.memory.local_shared["expert"])),
+        ]
+        self._arena, self._index = arena, index
+        self._locals: dict[str, torch.Tensor] = {}
+        self.record = self.memory.record
+        self._record_words = self.record.numpy()
+        if self.memory.table is None:
+            self.memory.table = self._address_table(arena.device)
+        self.table = self.memory.table
+        behind = self.table[len(Region) * config.world_size :]
+        self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
+
+    def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))
+
+    def _address_table(self, device: torch.device) -> torch.Tensor:
+        table = torch.zeros(len(Region), self.config.world_size, dtype=torch.int64, device="cpu")
+        for block, _, addresses in self._blocks:
+            for field in block.fields:
+                for rank, address in enumerate(addresses):
+                    table[field.region, rank] = address + field.offset_bytes if address else 0
+        table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
+        if Rings.of(self.config).by_puts:
+            self._lead_far_ranks_to_copies(table)
+        words = torch.cat([table.flatten(), table.new_zeros(len(Stage) + 1)])
+        return outside_pools(lambda: words.to(device), device)
+
+    def _lead_far_ranks_to_copies(self, table: torch.Tensor) -> None:
+        """Other nodes are reached by puts: their columns have what is to be put there, and nothing else."""
+        config, own = self.config, self.memory.symmetric["own"]
+        if own.local.is_cuda and own.kind != NVSHMEM_KIND:
+            raise UnsupportedError(
+                "memory of NVSHMEM's heap, with rail 'nvshmem'", own.kind,
+                "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
+            )  # fmt: skip
+        nodes = torch.arange(config.world_size) // config.gpu_per_node
+        is_far = nodes != nodes[config.rank]
+        for memory in self.memory.symmetric.values():
+            unreachable = [r for r, address in enumerate(memory.peer_addresses) if not address and not is_far[r]]
+            if unreachable:
+                raise PeerAccessError("memory of this node's ranks to be mapped", f"none of ranks {unreachable}")
+        table[:, is_far] = 0
+        for region, copy in FAR_COPIES.items():
+            table[region, is_far] = table[copy, config.rank]
+        table[Region.ELEMENTS] = torch.tensor(own.elements)
+
+    def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
+        for block, tensor, _ in self._blocks:
+            for field in block.fields:
+                if field.region == region:
+                    return field, tensor
+        raise KeyError(region)
+
+    def view(
+        self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A tensor over this rank's region, from its start; by default all of it in the layout's dtype and shape."""
+        field, tensor = self._find(region)
+        shape = field.shape if shape is None else shape
+        dtype = field.dtype if dtype is None else dtype
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return tensor[field.offset_bytes : field.offset_bytes + num_bytes].view(dtype).view(shape)
+
+    def combine_input(self) -> torch.Tensor:
+        """Memory for as many rows as an op's experts can make, allocated when first asked for.
+
+        Raises:
+            StateError: it does not exist yet and a graph is being captured.
+        """
+        config = self.config
+        return self._local("combine_input", (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype)
+
+    def out_of_reach(
+        self, tensor: torch.Tensor, role: str
+    ) -> tuple[torch.Tensor, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
+        """(tensor, ()), or memory to copy it to first, with the pair to copy, where peers may overwrite it.
+
+        A peer that has its own rows begins the next dispatch and writes into this rank's dispatch block, while this
+        rank may still be sending to others from there.
+        """
+        block = self.memory.symmetric["dispatch"].local
+        if not block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.numel():
+            return tensor, ()
+        most = self.config.max_num_expert_rows * tensor.shape[-1]
+        target = self._local(role, (most,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        return target, ((target, tensor),)
+
+    def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = self._locals.get(role)
+        if memory is None:
+            if is_capturing(self.memory.local_own.device):
+                raise StateError(
+                    f"memory for {role} to exist before a graph captures it", "the first need of it",
+                    "Make the same calls once before the capture.",
+                )  # fmt: skip
+            num_bytes = math.prod(shape) * dtype.itemsize
+            memory = self._arena.shared_local(self._index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
+            self._locals[role] = memory
+        return memory
+
+    def initialize(self, bounds: WaitBounds, *, refill: bool) -> None:
+        """Brings the memory into the state before the first step. Ranks meet before and after.
+
+        Args:
+            bounds: of waits.
+            refill: also the blocks that the op shares, which no step of any op may be using then.
+        """
+        self.memory.symmetric["own"].local.zero_()
+        self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
+        self.view(Region.INDICES).fill_(FIRST_PAD_ID)
+        self.memory.local_own.zero_()
+        self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
+        self.set_bounds(bounds)
+        self.steps.zero_()
+        self.record.zero_()
+        if refill or self.memory.slot.spoilt:
+            self.memory.slot.refill()
+        if self.memory.local_own.is_cuda:
+            torch.cuda.synchronize(self.memory.local_own.device)
+
+    def set_bounds(self, bounds: WaitBounds) -> None:
+        """Bounds the waits of launches from now on, those of captured graphs included."""
+        limits = self.view(Region.LIMITS)
+        for place, nanoseconds in enumerate(bounds.in_nanoseconds()):
+            limits[place].fill_(nanoseconds)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` (uint32) that of the last finished step, on every rank alike; for tests of the wrap."""
+        self.steps.fill_(epoch << STEP_SHIFT)
+        word = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
+        for region in (Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
+            self.view(region).fill_(word)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a kernel has recorded a failure; reads one word, without synchronising."""
+        return bool(self._record_words[0])
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
+        return not is_capturing(self.memory.local_own.device) and bool(self.view(Region.POISON).any())
+
+    def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
+        """Where each rank's flags of a phase (1 dispatch, 2 combine) stand here now, by kind, as uint32 in rank order.
+
+        Nothing while a graph is captured. The device should have come to rest.
+        """
+        if is_capturing(self.memory.local_own.device):
+            return {}
+        found = {"flags": self.view(Region.COMBINE_FLAGS if phase == COMBINE_PHASE else Region.DISPATCH_FLAGS)}
+        if phase != COMBINE_PHASE:
+            # flagged words: the epoch is in the upper half
+            found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
+        return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
+
+    def record_words(self) -> list[int]:
+        """The whole error record, after the device has come to rest."""
+        if self.memory.local_own.is_cuda:
+            torch.cuda.synchronize(self.memory.local_own.device)
+        return [int(word) for word in self._record_words]

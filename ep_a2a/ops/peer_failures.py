@@ -1,0 +1,56 @@
+"""What other ranks have told this one about failed steps of an op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.kernels.layout import Region
+from ep_a2a.ops.failures import Failure
+
+if TYPE_CHECKING:
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+RANK_BITS = 16
+"""Of a poison word, code << 16 | accused rank; see primitives.py."""
+
+
+class ToldFailures:
+    """Failures of an op that any rank has found, for a rank that takes results of others into its own.
+
+    `op.check` raises what kernels of this rank have met. Where the last kernel of a step fails on another rank only,
+    this one learns of it by its next kernel. That is too late if it has used what the other rank's step has given.
+
+    Args:
+        op: whose memory is read. What a rank tells lies there before its failed kernel ends.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp) -> None:
+        self._op, self._word = op, op._memory.view(Region.POISON)
+        on_gpu = op.device.type == "cuda"
+        # of its own, so that nothing waits for kernels that still run
+        self._stream = torch.cuda.Stream(op.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False):  # whoever checks may be in this mode or not
+            self._copy = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+
+    def check(self) -> None:
+        """Raises what any rank had found when the kernels that this rank has waited for ended.
+
+        Raises:
+            RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as found.
+        """
+        word = self._read()
+        if word:
+            # this rank's own kernels know more
+            self._op.check()
+            failure = Failure.told(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
+            raise failure.exception(self._op.config.rank, self._op._bounds)
+
+    def _read(self) -> int:
+        if self._stream is None:
+            return int(self._word)
+        with torch.cuda.stream(self._stream):
+            self._copy.copy_(self._word, non_blocking=True)
+        self._stream.synchronize()
+        return int(self._copy)

@@ -1,0 +1,244 @@
+"""InterNodeV1, InterNodeV1LL and AsyncLL: the launches of one op whose tokens cross nodes in rings of chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
+from ep_a2a.kernels.compiled_kernel import Variant, linked_with_nvshmem
+from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
+from ep_a2a.kernels.put_kernels import settle_kernel
+from ep_a2a.kernels.remote_mirror_kernels import tell_far_kernel
+from ep_a2a.kernels.ring_combine_kernels import return_kernel
+from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
+from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
+from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.ops.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.tuning.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+RING_WARPS = 8
+OFFERING_PROGRAMS_PER_SM = 4
+CHANNEL_PROGRAMS_PER_SM = 2
+"""Programs that take turns with the channels; each has one line in flight."""
+CHANNEL_REGISTERS = 128
+"""As many as leave room for those programs."""
+RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
+ADD_ELEMENTS = 4096
+"""Elements of a row that a program adds at once."""
+OFFER_ELEMENTS = 8192
+"""Elements of a row that a program offers at once."""
+
+
+def kernels_of(config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> IntraNodeKernels:
+    """The kernels of an op. InterNode, the flat form, takes those of IntraNode: every rank writes to every other."""
+    return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, table, device)
+
+
+class InterNodeKernels(IntraNodeKernels):
+    """Compiles and launches the kernels of rings for one config; every rank's memory must be addressable by all.
+
+    A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
+    is two: results are offered to the node, and the exchange of sums. In halves, an op whose rings hold a whole step
+    sends its chunks in the first; else only row numbers and results are told in the first. A call's block_num bounds
+    the programs that exchange nothing.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
+        super().__init__(config, table, device)
+        self._rings = Rings.of(config)
+        self._linked: dict[str, Any] = {}
+        if self._rings.by_puts and not self._interpreted:
+            self._linked = linked_with_nvshmem(device)
+        self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
+
+    @property
+    def num_channel_programs(self) -> int:
+        """Programs that take turns with the channels: by what ranks agree on, never by what a call asks for.
+
+        A program goes on to its next channel when the one before is done. Ranks that went through them in different
+        orders could wait for each other, where not all programs run at once; in the interpreter none do.
+        """
+        return min(self._rings.num_channels, self._most_programs(CHANNEL_PROGRAMS_PER_SM) or 1)
+
+    def _most_programs(self, per_sm: int) -> int:
+        """Programs that run at once; where multiprocessors are bounded one for each, since more would take others."""
+        return self._usable_sms * (1 if self._usable_sms < self.num_sms else per_sm)
+
+    def _dispatch_launches(
+        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        if stages.send:
+            finishes = stages == SEND and not self._holds_a_step
+            values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
+            yield self._number_variant(finishes), values, self._num_programs(args.num_tokens, block_num)
+            yield from self._tell_far(counts=True)
+        sends, forwards = stages.send, stages.receive
+        if not self._holds_a_step:
+            sends = forwards = stages.receive
+        if sends or forwards:
+            variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
+            yield variant, self._exchange_values(args), self.num_channel_programs
+        if stages.receive:
+            # what the rows are is nothing to it, and one variant serves all
+            plain = args._replace(x=args.ids, scales=None, weights=None)
+            receiving = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
+            yield receiving, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
+        yield from self._tell_far()
+
+    def settle(self) -> None:
+        """Launches what ends when all that was put has come to other nodes."""
+        if self._rings.by_puts and not self._interpreted:
+            key = ("settle",)
+            if key not in self._variants:
+                self._variants[key] = Variant(settle_kernel, {}, 1, **self._linked)
+            self._variants[key].run(1, (self.table,), self.device)
+
+    def _tell_far(
+        self, *, counts: bool = False, flags: bool = False, weights: bool = False
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        """What tells ranks that only puts reach of a failure, and of what is said; see tell_far_kernel."""
+        if not self._rings.by_puts:
+            return
+        key = "tell far", counts, flags, weights
+        if key not in self._variants:
+            constants = {
+                "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
+                "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
+            }  # fmt: skip
+            self._variants[key] = Variant(tell_far_kernel, constants, 1, **self._linked)
+        num_far = self.config.world_size - self._rings.gpus_per_node
+        if num_far:
+            yield self._variants[key], (self.table, self.config.rank), num_far
+
+    def _num_programs(self, num_rows: int, block_num: int, per_sm: int = 1) -> int:
+        most = self._most_programs(per_sm) or INTERPRETED_PROGRAMS
+        return max(1, min(num_rows, most, block_num if block_num > 0 else most))
+
+    def _combine_launches(
+        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+        config = self.config
+        words = self.table if args.weights is None else args.weights.view(torch.int32)
+        if stages.send:
+            rows = self._results.for_kernels(args.rows)
+            offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
+            most_rows = self.config.world_size * args.max_num_tokens
+            num_programs = self._num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
+            yield self._offer_variant(args), offered, num_programs
+            yield from self._tell_far(flags=True, weights=args.weights is not None)
+        if stages.receive:
+            ids = self.table if args.ids is None else args.ids
+            values = (args.result, ids, *args.biases, self.table, args.num_tokens, config.rank)
+            yield self._return_variant(args), values, self.num_channel_programs
+            yield from self._tell_far()
+
+    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+        for dispatch in stand_in_dispatches(self.config, self.device):
+            for variant, values, _ in self._dispatch_launches(dispatch, stages, -1, -1):
+                yield variant, values
+        for combine in stand_in_combines(self.config, self.device):
+            for variant, values, _ in self._combine_launches(combine, stages, -1, -1):
+                yield variant, values
+        yield from self._other_variants()
+
+    def _number_variant(self, finishes: bool) -> Variant:
+        key = "number", finishes
+        if key not in self._variants:
+            constants = {
+                **self._topk, "OWNERS": self.config.owners, **self._world,
+                "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
+                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
+                "FINISHES": finishes,
+            }  # fmt: skip
+            self._variants[key] = Variant(number_rows_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _exchange_variant(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Variant:
+        key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
+        if key not in self._variants:
+            row, scale_dtype = self._row(args)
+            threads, count_words = 32 * RING_WARPS, self.config.world_size * (self.config.world_size + 1)
+            constants = {
+                **self._topk, **self._world, **self._ring_constants(back=False),
+                "GPU_LANES": padded(self._rings.gpus_per_node), "OWN_LINE_EACH": self._holds_a_step,
+                "ROW": row, "SCALE_DTYPE": scale_dtype, "HAS_WEIGHTS": args.weights is not None, **self._compact,
+                "COUNT_LANES": max(padded(count_words), threads), "POISON_LANES": threads,
+                "SENDS": sends, "FORWARDS": forwards,
+                "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
+                "FINISHES": stages.send,
+            }  # fmt: skip
+            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
+        return self._variants[key]
+
+    def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
+        config = self.config
+        x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
+        return (
+            x, scales, weights, ids, table, args.num_tokens, args.max_num_tokens, args.row_limit,
+            config.world_size * config.max_num_inp_token_per_rank, config.rank,
+        )  # fmt: skip
+
+    def _row(self, args: DispatchArguments) -> tuple[tuple[int, ...], Any]:
+        """ROW and SCALE_DTYPE of exchange_kernel."""
+        config, casts = self.config, self._casts(args.x)
+        row = row_constants(config, casts=casts)
+        scale_bytes = config.num_scales * config.scale_bytes if casts else self._scale_bytes(args.scales)
+        in_words = config.scale_bytes == WORD_BYTES if casts else scale_bytes % WORD_BYTES == 0
+        width = scale_bytes // WORD_BYTES if in_words else scale_bytes
+        return (
+            row["ROW_WORDS"], min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS), self._rings.scale_words,
+            width, padded(max(1, width)), row["GROUP"], row["GROUP_LANES"], row["GROUPS_LANES"],
+            int(row["POWERS_OF_TWO"]),
+        ), tl.int32 if in_words else tl.uint8  # fmt: skip
+
+    def _offer_variant(self, args: CombineArguments) -> Variant:
+        key = "offer", args.weights is None
+        if key not in self._variants:
+            results = self._results
+            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS)
+            constants = {
+                **self._topk, **self._world, "HIDDEN": self.config.hidden_dim, "GROUPS_LANES": lanes, "GROUP": group,
+                "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
+                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
+            }  # fmt: skip
+            self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
+        return self._variants[key]
+
+    def _return_variant(self, args: CombineArguments) -> Variant:
+        key = "return", args.weights is None, args.ids is None, args.given_biases
+        if key not in self._variants:
+            config, results = self.config, self._results
+            constants = {
+                **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
+                "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+                "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
+                "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
+                "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
+                "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
+                "POISON_LANES": 32 * RING_WARPS,
+            }  # fmt: skip
+            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
+        return self._variants[key]
+
+    def _ring_constants(self, *, back: bool) -> dict[str, Any]:
+        rings = self._rings
+        line_words = rings.back_line_words if back else rings.line_words
+        slot_words = rings.back_slot_words if back else rings.slot_words
+        return {
+            "NODE_LANES": padded(rings.num_nodes),
+            "RINGS": (
+                rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots, rings.chunk_tokens,
+                rings.num_chunks, line_words, slot_words, rings.staged_words,
+            ),
+        }  # fmt: skip

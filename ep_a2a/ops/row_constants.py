@@ -1,0 +1,72 @@
+"""Compile-time arguments that follow from what a token's row is, for all kernels that send rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_GROUP_SIZE, QuantType, ScaleFormat
+from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
+from ep_a2a.kernels.layout import WORD_BYTES, padded
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+
+MAX_BLOCK_WORDS = 4096
+"""Words of a row that a program copies at once, at most."""
+MANY_TOKENS = 256
+"""Tokens whose destinations a program works out at once, where it counts all."""
+
+
+def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, Any]:
+    """Words of a row on the wire, and how the fp8 cast groups its elements (GROUP 0: no cast)."""
+    group = 0
+    if casts:
+        group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
+    return {
+        "ROW_WORDS": config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES,
+        "GROUP": group, "GROUP_LANES": padded(max(1, group)),
+        "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
+        "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResultRows:
+    """What combine's rows are on their way: fp8 if they are cast, else of their own dtype.
+
+    Attributes:
+        dtype, plain_element: Triton's, of results and of integers of their width.
+        quantized: whether they are cast. scaled: whether each FP8_GROUP_SIZE elements then have a scale.
+    """
+
+    dtype: Any
+    plain_element: Any
+    quantized: bool
+    scaled: bool
+
+    @classmethod
+    def of(cls, config: EpDispatchCombineConfig) -> ResultRows:
+        """Those of a config."""
+        dtype = config.combined_dtype
+        return cls(
+            TRITON_DTYPES[dtype], tl.int16 if dtype.itemsize == 2 else tl.int32,
+            config.combine_quant != QuantType.NONE, config.combine_quant == QuantType.FP8_BLOCKWISE,
+        )  # fmt: skip
+
+    @property
+    def element(self) -> Any:
+        """Integers of the width of an element on its way."""
+        return tl.uint8 if self.quantized else self.plain_element
+
+    def tile(self, hidden_dim: int, most_elements: int, num_warps: int) -> tuple[int, int]:
+        """(groups, elements of each) that a program takes at once, an element per thread at least."""
+        num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
+        return (num_elements // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if self.scaled else (1, num_elements)
+
+    def for_kernels(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of results as kernels take them: as integers, unless they cast them."""
+        return rows if self.quantized else rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)

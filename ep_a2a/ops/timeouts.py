@@ -1,0 +1,56 @@
+"""How long an op's kernels wait for other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ep_a2a.config.fields import checked_timeout_secs
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+
+NS_PER_SEC = 1_000_000_000
+FIRST_EPOCH = 1
+
+
+@dataclass(frozen=True)
+class WaitBounds:
+    """Seconds that a wait may take.
+
+    Attributes:
+        step_secs: in any step but the first. first_step_secs: in the first since the op was built or reset, in which
+            other ranks may still be loading, compiling or capturing.
+    """
+
+    step_secs: float
+    first_step_secs: float
+
+    @classmethod
+    def of(cls, config: EpDispatchCombineConfig) -> WaitBounds:
+        """Those of an op's config."""
+        return cls(config.timeout, config.first_timeout)
+
+    @classmethod
+    def same(cls, timeout_secs: float) -> WaitBounds:
+        """One bound for all steps.
+
+        Raises:
+            ConfigError: it is not a number of seconds that the kernels' clock can count.
+        """
+        timeout_secs = checked_timeout_secs(timeout_secs)
+        return cls(timeout_secs, timeout_secs)
+
+    def of_step(self, *, is_first: bool) -> float:
+        """The bound that holds in a step, in seconds."""
+        return self.first_step_secs if is_first else self.step_secs
+
+    def in_nanoseconds(self) -> tuple[int, int]:
+        """As kernels read them: of a step, of the first step."""
+        return int(self.step_secs * NS_PER_SEC), int(self.first_step_secs * NS_PER_SEC)
+
+    def named(self, epoch: int) -> str:
+        """The bound that held in a step, as "name = seconds"."""
+        if epoch == FIRST_EPOCH and self.first_step_secs != self.step_secs:
+            return f"first_timeout_secs = {self.first_step_secs:g}"
+        return f"timeout_secs = {self.step_secs:g}"

@@ -1,0 +1,49 @@
+"""Calls with stand-in tensors: one of each form that an op is to compile kernels for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout
+from ep_a2a.ops.arguments import CombineArguments, DispatchArguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+
+NUM_ELEMENTS = 16
+
+
+def stand_in_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[DispatchArguments]:
+    """A dispatch of each form, of one token at most."""
+    word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
+    floats = torch.empty(NUM_ELEMENTS, dtype=torch.float32, device=device)
+    only_serving = config.compiled_calls == CompiledCalls.SERVING
+    # in layout expert_major weights always travel
+    sent_weights = (floats,) if only_serving or config.layout == Layout.EXPERT_MAJOR else (None, floats)
+    inputs = [torch.empty(NUM_ELEMENTS, dtype=config.data_type, device=device)]
+    if config.casts_in_dispatch and not only_serving:
+        inputs.append(torch.empty(NUM_ELEMENTS, dtype=FP8_DTYPE, device=device))
+    scale_options: list[torch.Tensor | None] = [None, word] if config.num_scales else [None]
+    if only_serving:
+        scale_options = scale_options[-1:]
+    for x in inputs:
+        casts = config.casts_in_dispatch and x.dtype != FP8_DTYPE
+        for scales in [None] if casts else scale_options:
+            for weights in sent_weights:
+                yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
+
+
+def stand_in_combines(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[CombineArguments]:
+    """A combine of each form."""
+    only_serving = config.compiled_calls == CompiledCalls.SERVING
+    rows = torch.empty(NUM_ELEMENTS, dtype=config.combined_dtype, device=device)
+    word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
+    floats = torch.empty(NUM_ELEMENTS, dtype=torch.float32, device=device)
+    # in layout expert_major weights never come back
+    for weights in (None,) if only_serving or config.layout == Layout.EXPERT_MAJOR else (None, floats):
+        for ids in (None,) if only_serving else (None, word):
+            yield CombineArguments(rows, weights, ids, rows, 0, 1)

@@ -1,0 +1,275 @@
+"""The process's tensor-, data- and expert-parallel groups: made by init_dist_env, taken down by destroy_dist_env."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a import env
+from ep_a2a.config.file import choose_backend
+from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
+from ep_a2a.managers.registry import check_backend_name
+from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
+from ep_a2a.topology import in_the_same_node_as
+from ep_a2a.topology.versions import require_one_version, with_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "GroupCoordinator",
+    "destroy_dist_env",
+    "get_dp_group",
+    "get_ep_group",
+    "get_tp_group",
+    "group_ranks",
+    "in_the_same_node_as",
+    "init_dist_env",
+    "is_initialized",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the ranks must agree on."""
+
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+    backend: str
+    all2all_backend: str
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.prefill_context_parallel_size * self.tensor_model_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.ranks_per_replica
+
+    def check(self, data_parallel_rank: int, rank: int) -> None:
+        """ConfigError for sizes below 1 and for ranks that they do not allow."""
+        for name, value in asdict(self).items():
+            if name.endswith("_size") and value < 1:
+                raise ConfigError(f"{name} >= 1", str(value))
+        decode_size, tensor_size = self.decode_context_parallel_size, self.tensor_model_parallel_size
+        if tensor_size % decode_size:
+            raise ConfigError(f"decode_context_parallel_size to divide TP size {tensor_size}", str(decode_size))
+        if not 0 <= data_parallel_rank < self.data_parallel_size:
+            raise ConfigError(f"0 <= data_parallel_rank < {self.data_parallel_size}", str(data_parallel_rank))
+        if not 0 <= rank < self.ranks_per_replica:
+            raise ConfigError(f"0 <= rankID < {self.ranks_per_replica}, the ranks of one DP replica", str(rank))
+
+
+@dataclass(frozen=True)
+class _ParallelState:
+    setup: _Setup
+    rank: int
+    tp: GroupCoordinator
+    dp: GroupCoordinator
+    ep: GroupCoordinator
+    cleanup: ExitStack
+
+
+_state: _ParallelState | None = None
+
+
+def init_dist_env(
+    tensor_model_parallel_size: int,
+    rankID: int,
+    backend: str = "cpu:gloo,cuda:nccl",
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    data_parallel_size: int = 1,
+    data_parallel_rank: int = 0,
+    decode_context_parallel_size: int = 1,
+    prefill_context_parallel_size: int = 1,
+    *,
+    all2all_backend: str | None = None,
+    config_file: str | Path | None = None,
+) -> None:
+    """Joins the other ranks and makes the TP, DP and EP groups; AITER's function. Collective over the world.
+
+    A DP replica has R = prefill_context_parallel_size * tensor_model_parallel_size ranks, the world has
+    data_parallel_size * R, this process is its rank data_parallel_rank * R + rankID, and all of it is one EP group.
+    torch.distributed is initialised unless it is already, in which case its size and rank must be these.
+    A second call with the same arguments does nothing; with others it is an error.
+
+    All ranks must agree on everything but rankID, data_parallel_rank and local_rank.
+
+    Args:
+        tensor_model_parallel_size: ranks of a TP group.
+        rankID: this process's rank within its data-parallel replica.
+        backend: torch.distributed backend string. One that names nccl puts this rank on a GPU, any other on the CPU;
+            without CUDA, one that names nccl becomes gloo, with a warning.
+        distributed_init_method: where the ranks meet: env://, tcp://host:port or file:///path.
+        local_rank: index of this rank's GPU; -1 takes LOCAL_RANK, else a CUDA device the process has already chosen,
+            else the global rank modulo the visible devices. A process that sees one device uses that.
+        data_parallel_size: DP replicas.
+        data_parallel_rank: this process's replica.
+        decode_context_parallel_size: must divide the TP size, whose ranks it reuses; makes no group here.
+        prefill_context_parallel_size: multiplies the ranks of a replica; makes no group of its own here.
+        all2all_backend: backend of the EP group; None goes by the config file, then EP_A2A_BACKEND, then "ep_a2a".
+        config_file: TOML file (configs/*.toml); None takes EP_A2A_CONFIG, and no file if that is unset.
+
+    Raises:
+        ConfigError: sizes, ranks, the device or the config file are impossible.
+        ConfigMismatchError: the ranks disagree; the error names the argument and the ranks.
+        StateError: already initialised with other arguments.
+    """
+    global _state
+    setup = _Setup(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        data_parallel_size=data_parallel_size,
+        decode_context_parallel_size=decode_context_parallel_size,
+        prefill_context_parallel_size=prefill_context_parallel_size,
+        backend=_usable_backend(backend),
+        all2all_backend=choose_backend(all2all_backend, config_file),
+    )
+    check_backend_name(setup.all2all_backend)
+    setup.check(data_parallel_rank, rankID)
+    rank = data_parallel_rank * setup.ranks_per_replica + rankID
+    if _state is not None:
+        _check_same(_state, setup, rank)
+        return
+    device = _choose_device(setup.backend, local_rank, rank)
+    with ExitStack() as cleanup:
+        _join_world(setup, rank, distributed_init_method, cleanup)
+        _check_agreement(setup)
+        _state = _make_state(setup, rank, device, cleanup)
+
+
+def destroy_dist_env() -> None:
+    """Destroys the EP manager, the groups, and torch.distributed if init_dist_env had initialised it; idempotent."""
+    global _state
+    state, _state = _state, None
+    if state is not None:
+        state.cleanup.close()
+
+
+def is_initialized() -> bool:
+    """Whether the groups exist."""
+    return _state is not None
+
+
+def get_tp_group() -> GroupCoordinator:
+    """The tensor-parallel group of this rank; NotInitializedError before init_dist_env."""
+    return _initialized("a tensor-parallel group").tp
+
+
+def get_dp_group() -> GroupCoordinator:
+    """The data-parallel group of this rank; NotInitializedError before init_dist_env."""
+    return _initialized("a data-parallel group").dp
+
+
+def get_ep_group() -> GroupCoordinator:
+    """The expert-parallel group of this rank, DP and TP merged; NotInitializedError before init_dist_env."""
+    return _initialized("an expert-parallel group").ep
+
+
+def _initialized(what: str) -> _ParallelState:
+    if _state is None:
+        raise NotInitializedError(what, "none")
+    return _state
+
+
+def _check_same(state: _ParallelState, setup: _Setup, rank: int) -> None:
+    if (state.setup, state.rank) != (setup, rank):
+        raise StateError(
+            f"the arguments of the first init_dist_env: rank {state.rank}, {state.setup}",
+            f"rank {rank}, {setup}",
+            "Call destroy_dist_env() first.",
+        )
+
+
+def _join_world(setup: _Setup, rank: int, init_method: str, cleanup: ExitStack) -> None:
+    if dist.is_initialized():
+        if (dist.get_world_size(), dist.get_rank()) != (setup.world_size, rank):
+            raise ConfigError(
+                f"torch.distributed as rank {rank} of {setup.world_size}",
+                f"rank {dist.get_rank()} of {dist.get_world_size()}",
+                "Correct the parallel sizes and ranks, or let init_dist_env initialise torch.distributed.",
+            )
+        return
+    dist.init_process_group(setup.backend, init_method, world_size=setup.world_size, rank=rank)
+    cleanup.callback(_leave_world)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_agreement(setup: _Setup) -> None:
+    """Compares the setups before groups are made from them: different groups would hang."""
+    group = dist.new_group(backend="gloo")
+    setups: list[Any] = [None] * setup.world_size
+    try:
+        dist.all_gather_object(setups, with_version(asdict(setup)), group=group)
+    finally:
+        destroy_group(group)
+    require_one_version(setups)
+    for name, expected in setups[0].items():
+        other = [rank for rank, one in enumerate(setups) if one[name] != expected]
+        if other:
+            raise ConfigMismatchError(
+                f"{name}={expected!r} on all ranks, as on rank 0",
+                f"{setups[other[0]][name]!r} on rank {', '.join(map(str, other))}",
+            )
+
+
+def _make_state(setup: _Setup, rank: int, device: torch.device, cleanup: ExitStack) -> _ParallelState:
+    ranks = group_ranks(
+        setup.tensor_model_parallel_size,
+        setup.data_parallel_size,
+        prefill_context_parallel_size=setup.prefill_context_parallel_size,
+    )
+    coordinators = {}
+    for name, groups in (("tp", ranks.tp), ("dp", ranks.dp), ("ep", ranks.ep)):
+        coordinators[name] = GroupCoordinator(groups, name, device, setup.backend, setup.all2all_backend)
+        cleanup.callback(coordinators[name].destroy)
+    ep_communicator = coordinators["ep"].device_communicator
+    ep_communicator.dp_group, ep_communicator.tp_group = coordinators["dp"], coordinators["tp"]
+    return _ParallelState(setup, rank, **coordinators, cleanup=cleanup.pop_all())
+
+
+def _usable_backend(backend: str) -> str:
+    if "nccl" not in backend or (torch.cuda.is_available() and dist.is_nccl_available()):
+        return backend
+    _say_once(f"no CUDA or no NCCL here: backend 'gloo' instead of {backend!r}")
+    return "gloo"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
+    """This rank's device, made the current one if it is a GPU; CPU unless the backend can serve a GPU."""
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    launched_as = env.launcher_variable("LOCAL_RANK")
+    if local_rank >= 0:
+        index = local_rank
+    elif launched_as is not None:
+        index = int(launched_as)
+    else:
+        index = torch.cuda.current_device() or rank % num_devices
+    if num_devices == 1:
+        # Launchers that give each process one visible device still count local ranks on the host.
+        index = 0
+    if index >= num_devices:
+        raise ConfigError(f"local_rank < {num_devices}, the visible devices", str(index))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -1,0 +1,208 @@
+"""Dispatch and combine that are counted on the device: tokens, rows, bytes, skew of ranks, and waits of each step."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.kernels.compiled_kernel import Variant
+from ep_a2a.kernels.counter_kernels import (
+    LINE_WORDS,
+    Counter,
+    count_combine_kernel,
+    count_dispatch_kernel,
+    start_wait_kernel,
+)
+from ep_a2a.kernels.layout import padded
+from ep_a2a.memory.allocator_isolation import outside_pools
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+NS_PER_US = 1000
+SCALE_BYTES = 4
+"""Of a scale on the combine wire."""
+
+
+class StepCounters:
+    """Counters of the steps of one layer on this rank, in device memory outside of an engine's pools.
+
+    Args:
+        device: where the layer runs.
+        num_kept_steps: this many latest steps are kept singly, beside the sums; 1 at least.
+
+    Attributes:
+        lines: int64 [1 + num_kept_steps, LINE_WORDS]; see counter_kernels.
+    """
+
+    def __init__(self, device: torch.device, num_kept_steps: int) -> None:
+        shape = (1 + num_kept_steps, LINE_WORDS)
+        self.num_kept_steps = num_kept_steps
+        self.lines = outside_pools(lambda: torch.zeros(shape, dtype=torch.int64, device=device), device)
+
+    def clear(self) -> None:
+        """Begins anew, on the current stream; between two steps."""
+        self.lines.zero_()
+
+    def read(self, config: EpDispatchCombineConfig) -> dict[str, Any]:
+        """What has been counted so far, as numbers by name. Waits for the current stream.
+
+        A row is a token on its way to one rank; it is kept when that is its own rank. All ranks' rows are known to
+        each: rank_rows is their mean per rank, skew_rows by how much the rank that received most is above it. Bytes are
+        those of rows and their scales, of dispatch and combine together; ids, weights and flags are not among them.
+
+        Args:
+            config: of the op that is counted.
+
+        Returns:
+            num_steps, then sums over steps of num_tokens, num_kept_rows, num_sent_rows, num_received_rows, sent_bytes,
+            received_bytes, rank_rows, skew_rows, dispatch_wait_us, combine_wait_us; the largest of one step,
+            max_skew_rows, max_dispatch_wait_us, max_combine_wait_us; and latest_steps, a list with the values of
+            each step that is kept and its number `step`, in ascending order.
+        """
+        totals, *kept = self.lines.tolist()
+        steps = sorted((line for line in kept if line[Counter.STEPS]), key=lambda line: line[Counter.STEPS])
+        return {
+            "num_steps": totals[Counter.STEPS],
+            **_values(totals, config),
+            "max_skew_rows": totals[Counter.MAX_SCALED_SKEW] / config.world_size,
+            "max_dispatch_wait_us": totals[Counter.MAX_DISPATCH_WAIT_NS] / NS_PER_US,
+            "max_combine_wait_us": totals[Counter.MAX_COMBINE_WAIT_NS] / NS_PER_US,
+            "latest_steps": [{"step": line[Counter.STEPS], **_values(line, config)} for line in steps],
+        }
+
+
+def _values(line: list[int], config: EpDispatchCombineConfig) -> dict[str, Any]:
+    sent, received = line[Counter.SENT_ROWS], line[Counter.RECEIVED_ROWS]
+    dispatched = config.hidden_dim * config.wire_dtype.itemsize + config.num_scales * config.scale_bytes
+    combined = config.hidden_dim * config.combine_wire_dtype.itemsize + config.num_combine_scales * SCALE_BYTES
+    return {
+        "num_tokens": line[Counter.TOKENS],
+        "num_kept_rows": line[Counter.KEPT_ROWS],
+        "num_sent_rows": sent,
+        "num_received_rows": received,
+        # what came as rows goes back as results
+        "sent_bytes": sent * dispatched + received * combined,
+        "received_bytes": received * dispatched + sent * combined,
+        "rank_rows": line[Counter.ALL_ROWS] / config.world_size,
+        "skew_rows": line[Counter.SCALED_SKEW] / config.world_size,
+        "dispatch_wait_us": line[Counter.DISPATCH_WAIT_NS] / NS_PER_US,
+        "combine_wait_us": line[Counter.COMBINE_WAIT_NS] / NS_PER_US,
+    }
+
+
+class CountedExchange:
+    """An op's dispatch and combine for one layer, counted; ranks that count may work with ranks that do not.
+
+    Both calls are made in halves with a time stamp between them. A wait is the time of the receiving half: until the
+    last row of any rank has come and everything is read, a launch included; with nothing to wait for some microseconds
+    remain. (The sending half waits for nobody but in layout compact.)
+
+    Args:
+        op: what carries the tokens; several layers may share it.
+        counters: of this layer, on the op's device.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
+        self.op, self.counters = op, counters
+        self._kernels = _CounterKernels(op, counters)
+        # whoever captures a graph may not have made a call of this size before
+        op.compile_halves()
+        self._kernels.compile()
+
+    def dispatch(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
+    ) -> DispatchResult:
+        """See EpDispatchCombineOp.dispatch."""
+        self.op.dispatch_send(input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id)
+        self._kernels.start_wait()
+        result = self.op.dispatch_recv()
+        self._kernels.count_dispatch(input.shape[0])
+        return result
+
+    def combine(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See EpDispatchCombineOp.combine."""
+        self.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+        return self.combine_recv()
+
+    def combine_send(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weights: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        bias_0: torch.Tensor | None = None,
+        bias_1: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See EpDispatchCombineOp.combine_send."""
+        return self.op.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+
+    def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See EpDispatchCombineOp.combine_recv; what is launched between the halves does not count as waiting."""
+        self._kernels.start_wait()
+        result = self.op.combine_recv()
+        self._kernels.count_combine()
+        return result
+
+
+class _CounterKernels:
+    """The launches that count; each is one program."""
+
+    def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
+        self._device, self._lines, self._num_kept = op.device, counters.lines, counters.num_kept_steps
+        self._table, self._rank = op._memory.table, op.config.rank
+        self._start, self._dispatch, self._combine = _variants(op.config.world_size, op.device)
+
+    def compile(self) -> None:
+        """Compiles and loads all of them, on a GPU; nothing is launched."""
+        if self._device.type == "cuda":
+            self._start.compile((self._lines,))
+            self._dispatch.compile(self._dispatch_values(0))
+            self._combine.compile((self._lines, self._num_kept))
+
+    def start_wait(self) -> None:
+        """Launches the time stamp before a receiving half."""
+        self._start.run(1, (self._lines,), self._device)
+
+    def count_dispatch(self, num_tokens: int) -> None:
+        """Launches the count of a dispatch to which this rank has brought num_tokens."""
+        self._dispatch.run(1, self._dispatch_values(num_tokens), self._device)
+
+    def count_combine(self) -> None:
+        """Launches the count of a combine."""
+        self._combine.run(1, (self._lines, self._num_kept), self._device)
+
+    def _dispatch_values(self, num_tokens: int) -> tuple[Any, ...]:
+        return self._lines, self._table, num_tokens, self._num_kept, self._rank
+
+
+@functools.cache
+def _variants(world_size: int, device: torch.device) -> tuple[Variant, Variant, Variant]:
+    """Compiled once for all layers; a compiled kernel belongs to a device."""
+    world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size)}
+    return (
+        Variant(start_wait_kernel, {}, num_warps=1),
+        Variant(count_dispatch_kernel, world, num_warps=1),
+        Variant(count_combine_kernel, {}, num_warps=1),
+    )

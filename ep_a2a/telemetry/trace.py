@@ -1,0 +1,44 @@
+"""Traces as Chrome's trace events in JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.telemetry.spans import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ep_a2a.telemetry.spans import TraceSpan
+
+NS_PER_US = 1000
+
+
+def trace_events(spans: Sequence[TraceSpan], rank: int) -> list[dict[str, Any]]:
+    """Trace events of one rank: a process per rank, a thread per program, and one for the host."""
+    lanes = sorted({(each.lane, each.program) for each in spans})
+    threads = {lane: number for number, lane in enumerate(lanes)}
+    named = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    events: list[dict[str, Any]] = [named]
+    for (lane, program), thread in threads.items():
+        title = " ".join(filter(None, (lane, "host" if program == HOST else f"program {program}")))
+        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": title}})
+    for each in sorted(spans, key=lambda each: each.start_ns):
+        events.append({
+            "name": each.name, "cat": each.phase, "ph": "X", "pid": rank, "tid": threads[each.lane, each.program],
+            "ts": each.start_ns / NS_PER_US, "dur": (each.end_ns - each.start_ns) / NS_PER_US,
+            "args": {"step": each.step, "part": each.part},
+        })  # fmt: skip
+    return events
+
+
+def write_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]], path: Path) -> None:
+    """Writes the spans of one rank or of several into one file; makes its folder.
+
+    Times are microseconds of the host's monotonic clock, so ranks of one host are aligned, also from file to file.
+    """
+    events = [event for rank, spans in spans_by_rank.items() for event in trace_events(spans, rank)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}), encoding="utf-8")

@@ -1,0 +1,259 @@
+"""Where the ranks of a group run: facts gathered by two collectives, without judging them (topology.classify does)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.topology.versions import require_one_version, with_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+SHM_DIRECTORY = Path("/dev/shm")
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+_TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank says about itself; a fact that could not be had is empty or None, and `errors` says why.
+
+    Attributes:
+        rank: its rank in the group.
+        hostname: the host's name; containers of one host usually differ in it.
+        boot_id: random id of the running kernel: equal exactly for processes on one host.
+        pid: its process id, in its own pid namespace.
+        device_kind: "cpu" or "cuda".
+        gpu_name, gpu_uuid: of its GPU; the uuid tells GPUs apart that all ranks see as cuda:0.
+        visible_device_index: its CUDA device index among the devices it sees.
+        sm_count: multiprocessors of its GPU.
+        errors: what went wrong while asking, as text.
+    """
+
+    rank: int
+    hostname: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    device_kind: str = "cpu"
+    gpu_name: str | None = None
+    gpu_uuid: str | None = None
+    visible_device_index: int | None = None
+    sm_count: int | None = None
+    errors: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> str:
+        """Identity of the host: the boot id, or the name where that cannot be read."""
+        return self.boot_id or self.hostname
+
+
+@dataclass(frozen=True)
+class TopologyReport:
+    """Facts about all ranks of a group, the same on every rank.
+
+    Attributes:
+        ranks: one RankFacts per rank of the group, in rank order.
+        probe_failures: `[r][s]` is why rank r could not open the shared-memory file of rank s; "" where it could.
+    """
+
+    ranks: tuple[RankFacts, ...]
+    probe_failures: tuple[tuple[str, ...], ...]
+
+    def probe_failure(self, one: int, other: int) -> str:
+        """Why two ranks do not share memory, in whichever direction it failed; "" if they do."""
+        return self.probe_failures[one][other] or self.probe_failures[other][one]
+
+    def share_memory(self, one: int, other: int) -> bool:
+        """Whether each of two ranks could open the other's file."""
+        return not self.probe_failure(one, other)
+
+    def on_one_host(self, one: int, other: int) -> bool:
+        """Whether two ranks run under one kernel, in one container or not."""
+        return bool(self.ranks[one].host) and self.ranks[one].host == self.ranks[other].host
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Everything that went wrong while asking, each naming its rank."""
+        return tuple(f"rank {facts.rank}: {error}" for facts in self.ranks for error in facts.errors)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A file that the other ranks may try to open; without a name, `failure` says why there is none."""
+
+    name: str = ""
+    token: bytes = b""
+    failure: str = ""
+
+
+def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = None) -> TopologyReport:
+    """Asks every rank of `group` where it runs and which ranks it shares memory with. Collective.
+
+    What a rank cannot find out is recorded as text in its facts and never raises.
+
+    Args:
+        group: a group that can gather on CPU (gloo).
+        device: the device this rank will use; None is the current CUDA device, or CPU where there is none.
+
+    Raises:
+        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
+        ConfigMismatchError: ranks have different versions of this package.
+        RuntimeError: from torch, if the group itself fails (a rank died).
+    """
+    _check_group(group)
+    return _gather(group, _rank_facts(dist.get_rank(group), device), offers=True)
+
+
+def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:
+    """Which ranks share memory with `source_rank`: it makes a file in /dev/shm, the others try to open it. Collective.
+
+    Ranks on the source's host that cannot open the file are named in a warning in the source's log: they are not on
+    another node, their containers lack a common /dev/shm.
+
+    Args:
+        group: a group that can gather on CPU (gloo); it need not contain global rank 0.
+        source_rank: a rank in `group` (not a global rank), the same on all ranks.
+
+    Returns:
+        For each rank of `group`, whether it shares memory with the source; the same list on all ranks.
+
+    Raises:
+        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
+        ConfigError: `source_rank` is not a rank of the group.
+        RuntimeError: from torch, if the group itself fails (a rank died).
+    """
+    _check_group(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if not 0 <= source_rank < world_size:
+        raise ConfigError(f"source_rank to be a rank of the group, 0 to {world_size - 1}", str(source_rank))
+    report = _gather(group, _rank_facts(rank, "cpu"), offers=rank == source_rank)
+    failures = [report.probe_failures[r][source_rank] for r in range(world_size)]
+    apart = [r for r in range(world_size) if failures[r] and report.on_one_host(r, source_rank)]
+    if apart and rank == source_rank:
+        logger.warning(
+            "ranks %s run on the host of rank %d but do not share %s with it (%s): give their containers one --ipc",
+            ", ".join(map(str, apart)), source_rank, SHM_DIRECTORY, failures[apart[0]],
+        )  # fmt: skip
+    return [not failure for failure in failures]
+
+
+def _check_group(group: dist.ProcessGroup) -> None:
+    backends = dist.get_backend_config(group)
+    if "cpu:" not in backends:
+        raise UnsupportedError("a group that gathers on CPU", f"one with {backends}", "Pass cpu_group, a gloo group.")
+
+
+def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> TopologyReport:
+    offer = _make_offer() if offers else _Offer(failure="no file was offered")
+    if offers and offer.failure:
+        facts = replace(facts, errors=(*facts.errors, offer.failure))
+    offers_known = [offer]
+    try:
+        answers = _all_gather(group, with_version({"facts": asdict(facts), "offer": asdict(offer)}))
+        require_one_version(answers)
+        offers_known = [_Offer(**answer["offer"]) for answer in answers]
+        failures = _all_gather(group, tuple(_try_to_open(other) for other in offers_known))
+    finally:
+        # Here all have tried, or the group is broken: either way nobody needs the names any more. Each rank removes
+        # all of them, so that a rank that dies in between leaves nothing.
+        for known in offers_known:
+            _remove(known)
+    return TopologyReport(tuple(RankFacts(**answer["facts"]) for answer in answers), tuple(failures))
+
+
+def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _make_offer() -> _Offer:
+    # The name cannot be guessed and the file is ours alone, so nobody else can plant or read it; the token tells a
+    # file of the same name on another host apart.
+    offer = _Offer(f"ep_a2a_probe_{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES))
+    path = SHM_DIRECTORY / offer.name
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return _Offer(failure=f"cannot create a file in {SHM_DIRECTORY}: {error.strerror}")
+    try:
+        os.write(descriptor, offer.token)
+    except OSError as error:
+        path.unlink()
+        return _Offer(failure=f"cannot write to a file in {SHM_DIRECTORY}: {error.strerror}")
+    finally:
+        os.close(descriptor)
+    return offer
+
+
+def _remove(offer: _Offer) -> None:
+    # Another rank may have been first; one that runs as another user removes its own.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        if offer.name:
+            (SHM_DIRECTORY / offer.name).unlink()
+
+
+def _try_to_open(offer: _Offer) -> str:
+    """Why the offered file cannot be read here; "" if it can."""
+    if offer.failure:
+        return offer.failure
+    try:
+        descriptor = os.open(SHM_DIRECTORY / offer.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            token = os.read(descriptor, _TOKEN_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if token == offer.token else "another file has its name"
+
+
+@dataclass
+class _Asker:
+    """Asks for facts one by one; what cannot be answered leaves `missing` and an error text."""
+
+    errors: list[str] = field(default_factory=list)
+
+    def ask(self, what: str, question: Callable[[], Any], missing: Any = None) -> Any:
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 - recorded in the report, which must come about on every machine
+            self.errors.append(f"{what}: {type(error).__name__}: {error}")
+            return missing
+
+
+def _rank_facts(rank: int, device: torch.device | str | None) -> RankFacts:
+    asker = _Asker()
+    facts = RankFacts(
+        rank=rank,
+        hostname=asker.ask("hostname", socket.gethostname, ""),
+        boot_id=asker.ask("boot id", lambda: BOOT_ID_PATH.read_text().strip(), ""),
+        pid=os.getpid(),
+    )
+    has_cuda = asker.ask("CUDA", torch.cuda.is_available, False)
+    kind = torch.device(device).type if device is not None else "cuda" if has_cuda else "cpu"
+    if kind == "cuda":
+        index = torch.device(device).index if device is not None else None
+        index = asker.ask("CUDA device", torch.cuda.current_device) if index is None else index
+        gpu = asker.ask("GPU properties", lambda: torch.cuda.get_device_properties(index))
+        facts = replace(
+            facts,
+            visible_device_index=index,
+            gpu_name=asker.ask("GPU name", lambda: str(gpu.name)),
+            gpu_uuid=asker.ask("GPU uuid", lambda: str(gpu.uuid)),
+            sm_count=asker.ask("multiprocessors", lambda: int(gpu.multi_processor_count)),
+        )
+    return replace(facts, device_kind=kind, errors=tuple(asker.errors))

@@ -1,0 +1,247 @@
+"""Launch numbers: a pure function of the device, the shapes and the caller's wishes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ep_a2a.config import Layout, QuantType
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.tuning.tables import TunedTables
+
+INTERPRETED_PROGRAMS = 3
+"""Programs per launch on CPU: more than one, so that what programs share is exercised; few, since they run in turn."""
+DISPATCH_WARPS = 8
+FLAGGED_WARPS = 8
+COMBINE_WARPS = 4
+COUNT_WARPS = 4
+BLOCK_ELEMENTS = 1024
+"""Elements that a program of a combine adds at once, and sends at once where few tokens must be spread over the GPU."""
+SEND_ROW_ELEMENTS = 8192
+"""Elements that a program of a combine sends at once where there are many tokens: most rows in one piece."""
+FEW_TOKENS = 64
+"""Below this max_num_tokens latency counts: work is spread thin, and launches are prepared while the one before runs.
+From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
+MAX_COUNTED_ALONE = 1023
+"""Up to this max_num_tokens every program looks at the ids of all tokens, and learns nothing from other programs."""
+BULK_SENDERS_PER_RANK = 16
+MOST_BULK_SENDERS = 64
+"""Programs that fill the wire then: more for more peers (32 of 2 ranks, 64 of 4: bench/results), up to where they take
+from those that add."""
+BULK_CASTERS = 160
+CASTER_ELEMENTS = 4096
+"""The same for programs that also cast what they send: more of them, with fewer registers each."""
+WIDE_SENDER_SHARE = 0.3
+"""Share of a combine's programs that send, where its multiprocessors are bounded."""
+MAX_WARPS = 32
+MAX_DISPATCH_PROGRAMS = 1024
+
+
+class Phase(enum.Enum):
+    """The launches of an op. FLAGGED_DISPATCH is the dispatch of few tokens."""
+
+    DISPATCH = "dispatch"
+    FLAGGED_DISPATCH = "flagged_dispatch"
+    COMBINE = "combine"
+
+    # every call looks things up by phase, and an Enum's own hash is a Python function
+    __hash__ = object.__hash__
+
+
+THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBINE: 640}
+"""Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
+
+
+WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 16}
+"""Warps per program where the multiprocessors are bounded, and so the programs."""
+SPEAKERS = {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
+"""The first programs of a launch with two roles: they speak with the peers, and neither send nor receive rows."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched.
+
+    Attributes:
+        num_programs: programs (thread blocks) of the grid.
+        num_warps: warps of 32 threads per program.
+        reason: where the numbers come from.
+        num_senders: programs that send; num_receivers: programs that receive. In phases that have the two roles the
+            first programs have neither (SPEAKERS).
+        send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
+        pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
+        sparse_polls: programs that receive flagged rows wait for what travels beside a row before they look at it.
+        read_ahead: programs that add rows read the next ones while they add, which takes registers.
+        dependent: the launch may be set up while the one before it on the stream still runs, where the GPU can do so.
+    """
+
+    num_programs: int
+    num_warps: int
+    reason: str
+    num_senders: int = 1
+    num_receivers: int = 1
+    send_elements: int = BLOCK_ELEMENTS
+    add_elements: int = BLOCK_ELEMENTS
+    pause_ns: int = 0
+    sparse_polls: bool = False
+    read_ahead: bool = False
+    dependent: bool = False
+
+
+def choose_launch(
+    config: EpDispatchCombineConfig,
+    phase: Phase,
+    num_tokens: int,
+    max_num_tokens: int,
+    num_sms: int,
+    block_num: int = -1,
+    warp_per_block: int = -1,
+    tables: TunedTables | None = None,
+    max_sms: int | None = None,
+) -> Launch:
+    """Launch numbers of one call.
+
+    Args:
+        config: the op's; its numbers are used with launch="manual".
+        phase: which kernel.
+        num_tokens: tokens that this rank brings.
+        max_num_tokens: bound on every rank's tokens in this step.
+        num_sms: multiprocessors of the device; 0 on CPU.
+        block_num, warp_per_block: the caller's numbers, used when > 0.
+        tables: where launch="auto" looks for tuned numbers first.
+        max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
+            programs over all it has, so that this is a bound on programs, which are wider then.
+    """
+    if num_sms == 0:
+        programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
+        return Launch(programs, 1, "interpreter", programs, programs)
+    wish = _default(config, phase, num_tokens, max_num_tokens)
+    if config.launch == "manual":
+        wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
+    elif tables is not None:
+        wish = _tuned(wish, tables, config, phase, num_tokens, max_num_tokens)
+    max_sms = config.max_sms if max_sms is None else max_sms
+    is_bounded = 0 < max_sms < num_sms
+    if is_bounded and config.launch != "manual":
+        wish = _widened(wish, phase, max_sms)
+    if block_num > 0:
+        wish = replace(wish, num_programs=block_num, reason="caller")
+    if warp_per_block > 0:
+        wish = replace(wish, num_warps=warp_per_block, reason="caller")
+    wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
+    most = max_sms if is_bounded else num_sms * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps))
+    return fit(wish, phase, most)
+
+
+def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
+    """The wish with programs as wide as a multiprocessor serves them best; those of a combine take whole rows."""
+    wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
+    if phase is not Phase.COMBINE:
+        return wish
+    senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase])))
+    return replace(
+        wish, num_senders=min(wish.num_senders, senders), send_elements=SEND_ROW_ELEMENTS,
+        add_elements=SEND_ROW_ELEMENTS, read_ahead=True,
+    )  # fmt: skip
+
+
+def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
+    """As many programs as there is work for."""
+    if phase is Phase.DISPATCH:
+        return Launch(num_tokens, DISPATCH_WARPS, "analytic")
+    few = max_num_tokens < FEW_TOKENS
+    if phase is Phase.FLAGGED_DISPATCH:
+        senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
+        num_programs = SPEAKERS[phase] + senders + receivers
+        return Launch(
+            num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few
+        )  # fmt: skip
+    blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
+    senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
+    wish = Launch(SPEAKERS[phase] + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
+    if few:
+        return wish
+    if config.combine_quant != QuantType.NONE:
+        return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
+    bulk_senders = min(BULK_SENDERS_PER_RANK * config.world_size, MOST_BULK_SENDERS)
+    return replace(wish, num_senders=bulk_senders, send_elements=SEND_ROW_ELEMENTS)
+
+
+def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+    """Flagged rows that may come to a rank; its own do not travel but in layout compact."""
+    return max(1, max_num_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
+
+
+def _tuned(
+    default: Launch,
+    tables: TunedTables,
+    config: EpDispatchCombineConfig,
+    phase: Phase,
+    num_tokens: int,
+    max_num_tokens: int,
+) -> Launch:
+    """The tuned numbers of a step, with no more programs than there is work for; else the default."""
+    found = tables.find(config, phase.value, max_num_tokens)
+    if found is None:
+        return default
+    tuned = found.entry.launch
+    default = replace(default, num_warps=tuned.num_warps, reason=found.reason)
+    if phase is Phase.DISPATCH:
+        return replace(default, num_programs=min(tuned.num_programs or num_tokens, num_tokens))
+    to_send, to_receive = num_tokens, _rows_to_receive(config, max_num_tokens)
+    if phase is Phase.COMBINE:
+        to_send = config.world_size * max_num_tokens * -(-config.hidden_dim // tuned.send_elements)
+        to_receive = num_tokens * -(-config.hidden_dim // tuned.add_elements)
+        default = replace(
+            default, send_elements=tuned.send_elements, add_elements=tuned.add_elements, pause_ns=tuned.pause_ns
+        )
+    senders = max(1, min(tuned.num_senders or to_send, to_send))
+    receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
+    num_programs = SPEAKERS[phase] + senders + receivers
+    return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+
+
+def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
+    """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+    return Phase.FLAGGED_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
+
+
+def launch_shapes(
+    config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None, max_sms: int | None = None
+) -> list[tuple[Phase, int, Launch]]:
+    """A launch of every shape that steps of at most M tokens have without a caller's numbers, with its max_num_tokens.
+
+    Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
+    """
+    most = config.max_num_inp_token_per_rank
+    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1}
+    sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, most}
+    sizes |= tables.turning_points() if tables is not None else set()
+    shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
+    for size in sorted(size for size in sizes if 1 <= size <= most):
+        for phase in (dispatch_phase(config, size), Phase.COMBINE):
+            launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
+            shape = (
+                phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls,
+                launch.read_ahead, launch.dependent, phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE,
+            )  # fmt: skip
+            shapes.setdefault(shape, (phase, size, launch))
+    return list(shapes.values())
+
+
+def fit(wish: Launch, phase: Phase, most: int) -> Launch:
+    """The wish with at most `most` programs, so that all are on the GPU at once.
+
+    A program waits for other ranks and for earlier programs, never for a later one. So a larger launch would end, too,
+    but those that wait would keep later ones from adding what has come.
+    """
+    if phase is Phase.DISPATCH:
+        return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
+    others = max(2, min(wish.num_programs, most) - SPEAKERS[phase])
+    senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
+    receivers = max(1, min(wish.num_receivers, others - senders))
+    num_programs = SPEAKERS[phase] + senders + receivers
+    return replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
