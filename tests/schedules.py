@@ -16,9 +16,9 @@ from triton.runtime.interpreter import interpreter_builder
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankPool
-from tests.op_cases import Case, make_op, run_step
-from tests.op_matrix import UNEVEN
-from tests.ring_cases import SMALL_RINGS
+from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_matrix import UNEVEN
+from tests.cases.ring_cases import SMALL_RINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

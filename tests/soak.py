@@ -18,7 +18,7 @@ import typer
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankPool
 from ep_a2a.testing.replay import CapturedStep
-from tests.op_cases import Case, make_op
+from tests.cases.op_cases import Case, make_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from tests.atom_cases import SHAPE
+from tests.cases.atom_cases import SHAPE
 from tests.integration.programs import ROOT, run_python, succeeded
 
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SHAPE)])}

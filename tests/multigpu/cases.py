@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.op_matrix import CASES, by_world_size
-from tests.op_special import BODIES
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES_AND_FLAT, on_two_nodes
+from tests.cases.op_matrix import CASES, by_world_size
+from tests.cases.op_special import BODIES
+from tests.cases.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES_AND_FLAT, on_two_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 
 def fitted(case: Case) -> Case:

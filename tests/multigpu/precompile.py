@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.ops.rings import kernels_of
+from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
 from tests.multigpu.cases import op_cases, ring_cases, special_cases
-from tests.outside_fault_cases import DIRECT, FLAGGED, case_of
 
 if TYPE_CHECKING:
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 
 def compile_case(case: Case) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ep_layer_cases import Layer, through_the_manager
+from tests.cases.ep_layer_cases import Layer, through_the_manager
 
 WORLD_SIZE = min(8, torch.cuda.device_count()) or 8
 

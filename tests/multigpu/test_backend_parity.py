@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import parity_cases
-from tests.parity_cases import pairs, reason_against
+from tests.cases import parity_cases
+from tests.cases.parity_cases import pairs, reason_against
 
 HIDDEN_DIM = 2048
 WORLD_SIZES = (2, 4)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from tests import manager_cases
-from tests.manager_cases import COLLECTIVE
+from tests.cases import manager_cases
+from tests.cases.manager_cases import COLLECTIVE
+from tests.cases.op_cases import Case
+from tests.cases.op_matrix import CASES
 from tests.multigpu.cases import fitted
-from tests.op_cases import Case
-from tests.op_matrix import CASES
 
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZE = fitted(Case()).world_size

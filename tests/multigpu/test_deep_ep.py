@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from tests import deep_ep_cases as cases
-from tests.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.cases import deep_ep_cases as cases
+from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
 from tests.markers import needs_gpus
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 WORLDS = [2, pytest.param(4, marks=needs_gpus(4)), pytest.param(8, marks=needs_gpus(8))]
 

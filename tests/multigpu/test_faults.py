@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import fault_cases
-from tests.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
-from tests.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
+from tests.cases import fault_cases
+from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
 
 if TYPE_CHECKING:
     from pathlib import Path

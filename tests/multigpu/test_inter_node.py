@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.inter_node_cases import run_inter_node
+from tests.cases.inter_node_cases import run_inter_node
+from tests.cases.op_cases import Case
+from tests.cases.op_matrix import UNEVEN
 from tests.markers import needs_gpus
-from tests.op_cases import Case
-from tests.op_matrix import UNEVEN
 
 FORMS = {
     "compact": {"layout": "compact"},

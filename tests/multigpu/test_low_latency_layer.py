@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ep_a2a.memory.arena import Arena
-from tests.low_latency_cases import BASE, BODIES, CASES, LayerStep, in_turn, make_layer, run_step
+from tests.cases.low_latency_cases import BASE, BODIES, CASES, LayerStep, in_turn, make_layer, run_step
+from tests.cases.op_cases import make_inputs
 from tests.multigpu.cases import fitted
-from tests.op_cases import make_inputs
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests import mori_programs
+from tests.cases import mori_programs
 from tests.markers import needs_gpus
 
 

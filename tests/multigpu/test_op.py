@@ -11,14 +11,14 @@ from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
+from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_special import missing_rank
 from tests.multigpu.cases import fitted, op_cases, special_cases
-from tests.op_cases import Case, make_op, run_step
-from tests.op_special import missing_rank
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in op_cases()])
 def test_op(ranks: Any, case: Case) -> None:
-    from tests.op_cases import run_case
+    from tests.cases.op_cases import run_case
 
     ranks(run_case, case.world_size, case, device="cuda")
 

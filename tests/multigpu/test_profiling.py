@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.low_latency_cases import BASE, CASES
-from tests.profiling_cases import CLOCK_SLACK_US, check_traces, layer_without_profiling, profiled_layer
+from tests.cases.low_latency_cases import BASE, CASES
+from tests.cases.profiling_cases import CLOCK_SLACK_US, check_traces, layer_without_profiling, profiled_layer
 
 if TYPE_CHECKING:
     from pathlib import Path

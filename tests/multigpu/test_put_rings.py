@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.cases.op_cases import Case, run_case
+from tests.cases.op_matrix import CASES
+from tests.cases.op_special import BODIES
+from tests.cases.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES, by_puts, on_two_nodes
 from tests.markers import needs_gpus
 from tests.multigpu.cases import on_two_gpus
-from tests.op_cases import Case, run_case
-from tests.op_matrix import CASES
-from tests.op_special import BODIES
-from tests.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES, by_puts, on_two_nodes
 
 
 @needs_gpus(2)

@@ -10,8 +10,8 @@ from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.node_transport import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from tests.cases.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
 from tests.markers import needs_gpus
-from tests.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

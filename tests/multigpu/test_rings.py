@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.markers import needs_gpus
-from tests.multigpu.cases import on_two_gpus
-from tests.op_cases import Case, run_case
-from tests.op_matrix import CASES
-from tests.op_special import BODIES
-from tests.ring_cases import (
+from tests.cases.op_cases import Case, run_case
+from tests.cases.op_matrix import CASES
+from tests.cases.op_special import BODIES
+from tests.cases.ring_cases import (
     OF_FOUR_RANKS,
     REPLAYED,
     RING_KERNELS,
@@ -22,6 +20,8 @@ from tests.ring_cases import (
     other_numbers_of_programs,
     rings,
 )
+from tests.markers import needs_gpus
+from tests.multigpu.cases import on_two_gpus
 
 
 @needs_gpus(2)

@@ -12,8 +12,8 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena, BlockSizes
+from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.messages import messages_of
-from tests.op_cases import Case, Step, make_op, run_step
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import atom_cases
+from tests.cases import atom_cases
 
 
 @pytest.mark.parametrize("backend", ["", "ep_a2a", "allgather_reducescatter"])

@@ -15,9 +15,9 @@ from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import run_ranks
-from tests import parity_cases
+from tests.cases import parity_cases
+from tests.cases.parity_cases import pairs, reason_against
 from tests.messages import messages_of
-from tests.parity_cases import pairs, reason_against
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

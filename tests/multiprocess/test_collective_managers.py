@@ -9,10 +9,10 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.testing import run_ranks
-from tests import manager_cases
-from tests.manager_cases import COLLECTIVE
-from tests.op_cases import Case
-from tests.op_matrix import CASES
+from tests.cases import manager_cases
+from tests.cases.manager_cases import COLLECTIVE
+from tests.cases.op_cases import Case
+from tests.cases.op_matrix import CASES
 
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZES = (1, 3, 4)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests import deep_ep_cases as cases
-from tests.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.cases import deep_ep_cases as cases
+from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
 
 
 @pytest.mark.parametrize(

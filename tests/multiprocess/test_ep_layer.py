@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.ep_layer_cases import Layer, by_the_direct_api, through_the_manager
+from tests.cases.ep_layer_cases import Layer, by_the_direct_api, through_the_manager
 
 CASES = {
     "none": {"quantisation": "none"},

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ep_a2a.testing import RankFailure, RankPool
-from tests import fault_cases
-from tests.fault_cases import LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases import fault_cases
+from tests.cases.fault_cases import LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
 from tests.multiprocess.test_memory import files_of, process_id
-from tests.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
 
 SURVIVORS = (0, 2)
 

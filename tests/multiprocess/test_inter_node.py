@@ -12,11 +12,11 @@ import torch
 from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
-from tests.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
-from tests.manager_cases import kwargs_of
-from tests.op_cases import Case, make_inputs
-from tests.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised
-from tests.op_matrix import CASES, UNEVEN
+from tests.cases.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case, make_inputs
+from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised
+from tests.cases.op_matrix import CASES, UNEVEN
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

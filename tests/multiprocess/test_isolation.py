@@ -16,7 +16,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
-from tests.op_cases import Case, make_op, run_step
+from tests.cases.op_cases import Case, make_op, run_step
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from ep_a2a.errors import ConfigMismatchError, UnsupportedError
 from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedAll2AllManager
 from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedAll2AllManager
 from ep_a2a.testing import run_ranks
-from tests import parity_cases
+from tests.cases import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, StandIn
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.testing import run_ranks
-from tests import parity_cases
+from tests.cases import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, PplxManager
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.low_latency_cases import BASE, BODIES, CASES, in_turn
+from tests.cases.low_latency_cases import BASE, BODIES, CASES, in_turn
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,7 +34,7 @@ from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
-from tests.op_cases import Case, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, make_inputs, make_op, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

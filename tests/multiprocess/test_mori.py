@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import mori_programs
+from tests.cases import mori_programs
 
 
 def test_the_complete_program(ranks):

@@ -24,8 +24,8 @@ from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.tuning.policy import SPEAKERS, Phase
-from tests.manager_cases import kwargs_of
-from tests.op_cases import Case, Step, make_inputs, run_step
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case, Step, make_inputs, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.op_cases import Case, run_case
-from tests.op_matrix import DIRECT_PAYLOADS, by_world_size
+from tests.cases.op_cases import Case, run_case
+from tests.cases.op_matrix import DIRECT_PAYLOADS, by_world_size
 
 CASES = by_world_size(left_out=DIRECT_PAYLOADS)
 

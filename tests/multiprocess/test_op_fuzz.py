@@ -1,7 +1,7 @@
 """Shapes, routings and steps that nobody thought of: the op on CPU processes against the oracle, by hypothesis.
 
 The examples are the same in every run. A failing one is printed as a Case and is not shrunk: each attempt would restart
-the processes; paste it into tests/op_matrix.py instead.
+the processes; paste it into tests/cases/op_matrix.py instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.routing import ROUTINGS
-from tests.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
+from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHERS, Action, run_actions
+from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHERS, Action, run_actions
 from tests.multiprocess.test_op_fuzz import cases, fuzz
 
 if TYPE_CHECKING:
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 NUM_EXAMPLES = {2: 12, 3: 4}
 NUM_ACTIONS = 40

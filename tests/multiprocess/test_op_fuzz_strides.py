@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases.op_cases import Case
+from tests.cases.stride_cases import LAYOUTS, ROLES, Forms, strided_case
 from tests.multiprocess.test_op_fuzz import cases, fuzz
-from tests.op_cases import Case
-from tests.stride_cases import LAYOUTS, ROLES, Forms, strided_case
 
 NUM_EXAMPLES = {2: 25, 3: 6}
 IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in LAYOUTS for _ in range(2)]

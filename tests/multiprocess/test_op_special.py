@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.op_cases import Case
-from tests.op_special import BODIES, missing_rank
+from tests.cases.op_cases import Case
+from tests.cases.op_special import BODIES, missing_rank
 
 
 @pytest.mark.parametrize("name", BODIES)

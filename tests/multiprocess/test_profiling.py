@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cases.low_latency_cases import BASE, CASES
+from tests.cases.profiling_cases import check_traces, layer_without_profiling, profiled_layer
 from tests.integration.programs import run_cli, succeeded
-from tests.low_latency_cases import BASE, CASES
-from tests.profiling_cases import check_traces, layer_without_profiling, profiled_layer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,19 @@ import pytest
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.memory.arena import Arena
-from tests.op_cases import Case, make_op, run_case
-from tests.op_matrix import CASES
-from tests.op_special import BODIES, missing_rank
-from tests.ring_cases import OF_FOUR_RANKS, ONE_MISSING, REPLAYED, SHAPES, SPECIAL, by_puts, of_two_ranks, on_two_nodes
+from tests.cases.op_cases import Case, make_op, run_case
+from tests.cases.op_matrix import CASES
+from tests.cases.op_special import BODIES, missing_rank
+from tests.cases.ring_cases import (
+    OF_FOUR_RANKS,
+    ONE_MISSING,
+    REPLAYED,
+    SHAPES,
+    SPECIAL,
+    by_puts,
+    of_two_ranks,
+    on_two_nodes,
+)
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

@@ -16,7 +16,7 @@ from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, TorchDistributedRai
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_choice import choose_transport, make_rail
 from ep_a2a.testing import RankFailure, RankPool
-from tests.rail_cases import exchange_and_check, grid_of
+from tests.cases.rail_cases import exchange_and_check, grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.op_cases import Case, run_case
-from tests.op_matrix import CASES, UNEVEN
-from tests.op_special import BODIES, missing_rank
-from tests.ring_cases import (
+from tests.cases.op_cases import Case, run_case
+from tests.cases.op_matrix import CASES, UNEVEN
+from tests.cases.op_special import BODIES, missing_rank
+from tests.cases.ring_cases import (
     OF_FOUR_RANKS,
     ONE_MISSING,
     REPLAYED,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.op_cases import Case
+from tests.cases.op_cases import Case
 from tests.soak import Soaked, soak
 
 NUM_STEPS = 5

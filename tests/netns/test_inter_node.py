@@ -11,12 +11,12 @@ import pytest
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.transport_arrivals import ASK_SECS
-from tests.inter_node_cases import Nodes, run_inter_node_step
+from tests.cases.inter_node_cases import Nodes, run_inter_node_step
+from tests.cases.op_cases import Case
+from tests.cases.op_matrix import UNEVEN
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
-from tests.op_cases import Case
-from tests.op_matrix import UNEVEN
 
 if TYPE_CHECKING:
     from pathlib import Path

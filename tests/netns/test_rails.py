@@ -13,10 +13,10 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.node_transport import TorchDistributedRail
 from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.memory.transport_arrivals import ASK_SECS
+from tests.cases.rail_cases import exchange_and_check, grid_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
-from tests.rail_cases import exchange_and_check, grid_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ from ep_a2a.integrations.atom.options import check_options, why_inactive
 from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs, make_prepare_finalize
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
-from tests.atom_cases import SHAPE
+from tests.cases.atom_cases import SHAPE
 from tests.signatures.reader import MISSING, describe, load
 
 ATOM, AITER = load("atom"), load("aiter")

@@ -21,7 +21,7 @@ from ep_a2a.commands.doctor.probe_packages import find_atom, find_vllm
 from ep_a2a.commands.doctor.system_info import Atom, Backend
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
-from tests.atom_cases import SHAPE
+from tests.cases.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"

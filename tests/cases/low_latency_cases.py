@@ -14,8 +14,16 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from ep_a2a.routing import expert_ranges
-from tests.op_cases import Case, expert_results, make_inputs, place_expert_rows, reference_of, same_bits, same_sums
-from tests.op_checks import raised, synchronize
+from tests.cases.op_cases import (
+    Case,
+    expert_results,
+    make_inputs,
+    place_expert_rows,
+    reference_of,
+    same_bits,
+    same_sums,
+)
+from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
     from ep_a2a.reference import DispatchReference

@@ -22,7 +22,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
 from ep_a2a.testing.replay import CapturedStep
-from tests.fault_cases import (
+from tests.cases.fault_cases import (
     LOCAL_SECS,
     SLACK_SECS,
     TIMEOUT_SECS,
@@ -33,8 +33,8 @@ from tests.fault_cases import (
     steps_until_error,
     timed,
 )
-from tests.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
-from tests.op_checks import raised, synchronize
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
+from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.base import leads
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing.replay import CapturedStep
-from tests.op_cases import (
+from tests.cases.op_cases import (
     Case,
     Step,
     check_dispatched,
@@ -24,7 +24,7 @@ from tests.op_cases import (
     same_sums,
     wire_rows,
 )
-from tests.op_checks import raised, synchronize
+from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

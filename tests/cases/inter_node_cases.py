@@ -14,7 +14,7 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.ops.staged import InterNodeDispatchCombineOp
 from ep_a2a.reference import DispatchReference, combine_weights_reference
-from tests.op_cases import (
+from tests.cases.op_cases import (
     Case,
     assert_same_memory,
     combine_by_nodes,
@@ -27,7 +27,7 @@ from tests.op_cases import (
     same_sums,
     wire_rows,
 )
-from tests.rail_cases import grid_of
+from tests.cases.rail_cases import grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid

@@ -20,8 +20,8 @@ from ep_a2a.reference import DispatchReference, combine_reference, reduce_expert
 from ep_a2a.testing import RankContext
 from ep_a2a.testing.replay import CapturedStep
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
-from tests.counter_bodies import COUNTER_BODIES
-from tests.op_cases import (
+from tests.cases.counter_bodies import COUNTER_BODIES
+from tests.cases.op_cases import (
     Case,
     Step,
     check_dispatched,
@@ -33,8 +33,8 @@ from tests.op_cases import (
     run_step,
     same_bits,
 )
-from tests.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised, synchronize
-from tests.op_steps import STEP_BODIES
+from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised, synchronize
+from tests.cases.op_steps import STEP_BODIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

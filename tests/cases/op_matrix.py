@@ -10,7 +10,7 @@ import torch
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
-from tests.op_cases import Case
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry import COMBINE_NAMES, DISPATCH_NAMES
-from tests.low_latency_cases import make_layer, run_step
+from tests.cases.low_latency_cases import make_layer, run_step
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ep_a2a.testing import RankContext
-    from tests.op_cases import Case
+    from tests.cases.op_cases import Case
 
 NUM_STEPS = 3
 NAMES = {"dispatch": {*DISPATCH_NAMES}, "combine": {*COMBINE_NAMES}}

@@ -15,8 +15,8 @@ import torch
 
 from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, InputError, StateError
 from ep_a2a.memory.arena import Arena
-from tests.op_cases import Case, Step, assert_same_memory, make_inputs, make_op, reference_of, run_step
-from tests.op_checks import raised, synchronize
+from tests.cases.op_cases import Case, Step, assert_same_memory, make_inputs, make_op, reference_of, run_step
+from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
     from ep_a2a.errors import EpA2AError

@@ -11,8 +11,8 @@ import torch
 
 from ep_a2a.errors import ContiguityError
 from ep_a2a.memory.arena import Arena
-from tests.op_cases import Case, Step, make_inputs, make_op, reference_of
-from tests.op_checks import raised
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, reference_of
+from tests.cases.op_checks import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

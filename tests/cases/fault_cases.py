@@ -1,7 +1,7 @@
 """Bodies of the tests of faults: processes that die or stop at a chosen place, and ranks that leave the order of calls.
 
 Run on every rank, in the interpreter: a fault that is to come inside a kernel comes at a call of one of its functions.
-Those at a place "before" a call run on GPUs too, as do all of tests/outside_fault_cases.py.
+Those at a place "before" a call run on GPUs too, as do all of tests/cases/outside_fault_cases.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.peer_failures import ToldFailures
 from ep_a2a.testing import RankContext
-from tests.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
-from tests.op_checks import raised
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
+from tests.cases.op_checks import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

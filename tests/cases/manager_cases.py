@@ -23,7 +23,7 @@ from ep_a2a.managers.collective import CollectiveAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.op_cases import Case, make_inputs, run_step, same_bits
+from tests.cases.op_cases import Case, make_inputs, run_step, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -27,7 +27,7 @@ from ep_a2a.quantization import (
 )
 from ep_a2a.reference import DispatchReference, dense_moe, dispatch_reference, expert_mlp_rows
 from ep_a2a.routing import expert_ranges, softmax_topk
-from tests.op_cases import Case, check_dispatched
+from tests.cases.op_cases import Case, check_dispatched
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

@@ -21,14 +21,14 @@ from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
 from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
-from tests.mori_programs import EXPERTS_PER_RANK, HIDDEN_DIM, MAX_TOKENS, TOPK, expected_sums, own_tokens
+from tests.cases.mori_programs import EXPERTS_PER_RANK, HIDDEN_DIM, MAX_TOKENS, TOPK, expected_sums, own_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ep_a2a.testing import RankContext
 
-SHAPE = Path(__file__).parent / "atom_shape"
+SHAPE = Path(__file__).parents[1] / "atom_shape"
 
 
 def _is_theirs(name: str) -> bool:
