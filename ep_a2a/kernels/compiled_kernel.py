@@ -28,13 +28,13 @@ REGISTER_GRANULARITY = 8
 
 
 def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
-    """What a Variant is given whose kernel calls NVSHMEM, which must have been started."""
+    """What a CompiledKernel is given whose kernel calls NVSHMEM, which must have been started."""
     libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
     return {"libraries": libraries, "on_load": nvshmem.load_into}
 
 
 @dataclass
-class Variant:
+class CompiledKernel:
     """One kernel with one set of constants.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, ShapeError
 from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
-from ep_a2a.kernels.compiled_kernel import Variant
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.ops.arguments import NO_BIASES
@@ -161,7 +161,7 @@ class WeightExchange:
         )  # fmt: skip
 
 
-def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant:
+def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:
     """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {
@@ -169,4 +169,4 @@ def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> Variant
         "WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size),
         "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
     }  # fmt: skip
-    return Variant(exchange_weights_kernel, constants, EXCHANGE_WARPS)
+    return CompiledKernel(exchange_weights_kernel, constants, EXCHANGE_WARPS)

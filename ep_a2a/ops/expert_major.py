@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, Variant
+from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, CompiledKernel
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
@@ -47,16 +47,16 @@ class ExpertMajorKernels:
         lanes = {"TOPK_LANES": padded(config.topk)}
         block_rows = max(1, NUMBERED_IDS // lanes["TOPK_LANES"])
         most_rows = padded(config.world_size * config.max_num_inp_token_per_rank)
-        self._number = Variant(
+        self._number = CompiledKernel(
             number_expert_rows_kernel, common | lanes | {"BLOCK_ROWS": min(block_rows, most_rows)}, NUMBER_WARPS
         )
         self._expand = {
-            has_scales: Variant(expand_kernel, common | lanes | self._row_constants(has_scales), EXPAND_WARPS)
+            has_scales: CompiledKernel(expand_kernel, common | lanes | self._row_constants(has_scales), EXPAND_WARPS)
             for has_scales in ((False, True) if config.num_scales else (False,))
         }
         block = min(padded(config.hidden_dim), REDUCE_ELEMENTS)
         dtype = TRITON_DTYPES[config.combined_dtype]
-        self._reduce = Variant(
+        self._reduce = CompiledKernel(
             reduce_experts_kernel, common | {"HIDDEN": config.hidden_dim, "BLOCK": block, "DTYPE": dtype}, REDUCE_WARPS
         )
 
@@ -93,7 +93,7 @@ class ExpertMajorKernels:
         values = (rows, *self._values(max_num_tokens))
         self._run(self._reduce, values, "HIDDEN", "BLOCK", max_num_tokens, num_sms, max_sms)
 
-    def variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
         values, num_experts = self._values(1), self.config.num_local_experts
         yield self._number, (*values, self._first_expert, num_experts)
@@ -105,8 +105,8 @@ class ExpertMajorKernels:
         return self.table, max_num_tokens, self.config.rank
 
     def _run(
-        self, variant: Variant, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int, num_sms: int,
-        max_sms: int,
+        self, variant: CompiledKernel, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int,
+        num_sms: int, max_sms: int,
     ) -> None:  # fmt: skip
         """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
         num_blocks = -(-variant.constants[width] // variant.constants[block])

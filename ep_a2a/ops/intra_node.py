@@ -11,7 +11,7 @@ from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.bulk_dispatch_kernels import dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
-from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, Variant
+from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import flagged_dispatch_kernel
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
@@ -80,7 +80,7 @@ class IntraNodeKernels:
         self._tables: TunedTables | None = None
         self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
         self._plans: Remembered[Plan] = Remembered()
-        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
         self._spans = False
         self._by_expert: ExpertMajorKernels | None = None
         if config.layout == Layout.EXPERT_MAJOR:
@@ -152,7 +152,7 @@ class IntraNodeKernels:
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         """(kernel, run-time arguments, programs) of a dispatch, in order."""
         phase = self.dispatch_phase(args.max_num_tokens)
         key = (
@@ -173,7 +173,7 @@ class IntraNodeKernels:
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         phase = Phase.COMBINE
         key = (
             phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, args.given_biases,
@@ -229,12 +229,12 @@ class IntraNodeKernels:
         self._compiled_stages = (WHOLE, SEND, RECEIVE)
         self.compile()
 
-    def variants(self, stages: Stages = WHOLE) -> list[tuple[Variant, tuple[Any, ...]]]:
+    def variants(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that such calls of the op can need, with stand-in tensors."""
         # several shapes of launches have one variant where the device knows no dependent launch
         return list({id(variant): (variant, values) for variant, values in self._reachable(stages)}.values())
 
-    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
         dispatches, combines = (
             list(stand_in_dispatches(self.config, self.device)),
@@ -253,7 +253,7 @@ class IntraNodeKernels:
                 yield variant, self._combine_values(back, launch)
         yield from self._other_variants()
 
-    def _other_variants(self) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def _other_variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         if self.config.compiled_calls != CompiledCalls.SERVING:
             yield self._count_variant(), (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
         if self._by_expert is not None:
@@ -265,7 +265,9 @@ class IntraNodeKernels:
     def _scale_bytes(self, scales: torch.Tensor | None) -> int:
         return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
 
-    def _dispatch_variant(self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages) -> Variant:
+    def _dispatch_variant(
+        self, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
+    ) -> CompiledKernel:
         dependent = launch.dependent and self._can_depend
         counted_alone = args.max_num_tokens <= MAX_COUNTED_ALONE
         key = (
@@ -279,7 +281,7 @@ class IntraNodeKernels:
             constants["DEPENDENT_LAUNCH"] = dependent
             threads = FLAGGED_PROGRAMS_PER_SM * 32 * launch.num_warps
             max_registers = REGISTERS_PER_SM // threads if phase is Phase.FLAGGED_DISPATCH else None
-            variant = self._variants[key] = Variant(kernel, constants, launch.num_warps, max_registers)
+            variant = self._variants[key] = CompiledKernel(kernel, constants, launch.num_warps, max_registers)
         return variant
 
     def _dispatch_constants(
@@ -340,13 +342,15 @@ class IntraNodeKernels:
             return (*values, launch.num_senders, launch.num_receivers)
         return values
 
-    def _count_variant(self) -> Variant:
+    def _count_variant(self) -> CompiledKernel:
         if ("count",) not in self._variants:
             constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
-            self._variants["count",] = Variant(count_local_experts_kernel, constants, COUNT_WARPS)
+            self._variants["count",] = CompiledKernel(count_local_experts_kernel, constants, COUNT_WARPS)
         return self._variants["count",]
 
-    def _combine_variant(self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool) -> Variant:
+    def _combine_variant(
+        self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
+    ) -> CompiledKernel:
         key = (
             Phase.COMBINE, args.weights is None, args.ids is None, args.given_biases, launch.num_warps,
             launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
@@ -355,7 +359,7 @@ class IntraNodeKernels:
         variant = self._variants.get(key)
         if variant is None:
             constants = self._combine_constants(args, launch, stages, in_place)
-            variant = self._variants[key] = Variant(combine_kernel, constants, launch.num_warps)
+            variant = self._variants[key] = CompiledKernel(combine_kernel, constants, launch.num_warps)
         return variant
 
     def _combine_constants(
@@ -386,5 +390,5 @@ class IntraNodeKernels:
             launch.num_senders, launch.num_receivers, launch.pause_ns,
         )  # fmt: skip
 
-    def _run(self, variant: Variant, num_programs: int, values: tuple[Any, ...]) -> None:
+    def _run(self, variant: CompiledKernel, num_programs: int, values: tuple[Any, ...]) -> None:
         variant.run(num_programs, values, self.device)

@@ -10,9 +10,9 @@ from ep_a2a.tuning.policy import SPEAKERS, Launch, Phase, fit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.kernels.compiled_kernel import Variant
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
-Plan = tuple[tuple["Variant", Launch, int], ...]
+Plan = tuple[tuple["CompiledKernel", Launch, int], ...]
 """Launches in order: kernel, launch numbers, programs."""
 
 
@@ -20,7 +20,7 @@ def make_plan(
     phase: Phase,
     launch: Launch,
     stages: Stages,
-    variant_of: Callable[[Launch, Stages], Variant],
+    variant_of: Callable[[Launch, Stages], CompiledKernel],
     values_of: Callable[[Launch], tuple[Any, ...]],
     num_sms: int,
     max_sms: int,
@@ -52,7 +52,7 @@ def _parts(phase: Phase, stages: Stages, *, is_interpreted: bool) -> tuple[Stage
     return (stages,)
 
 
-def _fitted(launch: Launch, phase: Phase, variant: Variant, num_sms: int, max_sms: int) -> Launch:
+def _fitted(launch: Launch, phase: Phase, variant: CompiledKernel, num_sms: int, max_sms: int) -> Launch:
     """The launch cut down to what the registers of its kernel leave room for, once they are known."""
     if variant.programs_per_sm is None:
         return launch

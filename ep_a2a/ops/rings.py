@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
-from ep_a2a.kernels.compiled_kernel import Variant, linked_with_nvshmem
+from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import settle_kernel
 from ep_a2a.kernels.remote_mirror_kernels import tell_far_kernel
@@ -77,7 +77,7 @@ class InterNodeKernels(IntraNodeKernels):
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         if stages.send:
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
@@ -101,12 +101,12 @@ class InterNodeKernels(IntraNodeKernels):
         if self._rings.by_puts and not self._interpreted:
             key = ("settle",)
             if key not in self._variants:
-                self._variants[key] = Variant(settle_kernel, {}, 1, **self._linked)
+                self._variants[key] = CompiledKernel(settle_kernel, {}, 1, **self._linked)
             self._variants[key].run(1, (self.table,), self.device)
 
     def _tell_far(
         self, *, counts: bool = False, flags: bool = False, weights: bool = False
-    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         """What tells ranks that only puts reach of a failure, and of what is said; see tell_far_kernel."""
         if not self._rings.by_puts:
             return
@@ -116,7 +116,7 @@ class InterNodeKernels(IntraNodeKernels):
                 "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
                 "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
             }  # fmt: skip
-            self._variants[key] = Variant(tell_far_kernel, constants, 1, **self._linked)
+            self._variants[key] = CompiledKernel(tell_far_kernel, constants, 1, **self._linked)
         num_far = self.config.world_size - self._rings.gpus_per_node
         if num_far:
             yield self._variants[key], (self.table, self.config.rank), num_far
@@ -127,7 +127,7 @@ class InterNodeKernels(IntraNodeKernels):
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[Variant, tuple[Any, ...], int]]:
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         config = self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
         if stages.send:
@@ -143,7 +143,7 @@ class InterNodeKernels(IntraNodeKernels):
             yield self._return_variant(args), values, self.num_channel_programs
             yield from self._tell_far()
 
-    def _reachable(self, stages: Stages) -> Iterator[tuple[Variant, tuple[Any, ...]]]:
+    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         for dispatch in stand_in_dispatches(self.config, self.device):
             for variant, values, _ in self._dispatch_launches(dispatch, stages, -1, -1):
                 yield variant, values
@@ -152,7 +152,7 @@ class InterNodeKernels(IntraNodeKernels):
                 yield variant, values
         yield from self._other_variants()
 
-    def _number_variant(self, finishes: bool) -> Variant:
+    def _number_variant(self, finishes: bool) -> CompiledKernel:
         key = "number", finishes
         if key not in self._variants:
             constants = {
@@ -161,10 +161,12 @@ class InterNodeKernels(IntraNodeKernels):
                 "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
                 "FINISHES": finishes,
             }  # fmt: skip
-            self._variants[key] = Variant(number_rows_kernel, constants, RING_WARPS)
+            self._variants[key] = CompiledKernel(number_rows_kernel, constants, RING_WARPS)
         return self._variants[key]
 
-    def _exchange_variant(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Variant:
+    def _exchange_variant(
+        self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool
+    ) -> CompiledKernel:
         key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
         if key not in self._variants:
             row, scale_dtype = self._row(args)
@@ -178,7 +180,9 @@ class InterNodeKernels(IntraNodeKernels):
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
                 "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = Variant(exchange_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
+            self._variants[key] = CompiledKernel(
+                exchange_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked
+            )
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -202,7 +206,7 @@ class InterNodeKernels(IntraNodeKernels):
             int(row["POWERS_OF_TWO"]),
         ), tl.int32 if in_words else tl.uint8  # fmt: skip
 
-    def _offer_variant(self, args: CombineArguments) -> Variant:
+    def _offer_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "offer", args.weights is None
         if key not in self._variants:
             results = self._results
@@ -212,10 +216,10 @@ class InterNodeKernels(IntraNodeKernels):
                 "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
                 "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(offer_results_kernel, constants, RING_WARPS)
+            self._variants[key] = CompiledKernel(offer_results_kernel, constants, RING_WARPS)
         return self._variants[key]
 
-    def _return_variant(self, args: CombineArguments) -> Variant:
+    def _return_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "return", args.weights is None, args.ids is None, args.given_biases
         if key not in self._variants:
             config, results = self.config, self._results
@@ -228,7 +232,9 @@ class InterNodeKernels(IntraNodeKernels):
                 "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
                 "POISON_LANES": 32 * RING_WARPS,
             }  # fmt: skip
-            self._variants[key] = Variant(return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
+            self._variants[key] = CompiledKernel(
+                return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked
+            )
         return self._variants[key]
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, CompiledCalls
-from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, Variant
+from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, CompiledKernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.staged_kernels import add_nodes_kernel, pack_kernel
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
@@ -88,8 +88,8 @@ class RailKernels:
         self.config, self.num_nodes, self.device = config, num_nodes, device
         is_gpu = device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0
-        self._packs: dict[tuple[bool, bool, bool], Variant] = {}
-        self._adds: dict[tuple[bool, bool, bool], Variant] = {}
+        self._packs: dict[tuple[bool, bool, bool], CompiledKernel] = {}
+        self._adds: dict[tuple[bool, bool, bool], CompiledKernel] = {}
 
     def pack(
         self,
@@ -147,11 +147,11 @@ class RailKernels:
     def _pack(
         self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, ids: torch.Tensor,
         lines: RailTokens, visits: torch.Tensor, max_num_tokens: int,
-    ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[CompiledKernel, tuple[Any, ...]]:  # fmt: skip
         casts = self.config.casts_in_dispatch and x.dtype != FP8_DTYPE
         key = casts, scales is not None, weights is not None
         if key not in self._packs:
-            self._packs[key] = Variant(pack_kernel, self._pack_constants(*key), PACK_WARPS)
+            self._packs[key] = CompiledKernel(pack_kernel, self._pack_constants(*key), PACK_WARPS)
         made_in_words = casts and self.config.scale_bytes == WORD_BYTES
         scale_dtype = torch.int32 if made_in_words or (not casts and self._scales_are_words) else torch.uint8
         values = (
@@ -168,11 +168,11 @@ class RailKernels:
     def _add(
         self, rows: torch.Tensor, weight_rows: torch.Tensor | None, visits: torch.Tensor, biases: Biases,
         result: torch.Tensor, result_weights: torch.Tensor, num_tokens: int, max_num_tokens: int,
-    ) -> tuple[Variant, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[CompiledKernel, tuple[Any, ...]]:  # fmt: skip
         has_weights = weight_rows is not None
         key = has_weights, biases[0] is not None, biases[1] is not None
         if key not in self._adds:
-            self._adds[key] = Variant(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
+            self._adds[key] = CompiledKernel(add_nodes_kernel, self._add_constants(has_weights), ADD_WARPS)
         element = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
         values = (
             rows.view(element), visits if weight_rows is None else weight_rows.view(torch.int32), visits, *biases,

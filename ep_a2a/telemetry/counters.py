@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.kernels.compiled_kernel import Variant
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.counter_kernels import (
     LINE_WORDS,
     Counter,
@@ -198,11 +198,11 @@ class _CounterKernels:
 
 
 @functools.cache
-def _variants(world_size: int, device: torch.device) -> tuple[Variant, Variant, Variant]:
+def _variants(world_size: int, device: torch.device) -> tuple[CompiledKernel, CompiledKernel, CompiledKernel]:
     """Compiled once for all layers; a compiled kernel belongs to a device."""
     world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size)}
     return (
-        Variant(start_wait_kernel, {}, num_warps=1),
-        Variant(count_dispatch_kernel, world, num_warps=1),
-        Variant(count_combine_kernel, {}, num_warps=1),
+        CompiledKernel(start_wait_kernel, {}, num_warps=1),
+        CompiledKernel(count_dispatch_kernel, world, num_warps=1),
+        CompiledKernel(count_combine_kernel, {}, num_warps=1),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.kernels.compiled_kernel import Variant
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.counter_kernels import LINE_WORDS, Counter, start_wait_kernel
 from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
 from ep_a2a.memory.allocator_isolation import outside_pools
@@ -105,7 +105,7 @@ def clock_offset(device: torch.device) -> ClockOffset:
     if device.type == "cpu":
         return ClockOffset(0, 0)
     words = torch.zeros(LINE_WORDS, dtype=torch.int64, pin_memory=True)
-    seen, variant = words.numpy(), Variant(start_wait_kernel, {}, num_warps=1)
+    seen, variant = words.numpy(), CompiledKernel(start_wait_kernel, {}, num_warps=1)
     variant.compile((words,))
     highest, lowest = None, None
     for _ in range(NUM_CLOCK_READINGS):

@@ -21,7 +21,7 @@ from tests.unit.test_reference import Case, cases, make_experts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ep_a2a.kernels.compiled_kernel import Variant
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 AMPERE, HOPPER = 80, 90
 
@@ -92,7 +92,7 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
-def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[Any, ...]]]:
+def variants_of(config: EpDispatchCombineConfig) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
     table = torch.zeros(64, dtype=torch.int64)
     return list(ExpertMajorKernels(config, table, torch.device("cpu")).variants())
 
@@ -100,7 +100,7 @@ def variants_of(config: EpDispatchCombineConfig) -> list[tuple[Variant, tuple[An
 def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr(
-        "ep_a2a.kernels.compiled_kernel.Variant.run", lambda _, programs, *__: launched.append(programs)
+        "ep_a2a.kernels.compiled_kernel.CompiledKernel.run", lambda _, programs, *__: launched.append(programs)
     )
     kernels = ExpertMajorKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
     for max_sms in (24, 0):

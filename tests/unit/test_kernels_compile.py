@@ -24,7 +24,7 @@ from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_la
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ep_a2a.kernels.compiled_kernel import Variant
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 AMPERE, HOPPER = 80, 90
 NUM_SMS = 132
@@ -90,7 +90,9 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
-def variants_of(config: EpDispatchCombineConfig, capability: int = HOPPER) -> list[tuple[Variant, tuple[Any, ...]]]:
+def variants_of(
+    config: EpDispatchCombineConfig, capability: int = HOPPER
+) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
     """What a device of NUM_SMS multiprocessors would be given."""
     kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     kernels.num_sms = NUM_SMS
@@ -98,15 +100,15 @@ def variants_of(config: EpDispatchCombineConfig, capability: int = HOPPER) -> li
     return kernels.variants()
 
 
-def kind_of(variant: Variant) -> str:
+def kind_of(variant: CompiledKernel) -> str:
     return str(variant.kernel.__name__.removesuffix("_kernel"))
 
 
-def is_dispatch(variant: Variant) -> bool:
+def is_dispatch(variant: CompiledKernel) -> bool:
     return kind_of(variant).endswith("dispatch")
 
 
-def named(variant: Variant) -> str:
+def named(variant: CompiledKernel) -> str:
     constants = variant.constants
     num_scales = constants.get("SCALE_WIDTH") or (constants.get("HAS_SCALES") and constants["SCALE_WORDS"])
     marks = [f"cast{constants['GROUP']}"] if is_dispatch(variant) and constants["GROUP"] else []
@@ -136,8 +138,8 @@ def chosen() -> list[Any]:
     return cases
 
 
-def compiled(variant: Variant, args: tuple[Any, ...], capability: int) -> dict[str, Any]:
-    """As Variant.compile would, with the bound on its registers."""
+def compiled(variant: CompiledKernel, args: tuple[Any, ...], capability: int) -> dict[str, Any]:
+    """As CompiledKernel.compile would, with the bound on its registers."""
     compile_ = triton.compile
 
     def bounded(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
@@ -164,7 +166,7 @@ def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
     _check_co_residency(config, variant, asm["cubin"], tmp_path)
 
 
-def _check_polled_once(config: EpDispatchCombineConfig, variant: Variant, ttgir: str) -> None:
+def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel, ttgir: str) -> None:
     """What is polled and then used is loaded once: of two copies one could be checked and the other used.
 
     The compiler does load small vectors several times, one for each layout that it wants them in. What is loaded once
@@ -189,7 +191,9 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: Variant, ttgir:
     assert {name for name, _ in polled} >= expected, (kind, polled)
 
 
-def _check_co_residency(config: EpDispatchCombineConfig, variant: Variant, cubin: bytes, directory: Path) -> None:
+def _check_co_residency(
+    config: EpDispatchCombineConfig, variant: CompiledKernel, cubin: bytes, directory: Path
+) -> None:
     """Programs of a full launch wait for other ranks, so all must fit on the device together."""
     used = resources(cubin, directory)
     assert used["LOCAL"] == 0
@@ -347,7 +351,7 @@ def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
             assert not constants["CHECK_INDICES"]
 
 
-def _way_of(variant: Variant) -> str:
+def _way_of(variant: CompiledKernel) -> str:
     """Which way of dispatch it is."""
     constants = variant.constants
     if kind_of(variant) == "dispatch":

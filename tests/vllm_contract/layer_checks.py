@@ -307,15 +307,15 @@ def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankConte
 
 def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
     """Names of the kernels that a step launches, in order."""
-    from ep_a2a.kernels.compiled_kernel import Variant
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
-    names, interpret = [], Variant.interpret
+    names, interpret = [], CompiledKernel.interpret
 
     def remember(self: Any, *args: Any) -> None:
         names.append(self.kernel.__name__)
         interpret(self, *args)
 
-    with replaced(Variant, "interpret", remember):
+    with replaced(CompiledKernel, "interpret", remember):
         check_result(case, run_kernel(case, kernel, rank), rank)
     return names
 
