@@ -24,7 +24,14 @@ MAX_IMPORT_SECS = 0.2
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ep_a2a", "ep_a2a.moved", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.path_security"),
     ("ep_a2a.config",),
-    ("ep_a2a.topology", "ep_a2a.tuning", "ep_a2a.reference", "ep_a2a.routing", "ep_a2a.quantization"),
+    (
+        "ep_a2a.topology",
+        "ep_a2a.tuning",
+        "ep_a2a.interface",
+        "ep_a2a.reference",
+        "ep_a2a.routing",
+        "ep_a2a.quantization",
+    ),
     ("ep_a2a.memory", "ep_a2a.shmem"),
     ("ep_a2a.kernels",),
     ("ep_a2a.ops", "ep_a2a.telemetry"),
