@@ -3,10 +3,10 @@
 An op moves the tokens of one MoE layer between W ranks. A rank brings T tokens of H elements, 0 <= T <= M; each token
 names K of the W * E experts. `dispatch` sends a token once to every distinct rank that owns one of its experts.
 `combine` brings the experts' results back and adds them. Calls run on the caller's current stream, after the op's
-previous call, and return at once. Inputs may be overwritten by later work on that stream.
-What a backend leaves out raises UnsupportedError; its manager's `capabilities` list it.
+previous call, and return at once; later work on that stream may overwrite inputs. What a backend leaves out raises
+UnsupportedError; its manager's `capabilities` list it.
 """
-# ruff: noqa: A002, D102  MORI's names; comments in place of docstrings keep the contract on one screen
+# ruff: noqa: A002  MORI's names
 
 from __future__ import annotations
 
@@ -41,60 +41,60 @@ class CombineResult(NamedTuple):
 
 
 class DispatchCombineOp(Protocol):
-    """One layer's dispatch and combine. All ranks make the same calls, whole or split; the two alternate.
+    """One layer's dispatch and combine, which alternate. All ranks make the same calls, whole or split.
 
-    InputError and AlternationError are raised before anything is sent; the call can be repeated. What only the device
-    sees (a late rank, ranks that disagree, too many rows) is raised by a later call; then `reset` mends the op.
+    InputError and AlternationError come before anything is sent; the call can be repeated. What only the device sees
+    (a late rank, ranks that disagree, too many rows) is raised by a later call; then `reset` mends the op.
     """
 
     config: EpDispatchCombineConfig
     device: torch.device
-
-    # input [T, H], weights [T, K] float32 or None, scales [T, S] or None, indices [T, K] int32. An id that is no
-    # expert's is a dropped slot. Weights and scales: from all ranks or from none. max_num_tokens bounds every rank's T
-    # in this step, is equal on all ranks, and defaults to M. Launch numbers of -1 are chosen by the op.
+    # fmt: off
     def dispatch(
         self, input: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor, block_num: int = -1,
         rdma_block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False, *,
         max_num_tokens: int | None = None, pad_id: int = -1,
-    ) -> DispatchResult: ...  # fmt: skip
-    def dispatch_send(  # the first half: sends; the tensors that it returns are filled by dispatch_recv
+    ) -> DispatchResult:
+        """Sends input [T, H] with weights [T, K] float32, scales [T, S] and indices [T, K] int32, ids of experts.
+
+        Other ids are dropped slots. Weights and scales come from all ranks or from none. max_num_tokens, default M and
+        equal on all ranks, bounds every rank's T in this step. The op chooses launch numbers that are -1."""
+    def dispatch_send(
         self, input: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor, *,
         max_num_tokens: int | None = None, pad_id: int = -1,
-    ) -> DispatchResult: ...  # fmt: skip
-    def dispatch_recv(self) -> DispatchResult: ...  # the second half: waits for all ranks' rows
-
-    # input: experts' results in the shape and order of DispatchResult.tokens, of combine_dtype, weighed by the router
-    # (expert_major: not weighed, combine does it). Rows of distinct ranks are added in float32; a token without an
-    # expert becomes zeros. weights: [R, K] to be summed, or None. indices: None, or this rank's own, as dispatched.
-    # out: [T, H] to write to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's.
+    ) -> DispatchResult: """The first half: sends. dispatch_recv fills the tensors that it returns."""
+    def dispatch_recv(self) -> DispatchResult: """The second half: waits for the rows of all ranks."""
     def combine(
         self, input: Tensor, weights: Tensor | None, indices: Tensor | None, block_num: int = -1,
         rdma_block_num: int = -1, warp_per_block: int = -1, use_external_inp_buf: int = -1, call_reset: bool = False, *,
         out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
-    ) -> CombineResult: ...  # fmt: skip
+    ) -> CombineResult:
+        """Adds the rows that distinct ranks return for a token, in float32; a token without an expert becomes zeros.
+
+        input: the experts' results, combine_dtype, in shape and order of DispatchResult.tokens, weighed by the router
+        (expert_major: combine weighs). weights: [R, K] to sum. indices: None, or this rank's own. out: [T, H] to write
+        to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's."""
     def combine_send(
         self, input: Tensor, weights: Tensor | None = None, indices: Tensor | None = None, *,
         out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
-    ) -> CombineResult: ...  # fmt: skip
-    def combine_recv(self) -> CombineResult: ...
-
+    ) -> CombineResult: """The first half: sends rows back. `input` may be overwritten by later work on the stream."""
+    def combine_recv(self) -> CombineResult: """The second half: waits for this rank's rows and adds them."""
     @property
-    def recv_counts(self) -> Tensor: ...  # [W] int32, rows received per source
+    def recv_counts(self) -> Tensor: """[W] int32, rows received per source in the last dispatch."""
     @property
-    def local_expert_count(self) -> Tensor: ...  # [E] int32, received slots per expert, if dispatch was asked to count
+    def local_expert_count(self) -> Tensor: """[E] int32, received slots per expert, where dispatch was asked for it."""
     @property
-    def expert_recv_count(self) -> Tensor: ...  # [E] int32, rows per expert in layout expert_major
+    def expert_recv_count(self) -> Tensor: """[E] int32, rows per expert in layout expert_major."""
     @property
-    def has_open_step(self) -> bool: ...  # whether a call has begun a step that no call has ended
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor: ...
-    def get_dispatch_src_token_pos(self) -> Tensor: ...  # [total_recv] int32, source rank * (W * M) + token; host waits
-    def get_launch_config(  # (programs, those between nodes, warps per program) of a call with M tokens
-        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
-    ) -> tuple[int, int, int]: ...
-    def set_max_sms(self, max_sms: int) -> None: ...  # bounds multiprocessors from now on; 0 = all; equal on all ranks
-    def set_timeout(self, timeout_secs: float) -> None: ...  # bounds waits from now on, in replayed graphs, too
-    def warmup_split(self) -> None: ...  # makes the split calls ready to be captured in a graph
-    def check(self) -> None: ...  # raises what has gone wrong so far; does not wait
-    def reset(self) -> None: ...  # collective: drops the open step and mends the op after an error
-    def close(self) -> None: ...  # ends the use of the op; idempotent
+    def has_open_step(self) -> bool: """Whether a call has begun a step that no call has ended."""
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor: """[R, H]."""
+    def get_dispatch_src_token_pos(self) -> Tensor: """[total_recv] int32: source rank * (W * M) + token. Host waits."""
+    def get_launch_config(
+        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1,
+    ) -> tuple[int, int, int]: """(programs, those between nodes, warps per program) of a call with M tokens."""
+    def set_max_sms(self, max_sms: int) -> None: """Bounds multiprocessors; 0 = all; equal on all ranks."""
+    def set_timeout(self, timeout_secs: float) -> None: """Bounds waits from now on, of replayed graphs, too."""
+    def warmup_split(self) -> None: """Makes the split calls ready to be captured in a graph."""
+    def check(self) -> None: """Raises what has gone wrong so far, without waiting."""
+    def reset(self) -> None: """Drops the open step and mends the op after an error. Collective."""
+    def close(self) -> None: """Ends the use of the op; idempotent."""
