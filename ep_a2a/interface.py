@@ -47,9 +47,9 @@ class DispatchCombineOp(Protocol):
     (a late rank, ranks that disagree, too many rows) is raised by a later call; then `reset` mends the op.
     """
 
+    # fmt: off
     config: EpDispatchCombineConfig
     device: torch.device
-    # fmt: off
     def dispatch(
         self, input: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor, block_num: int = -1,
         rdma_block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False, *,
