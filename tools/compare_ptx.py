@@ -1,0 +1,280 @@
+"""Compares what the kernels of two revisions compile to, for the headline variants at EP 2, 4 and 8.
+
+    python tools/compare_ptx.py 989da57 .                     # a git revision, or a folder with a checkout
+    python tools/compare_ptx.py 989da57 . --match dispatch    # only variants whose name contains a text
+    python tools/compare_ptx.py 989da57 . --stage ttir        # Triton's own code, which takes seconds
+    python tools/compare_ptx.py 989da57 . --tolerance 2       # sizes may differ by 2 % where PTX differs
+
+Each checkout compiles through its own host code, offline for compute capability 9.0: variants are those that its op
+would launch, in order. Names, places in files and labels do not count; the order of run-time arguments does. The
+script prints one line per variant and exits with 1 when a variant differs, or has no partner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EP_SIZES = (2, 4, 8)
+NUM_SMS = 132
+NUM_WORKERS = 2
+ROLES = ("dispatch", "combine", "local")
+"""What a kernel is for, as its name has it; "local" is every other one."""
+MEASURES = ("registers", "stack", "instructions")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Compiles and compares; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs=2, metavar="REVISION_OR_FOLDER")
+    parser.add_argument("--stage", choices=("ptx", "ttir"), default="ptx", help="what is compared")
+    parser.add_argument("--match", default="", help="only variants whose name contains this")
+    parser.add_argument("--ep", type=int, action="append", choices=EP_SIZES, help="only this EP size; may be repeated")
+    parser.add_argument(
+        "--tolerance", type=float, help="per cent by which registers, stack and instructions may differ"
+    )
+    parser.add_argument("--keep", type=Path, help="folder for the code; what the first checkout has there stays valid")
+    parser.add_argument("--worker", nargs=2, type=int, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        compile_share(Path(options.checkouts[0]), Path(options.checkouts[1]), options)
+        return 0
+    with contextlib.ExitStack() as stack:
+        output = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folders = [stack.enter_context(checkout(name)) for name in options.checkouts]
+        outputs = [output.resolve() / "before", output.resolve() / "after"]
+        for old in outputs[1].glob("*"):
+            old.unlink()
+        for folder, target in zip(folders, outputs):
+            target.mkdir(parents=True, exist_ok=True)
+            run_workers(folder, target)
+        return report(*outputs, options)
+
+
+@contextlib.contextmanager
+def checkout(name: str) -> Iterator[Path]:
+    """A folder with the given revision; of a folder, itself."""
+    if Path(name).is_dir():
+        yield Path(name).resolve()
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "checkout"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), name], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def run_workers(folder: Path, target: Path) -> None:
+    """Compiles the variants of a checkout, in processes that import its code."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target), *_passed_on()]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    workers = [
+        subprocess.Popen([*command, "--worker", str(share), str(NUM_WORKERS)], env=environment, cwd=folder)
+        for share in range(NUM_WORKERS)
+    ]
+    codes = [worker.wait() for worker in workers]
+    if any(codes):
+        raise SystemExit(f"compiling {folder} failed")
+
+
+def _passed_on() -> list[str]:
+    """The options of this run that workers need: all but the two checkouts."""
+    arguments, passed = sys.argv[1:], []
+    for place, argument in enumerate(arguments):
+        name = argument.split("=")[0]
+        if name in ("--stage", "--match", "--ep"):
+            passed += [argument] if "=" in argument else arguments[place : place + 2]
+    return passed
+
+
+def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> None:
+    """Compiles every so manieth variant of `folder`, whose code this process imports, into `target`."""
+    import ep_a2a
+
+    if not Path(ep_a2a.__file__).is_relative_to(folder):
+        raise SystemExit(f"ep_a2a comes from {ep_a2a.__file__} instead of {folder}")
+    from ep_a2a.testing.offline_compile import compile_offline
+
+    share, shares = options.worker
+    chosen = [one for one in headline_variants(options.ep or EP_SIZES) if options.match in one[0]]
+    for name, variant, args in chosen[share::shares]:
+        path = target / name
+        if path.with_suffix(f".{options.stage}").exists():
+            continue
+        if options.stage == "ttir":
+            path.with_suffix(".ttir").write_text(plain_ttir(ttir_of(variant, args)))
+            continue
+        asm = compile_offline(
+            variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
+        )
+        path.with_suffix(".ptx").write_text(plain_ptx(asm["ptx"]))
+        path.with_suffix(".json").write_text(json.dumps(measures(asm["cubin"])))
+
+
+def ttir_of(variant: Any, args: tuple[Any, ...]) -> str:
+    """Triton's own code of a variant, before layouts are chosen."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from ep_a2a.testing.offline_compile import compile_offline
+
+    found: list[str] = []
+
+    class Done(Exception):
+        pass
+
+    def stop(module: Any, *_: Any) -> None:
+        found.append(str(module))
+        raise Done
+
+    original, CUDABackend.make_ttgir = CUDABackend.make_ttgir, staticmethod(stop)
+    try:
+        with knobs.compilation.scope(), contextlib.suppress(Done):
+            knobs.compilation.always_compile = True
+            compile_offline(variant.kernel, args, variant.constants, variant.num_warps)
+    finally:
+        CUDABackend.make_ttgir = original
+    return found[0]
+
+
+def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(name, variant, run-time arguments) of the kernels that a DeepSeek-V3 layer launches."""
+    for ep_size in ep_sizes:
+        for layout in ("rank_major", "compact"):
+            for label, changes, part in (
+                ("bf16", {}, ROLES),
+                ("cast", {"quant_type": "fp8_per_1x128"}, ("dispatch",)),
+                ("combine-fp8", {"quant_type": "fp8_blockwise"}, ("combine",)),
+            ):
+                kernels = _kernels(ep_size, layout=layout, **changes)
+                yield from _named(f"ep{ep_size}-{layout}-{label}", kernels, part)
+        kernels = _kernels(ep_size, layout="expert_major", quant_type="fp8_per_1x128")
+        yield from _named(f"ep{ep_size}-expert_major-cast", kernels, ("local",))
+        for label, changes in (("bf16", {}), ("cast", {"quant_type": "fp8_per_1x128", "layout": "compact"})):
+            kernels = _kernels(ep_size, rings=True, **changes)
+            yield from _named(f"ep{ep_size}-rings-{label}", kernels, ROLES)
+
+
+def _named(prefix: str, kernels: Any, roles: tuple[str, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """The variants of these roles, by their place in the list: kernels may be renamed."""
+    for place, (variant, args) in enumerate(kernels.variants()):
+        role = next((role for role in ROLES if role in variant.kernel.__name__), "local")
+        if role in roles:
+            yield f"{prefix}-{place}-{role}", variant, args
+
+
+def _kernels(ep_size: int, *, rings: bool = False, **changes: Any) -> Any:
+    """What launches the kernels of an op, as on a Hopper GPU: two nodes with rings, else one."""
+    import torch
+
+    from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+    from ep_a2a.ops.rings import kernels_of
+
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16, "rank": 0, "world_size": ep_size, "hidden_dim": 7168, "scale_dim": 0,
+        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
+        "num_experts_per_rank": 256 // ep_size, "num_experts_per_token": 8, "compiled_calls": "serving",
+        "layout": "rank_major",
+    }  # fmt: skip
+    if rings:
+        values |= {"kernel_type": EpDispatchCombineKernelType.InterNodeV1, "gpu_per_node": ep_size // 2}
+    config = EpDispatchCombineConfig(**(values | changes))
+    kernels = kernels_of(config, torch.zeros(64, ep_size, dtype=torch.int64), torch.device("cpu"))
+    kernels.num_sms = NUM_SMS
+    kernels._can_depend = True
+    return kernels
+
+
+def plain_ptx(text: str) -> str:
+    """PTX without what names and places in files leave in it."""
+    text = re.sub(r"^\s*\.section\s+\.debug_\w+\s*\{.*?^\s*\}", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"^\s*\.(loc|file)\b.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*\$L__(tmp|func_begin|func_end)\w*:", "", text, flags=re.MULTILINE)
+    entry = re.search(r"\.entry\s+(\w+)", text)
+    if entry:
+        text = re.sub(rf"\b{entry.group(1)}(?=\b|_param_)", "KERNEL", text)
+    text = _numbered(r"\$L__\w+", "$L", text)
+    return "\n".join(line for line in (re.sub(r"\s+", " ", line).strip() for line in text.splitlines()) if line) + "\n"
+
+
+def plain_ttir(text: str) -> str:
+    """Triton's code without names and places in files."""
+    text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\s*\bloc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)", "", text)
+    text = re.sub(r"tt\.func public @\w+", "tt.func public @KERNEL", text)
+    text = _numbered(r"%[A-Za-z_0-9]+", "%", text)
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def _numbered(pattern: str, prefix: str, text: str) -> str:
+    """Names that match become numbers, in the order in which they first appear."""
+    numbers: dict[str, int] = {}
+    return re.sub(pattern, lambda match: f"{prefix}{numbers.setdefault(match.group(), len(numbers))}", text)
+
+
+def measures(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, bytes of stack, and instructions."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        used = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
+        code = subprocess.run([tool, "-sass", path], check=True, capture_output=True, text=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", used)}
+    # "/*0010*/  MOV R1, c[0x0][0x28] ;": the lines between them hold the rest of an instruction's encoding
+    instructions = len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", code, flags=re.MULTILINE))
+    return dict(zip(MEASURES, (numbers["REG"], numbers["STACK"], instructions)))
+
+
+def report(before: Path, after: Path, options: argparse.Namespace) -> int:
+    """Prints a line per variant; 1 when one differs or has no partner, else 0."""
+    stage, match, tolerance, ep_sizes = options.stage, options.match, options.tolerance, options.ep or EP_SIZES
+    names = [{path.stem for path in folder.glob(f"*.{stage}")} for folder in (before, after)]
+    names[0] = {name for name in names[0] if match in name and int(re.findall(r"\d+", name)[0]) in ep_sizes}
+    width = max((len(name) for name in names[0] | names[1]), default=10)
+    print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))
+    bad = sorted(names[0] ^ names[1])
+    for name in sorted(names[0] & names[1]):
+        first, second = ((folder / name).with_suffix(f".{stage}").read_text() for folder in (before, after))
+        sizes = [_sizes(folder / name) for folder in (before, after)]
+        if first != second and not (tolerance is not None and within(*sizes, tolerance)):
+            bad.append(name)
+        pairs = (f"{sizes[0][key]:>6} {sizes[1][key]:>7}" for key in sizes[0])
+        print(f"{name:{width}}  {'yes' if first == second else 'NO':5}  " + "  ".join(pairs))
+    missing = names[0] ^ names[1]
+    for name in bad:
+        print(f"{name}: " + ("only in one of the two" if name in missing else "differs"))
+    print(f"{len(names[0] & names[1])} compared, {len(bad)} of them or without a partner differ")
+    return 1 if bad or not names[0] else 0
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    path = path.with_suffix(".json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def within(before: dict[str, int], after: dict[str, int], tolerance: float) -> bool:
+    """Whether no measure has grown or shrunk by more than `tolerance` per cent."""
+    return bool(before) and all(abs(after[key] - before[key]) <= before[key] * tolerance / 100 for key in before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
