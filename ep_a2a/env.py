@@ -185,3 +185,14 @@ def set_unless_set(name: str, value: str) -> str:
     if not os.environ.get(name):
         os.environ[name] = value
     return os.environ[name]
+
+
+def all_variables() -> dict[str, str]:
+    """The environment now, to be handed to another process."""
+    return dict(os.environ)
+
+
+def take_over(variables: dict[str, str]) -> None:
+    """Replaces this process's environment by another process's."""
+    os.environ.clear()
+    os.environ.update(variables)

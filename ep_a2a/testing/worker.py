@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ep_a2a import env
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -50,6 +52,7 @@ class WorkerOptions:
     backend: str
     device: str
     directory: Path
+    environment: dict[str, str]
 
     @property
     def stacks_path(self) -> Path:
@@ -94,6 +97,8 @@ def to_bytes(value: Any) -> bytes:
 
 def serve(options: WorkerOptions, pipe: connection.Connection) -> None:
     """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`."""
+    # A server of forks has the environment of its own start.
+    env.take_over(options.environment)
     # Ctrl-C reaches the whole terminal session; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

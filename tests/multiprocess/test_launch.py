@@ -61,6 +61,10 @@ def process_id(_context):
     return os.getpid()
 
 
+def value_of(_context, name):
+    return os.environ.get(name)
+
+
 def running(process_ids):
     return [pid for pid in process_ids if Path(f"/proc/{pid}").exists()]
 
@@ -108,18 +112,30 @@ def test_errors_that_cannot_be_pickled_come_as_text(pool):
         pool.run(return_what_cannot_travel)
 
 
-def test_a_hanging_rank_is_killed_and_named(tmp_path, monkeypatch):
+def test_ranks_have_the_environment_of_the_moment(pool, monkeypatch):
+    name = "EP_A2A_TEST_OF_THE_ENVIRONMENT"
+    pool.run(process_id)
+    for value in ("first", "second"):
+        monkeypatch.setenv(name, value)
+        assert run_ranks(value_of, 1, name) == [value]
+    monkeypatch.delenv(name)
+    assert run_ranks(value_of, 1, name) == [None]
+
+
+def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
+    # the server of forks keeps its socket where tempfile pointed when it started
+    pool.run(process_id)
     # a place of its own, since other sessions on this machine have pools too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     children_before = set(multiprocessing.active_children())
-    with RankPool(2, timeout_secs=1) as pool:
-        first = pool.run(process_id)
+    with RankPool(2, timeout_secs=1) as hanging:
+        first = hanging.run(process_id)
         with pytest.raises(RankFailure, match="rank 1 of 2 had not finished within 1 s") as caught:
-            pool.run(hang_on, 1)
+            hanging.run(hang_on, 1)
         assert caught.value.unfinished == (1,)
         assert "in hang_on" in caught.value.tracebacks[1]
         assert not running(first)
-        second = pool.run(process_id)
+        second = hanging.run(process_id)
         assert not set(first) & set(second)
         assert len(list(tmp_path.glob("ep_a2a_ranks_*"))) == 1
     assert not running(second)
