@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ep_a2a.config import MAX_TOPK, Layout
+from ep_a2a.config.enums import picked_kernel
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.config.kernel_choice import picked_kernel
 from ep_a2a.errors import (
     AlternationError,
     ConfigError,
@@ -109,8 +109,9 @@ class NativeAll2AllManager(All2AllManagerBase):
         """
         self._require_open()
         topology = self.topology(kwargs.get("gpu_per_node"))
-        if topology.internode and "gpu_per_node" not in kwargs:
-            kwargs = {**kwargs, "gpu_per_node": NodeGrid.of(topology, self.rank).gpus_per_node}
+        if topology.internode:
+            # refuses nodes that are no grid, too
+            kwargs = {"gpu_per_node": NodeGrid.of(topology, self.rank).gpus_per_node, **kwargs}
         self._require_shared_memory(topology)
         try:
             config = config_from_handle_kwargs(kwargs, topology.internode)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
-from ep_a2a.config.fields import checked_integer
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ConfigError
 from ep_a2a.topology.facts import RankFacts, TopologyReport, gather_report, in_the_same_node_as
 
