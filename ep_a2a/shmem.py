@@ -8,8 +8,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
-from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.arena import Arena, allocate_symmetric
 
 if TYPE_CHECKING:
     from ep_a2a.memory.symmetric import SymmetricMemory

@@ -1,4 +1,4 @@
-"""The memory of a manager's ops: handed out here, shared by ops that run one after another, freed by close()."""
+"""Arena: hands out the memory of a manager's ops, shared by ops that run one after another, until close()."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from ep_a2a.errors import (
     AlternationError,
     ClosedError,
+    ConfigMismatchError,
     DeviceMemoryError,
     EpA2AError,
     HostMemoryError,
     StateError,
 )
-from ep_a2a.memory.allocate import allocate_symmetric
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.streams import StreamOrder
@@ -32,7 +32,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_PATIENCE_SECS = 3.0
-"""Less than engines give their workers to end. Nothing breaks where a peer comes later: what it has mapped stays."""
+"""Less than engines give their workers to end. A peer may come later: its mappings stay."""
+
+
+def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
+    """Allocates one region on every rank. Collective.
+
+    Args:
+        rendezvous: the ranks that take part.
+        device: cpu or a CUDA device.
+        num_bytes: size of the region, > 0; must be equal on all ranks.
+
+    Raises:
+        ConfigMismatchError: ranks ask for different sizes.
+        HostMemoryError, DeviceMemoryError, PeerAccessError: the memory cannot be had or shared.
+    """
+    sizes = rendezvous.exchange("symmetric memory size", [num_bytes, device.type])
+    if any(size != sizes[0] for size in sizes):
+        raise ConfigMismatchError("the same size and kind of symmetric memory on all ranks", f"by rank {sizes}")
+    if device.type == "cpu":
+        from ep_a2a.memory.host_shm import allocate_host_shared
+
+        return allocate_host_shared(rendezvous, num_bytes)
+    from ep_a2a.memory.cuda_p2p import allocate_cuda_peer
+
+    return allocate_cuda_peer(rendezvous, device, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -40,11 +64,13 @@ class BlockSizes:
     """Bytes of an op's memory; symmetric sizes must be equal on all ranks.
 
     Attributes:
-        own: symmetric, never shared. shared: symmetric, by role. local_own: this rank's only, never shared.
-        local_shared: this rank's only, by role.
+        own: symmetric memory of this op alone.
+        shared: symmetric memory that ops share, by role.
+        local_own: memory of this rank and op alone.
+        local_shared: memory of this rank that ops share, by role.
         record_words: int32 words of the error record that kernels write and the host polls.
-        fill_bytes: by shared role, the value of every byte between steps; ops keep to it, and `Slot.spoilt` says when
-            one could not. Blocks of other roles hold anything.
+        fill_bytes: by shared role, the value of every byte between steps. Ops keep to it; `Slot.spoilt` says when one
+            could not. Blocks of other roles hold anything.
     """
 
     own: int
@@ -56,7 +82,7 @@ class BlockSizes:
 
     @property
     def num_bytes(self) -> int:
-        """What an arena's `num_bytes` grows by where the blocks are new, so without the error record."""
+        """Bytes that an arena's `num_bytes` grows by where the blocks are new; the error record does not count."""
         return self.own + sum(self.shared.values()) + self.local_own + sum(self.local_shared.values())
 
 
@@ -87,15 +113,15 @@ class Slot:
 
     @property
     def spoilt(self) -> bool:
-        """See the class. An op that garbage collection took in the middle of a step has told nobody."""
+        """Whether shared blocks may not hold their fill byte; so, too, once an op was collected in a step."""
         return self._was_left_open or (self._user is not None and not self.in_use)
 
     def spoil(self) -> None:
-        """Notes that an op is closed in the middle of a step, or after one that failed."""
+        """Marks the slot as left by an op in the middle of a step, or after one that failed."""
         self._was_left_open = True
 
     def fill_new(self, role: str, block: SymmetricMemory, value: int) -> None:
-        """Fills a new block and remembers with what."""
+        """Fills a new block and records the value for `refill`."""
         self._fill_bytes[role] = value
         block.local.fill_(value)
 
@@ -135,11 +161,11 @@ class Slot:
 
 @dataclass
 class OpMemory:
-    """What one op got: symmetric memory by role ("own" and the shared roles), local tensors, the error record.
+    """Memory of one op: symmetric memory by role ("own" and the shared roles), local tensors, the error record.
 
     Attributes:
-        table: what the op's kernels find everything by; spans: where they note times, if ever asked to. Both are kept
-            here since captured graphs hold their addresses.
+        table: addresses by which the op's kernels find everything.
+        spans: where kernels note times, if asked to. Captured graphs hold the addresses of both, so they stay here.
     """
 
     symmetric: dict[str, SymmetricMemory]
@@ -184,14 +210,14 @@ class Arena:
         self._free_unshared: list[int] = []
 
     def unshared_index(self) -> int:
-        """An index that no other op has: for ops made without a manager, whose steps may overlap with any other's."""
+        """Returns an index that no other op has, for an op whose steps may overlap with any other's."""
         if self._free_unshared:
             return self._free_unshared.pop()
         self._num_unshared += 1
         return -self._num_unshared
 
     def give_back(self, index: int) -> None:
-        """Lets an index from `unshared_index` be used again, on all ranks in the same order; others are ignored."""
+        """Frees an index from `unshared_index`, on all ranks in the same order; other indices are ignored."""
         if index < 0:
             self._free_unshared.append(index)
 
@@ -200,7 +226,7 @@ class Arena:
         return (key, index) in self._memory and self._memory[key, index].in_use
 
     def acquire(self, key: str, index: int, sizes: BlockSizes) -> OpMemory:
-        """Memory for the op of this key and index; zeroed when new. Collective.
+        """Returns memory for the op of this key and index, zeroed when new. Collective.
 
         Raises:
             ClosedError: the arena has been closed.
@@ -211,7 +237,7 @@ class Arena:
             try:
                 self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
             except EpA2AError:
-                # on every rank: what there is of the index's memory serves the next op
+                # on every rank; the index's memory that exists serves the next op
                 self.give_back(index)
                 raise
             logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
@@ -229,7 +255,7 @@ class Arena:
         return (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
 
     def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
-        """Allocates what only this rank reaches, on every rank or on none: one that fails must not be waited for."""
+        """Allocates memory that only this rank reaches, on all ranks or none: nobody waits for one that fails."""
         memory: OpMemory | None = None
         error: EpA2AError | None = None
         try:
@@ -264,7 +290,7 @@ class Arena:
         return blocks[-1]
 
     def shared_local(self, index: int, role: str, num_bytes: int) -> torch.Tensor:
-        """Memory of this rank, uint8, that ops of `index` share for `role`; local."""
+        """Returns memory of this rank, uint8, that ops of `index` share for `role`. Local."""
         return self._shared_local(self._slots[index], role, num_bytes)
 
     def _shared_local(self, slot: Slot, role: str, num_bytes: int) -> torch.Tensor:
@@ -281,13 +307,13 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank holds for ops now, symmetric and local."""
+        """Bytes that this rank holds for ops, symmetric and local."""
         local = sum(t.numel() for slot in self._slots.values() for tensors in slot.local.values() for t in tensors)
         own = sum(memory.local_own.numel() for memory in self._memory.values())
         return sum(block.num_bytes for block in self._all_symmetric()) + local + own
 
     def together(self, label: str, work: Callable[[], Any]) -> None:
-        """All ranks stop using the memory, do `work` on their own part, and go on together; or all raise."""
+        """Does `work` on each rank's part of the memory while no rank uses it; when one rank fails, all raise."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.rendezvous.barrier(f"{label}: start")

@@ -17,7 +17,7 @@ from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError,
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.topology import in_the_same_node_as
-from ep_a2a.topology.versions import require_one_version, with_version
+from ep_a2a.topology.facts import require_one_version, with_version
 
 if TYPE_CHECKING:
     from pathlib import Path

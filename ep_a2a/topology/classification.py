@@ -1,16 +1,17 @@
-"""Which ranks of a group form a node: a pure judgement on a TopologyReport, so that tests can make up any cluster."""
+"""Judges which ranks of a group form a node; pure, so that tests can make up any cluster."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING
 
 from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ConfigError
-from ep_a2a.topology.facts import RankFacts, TopologyReport, gather_report, in_the_same_node_as
 
-__all__ = ["RankFacts", "Topology", "TopologyReport", "classify", "gather_report", "in_the_same_node_as"]
+if TYPE_CHECKING:
+    from ep_a2a.topology.facts import TopologyReport
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ class Topology:
 
 
 def classify(report: TopologyReport, gpu_per_node: int | None = None) -> Topology:
-    """Judges which ranks form a node; pure.
+    """Returns which ranks form a node. Pure.
 
-    A node is what shares memory, or a host: ranks of one host that do not share /dev/shm stay one node, with
-    `shared_memory_problem` set, for the caller to refuse; they never pass for two.
+    Ranks that share memory or a host form a node. Ranks of one host that do not share /dev/shm stay one node, with
+    `shared_memory_problem` set for the caller to refuse; they never pass for two nodes.
 
     Args:
         report: the facts, from `gather_report`.
-        gpu_per_node: None goes by the facts; a number makes nodes of that many ranks in rank order, the last one with
-            what is left. They may divide real nodes (virtual nodes), but not span two.
+        gpu_per_node: None goes by the facts; a number makes nodes of that many ranks in rank order, the last with the
+            rest. They may divide real nodes (virtual nodes), but not span two.
 
     Raises:
         ConfigError: `gpu_per_node` is below 1, or would put ranks of two hosts on one node.

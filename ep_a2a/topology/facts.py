@@ -1,4 +1,7 @@
-"""Where the ranks of a group run: facts gathered by two collectives, without judging them (topology.classify does)."""
+"""Gathers where the ranks of a group run, by two collectives; topology.classify judges what was found.
+
+Ranks of different versions of this package cannot work together: their first meeting, here or elsewhere, says so.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.topology.versions import require_one_version, with_version
+from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
+from ep_a2a.errors import ConfigError, ConfigMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
 SHM_DIRECTORY = Path("/dev/shm")
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 32
+VERSION_KEY = "wire_format_version"
+UNKNOWN = "an older one, which does not say"
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says about itself; a fact that could not be had is empty or None, and `errors` says why.
+    """Facts that one rank reports about itself; a fact it could not find is empty or None, and `errors` says why.
 
     Attributes:
-        rank: its rank in the group.
+        rank: rank in the group.
         hostname: the host's name; containers of one host usually differ in it.
-        boot_id: random id of the running kernel: equal exactly for processes on one host.
-        pid: its process id, in its own pid namespace.
+        boot_id: random id of the running kernel, equal exactly for processes on one host.
+        pid: process id, in the rank's own pid namespace.
         device_kind: "cpu" or "cuda".
-        gpu_name, gpu_uuid: of its GPU; the uuid tells GPUs apart that all ranks see as cuda:0.
-        visible_device_index: its CUDA device index among the devices it sees.
-        sm_count: multiprocessors of its GPU.
+        gpu_name, gpu_uuid: the rank's GPU; the uuid tells GPUs apart that all ranks see as cuda:0.
+        visible_device_index: CUDA device index among the devices that the rank sees.
+        sm_count: multiprocessors of the rank's GPU.
         errors: what went wrong while asking, as text.
     """
 
@@ -102,7 +107,7 @@ class _Offer:
 def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = None) -> TopologyReport:
     """Asks every rank of `group` where it runs and which ranks it shares memory with. Collective.
 
-    What a rank cannot find out is recorded as text in its facts and never raises.
+    A fact that a rank cannot find out is recorded as text and never raises.
 
     Args:
         group: a group that can gather on CPU (gloo).
@@ -118,10 +123,10 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
 
 
 def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:
-    """Which ranks share memory with `source_rank`: it makes a file in /dev/shm, the others try to open it. Collective.
+    """Finds the ranks that share memory with `source_rank`, which makes a file in /dev/shm that they open. Collective.
 
-    Ranks on the source's host that cannot open the file are named in a warning in the source's log: they are not on
-    another node, their containers lack a common /dev/shm.
+    A warning in the source's log names ranks of its host that cannot open the file: they are not on another node, but
+    their containers lack a common /dev/shm.
 
     Args:
         group: a group that can gather on CPU (gloo); it need not contain global rank 0.
@@ -167,8 +172,8 @@ def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> Topo
         offers_known = [_Offer(**answer["offer"]) for answer in answers]
         failures = _all_gather(group, tuple(_try_to_open(other) for other in offers_known))
     finally:
-        # Here all have tried, or the group is broken: either way nobody needs the names any more. Each rank removes
-        # all of them, so that a rank that dies in between leaves nothing.
+        # All ranks have tried, or the group is broken: nobody needs the names. Each rank removes all of them, so that a
+        # rank that dies in between leaves nothing.
         for known in offers_known:
             _remove(known)
     return TopologyReport(tuple(RankFacts(**answer["facts"]) for answer in answers), tuple(failures))
@@ -223,7 +228,7 @@ def _try_to_open(offer: _Offer) -> str:
 
 @dataclass
 class _Asker:
-    """Asks for facts one by one; what cannot be answered leaves `missing` and an error text."""
+    """Asks for facts one by one; a question that fails gives `missing` and leaves an error text."""
 
     errors: list[str] = field(default_factory=list)
 
@@ -257,3 +262,29 @@ def _rank_facts(rank: int, device: torch.device | str | None) -> RankFacts:
             sm_count=asker.ask("multiprocessors", lambda: int(gpu.multi_processor_count)),
         )
     return replace(facts, device_kind=kind, errors=tuple(asker.errors))
+
+
+def with_version(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a rank's message with the version of its wire format, for the first meeting of ranks."""
+    return {VERSION_KEY: WIRE_FORMAT_VERSION, **values}
+
+
+def require_one_version(messages: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
+    """Refuses ranks of different wire formats; to be called before anything else of a message is read.
+
+    Args:
+        messages: by rank, what `with_version` returned there. A message without a version is of an older package.
+        ranks: the ranks that the messages are from; None counts from 0.
+
+    Raises:
+        ConfigMismatchError: versions differ; the error names them and their ranks.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in zip(range(len(messages)) if ranks is None else ranks, messages):
+        version = str(message.get(VERSION_KEY, UNKNOWN)) if isinstance(message, dict) else UNKNOWN
+        ranks_of.setdefault(version, []).append(rank)
+    if len(ranks_of) > 1:
+        found = "; ".join(f"{version} on ranks {of}" for version, of in ranks_of.items())
+        raise ConfigMismatchError(
+            "one wire format version on all ranks", found, "Install the same version of ep-a2a on all hosts."
+        )

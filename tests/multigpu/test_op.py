@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases.op_cases import Case, make_op, run_step

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.node_transport import TorchDistributedRail
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup

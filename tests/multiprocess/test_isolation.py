@@ -13,8 +13,7 @@ import pytest
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, UntrustedFolderError
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from tests.cases.op_cases import Case, make_op, run_step
 

@@ -30,8 +30,7 @@ from ep_a2a.errors import (
     UnknownNameError,
 )
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.arena import Arena, BlockSizes
+from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, make_inputs, make_op, run_step

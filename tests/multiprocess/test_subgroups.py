@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ConfigError, RankTimeoutError
-from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
-from ep_a2a.topology.versions import with_version
+from ep_a2a.topology.facts import with_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

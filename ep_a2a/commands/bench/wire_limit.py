@@ -14,7 +14,7 @@ import torch
 from ep_a2a.commands.bench.contender import Contender, Session
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
-from ep_a2a.memory.allocate import allocate_symmetric
+from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ep_a2a.commands.bench.wire_kernels import GAVE_UP
 from ep_a2a.commands.bench.wire_limit import VECTOR_BYTES, Direction, make_direction, pattern
 from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
-from ep_a2a.memory.allocate import allocate_symmetric
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.op import EpDispatchCombineOp
