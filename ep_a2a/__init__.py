@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ep_a2a.parallel.state import get_ep_group as get_ep_group
     from ep_a2a.parallel.state import init_dist_env as init_dist_env
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "EpDispatchCombineConfig": "ep_a2a.config",
