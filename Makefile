@@ -1,5 +1,6 @@
 # make demo   real text through an expert-parallel MoE layer on four processes
-# make test   all tests that this machine can run
+# make test   the quick tests, a few minutes: tests/tiers.py says which
+# make test-all   all tests that this machine can run, about half an hour; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
 # make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python (docs/install.md)
@@ -8,17 +9,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests wait for ranks and time-outs as often as they compute: three workers keep two cores busy. 0: one process.
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=30
 VLLM_VENV := .venv-vllm
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test test-vllm vllm lint format wheel install-matrix clean
+.PHONY: demo test test-all test-rest test-vllm vllm lint format wheel install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
 
 test: $(VENV)/.test-installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-all: $(VENV)/.test-installed
+	$(PYTEST) $(ARGS)
+
+test-rest: $(VENV)/.test-installed
+	$(PYTEST) -m full $(ARGS)
 
 test-vllm: $(VENV)/.test-installed vllm
 	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)

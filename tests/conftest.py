@@ -1,7 +1,8 @@
-"""Markers by folder, the pools of rank processes, and the check that nothing is left in /dev/shm."""
+"""Markers and tiers, the pools of rank processes, and the check that nothing is left in /dev/shm."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -12,34 +13,47 @@ import torch
 
 from ep_a2a.testing import RankPool
 from tests.markers import needs_gpus
+from tests.tiers import is_quick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SHARED_MEMORY = Path("/dev/shm")
 FILE_PREFIX = "ep_a2a_"
-# Another test session on this machine may have a file there for an instant; a leak stays.
-LEAK_PATIENCE_SECS = 2.0
-MAX_POOLS = 2
+# A file whose name does not say whose it is may be another session's, for an instant; a leak stays.
+LEAK_PATIENCE_SECS = 10.0
+# Ranks of all pools together; one that waits takes no time, and about 100 MB.
+MAX_RANKS = 16
 SEED = 20240229
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("multiprocess", "multigpu", "netns", "integration")
+# What one folder or file has to itself when several workers run tests: GPUs, a network, what its fixtures have built.
+ONE_WORKER = {"multigpu": "GPUs", "netns": "networks"}
+ONE_WORKER_PER_FILE = ("integration",)
 
 
+# before pytest-xdist looks for groups, and before `-m` chooses
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.path.is_relative_to(TESTS):
             continue
-        folder = item.path.relative_to(TESTS).parts[0]
+        path = item.path.relative_to(TESTS)
+        folder = path.parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
         if folder == "multigpu":
             item.add_marker(needs_gpus(2))
+        if not is_quick(path.as_posix(), getattr(item, "originalname", item.name)):
+            item.add_marker("full")
+        group = str(path) if folder in ONE_WORKER_PER_FILE else ONE_WORKER.get(folder)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 class _Pools:
-    """The most recently used pools: starting one costs seconds, keeping many costs memory."""
+    """The most recently used pools: starting one costs a second, keeping many costs memory."""
 
     def __init__(self) -> None:
         self._pools: OrderedDict[tuple[int, str], RankPool] = OrderedDict()
@@ -50,7 +64,7 @@ class _Pools:
         """`function(rank_context, *args, **kwargs)` on every rank; the results in rank order."""
         key = (world_size, device)
         if key not in self._pools:
-            while len(self._pools) >= MAX_POOLS:
+            while self._pools and world_size + sum(size for size, _ in self._pools) > MAX_RANKS:
                 self._pools.popitem(last=False)[1].close()
             self._pools[key] = RankPool(world_size, device=device)
         self._pools.move_to_end(key)
@@ -84,14 +98,32 @@ def _nothing_left_in_shared_memory(request: pytest.FixtureRequest) -> Iterator[N
     if not any(request.node.get_closest_marker(name) for name in ("multiprocess", "multigpu")):
         yield
         return
-    before = _our_files()
+    before = _files_of_ours()
     yield
     deadline = time.monotonic() + LEAK_PATIENCE_SECS
-    while (left := _our_files() - before) and time.monotonic() < deadline:
+    while (left := _files_of_ours() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
         pytest.fail(f"left in {SHARED_MEMORY}: {', '.join(sorted(left))}")
 
 
-def _our_files() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob(f"{FILE_PREFIX}*")} if SHARED_MEMORY.is_dir() else set()
+def _files_of_ours() -> set[str]:
+    """Files of this worker's processes and of dead ones; another worker looks for what its own have left."""
+    if not SHARED_MEMORY.is_dir():
+        return set()
+    names = [path.name for path in SHARED_MEMORY.glob(f"{FILE_PREFIX}*")]
+    # ep_a2a_<namespace>_<process>_<random>
+    return {name for name in names if _is_ours_or_dead(name.split("_")[-2])}
+
+
+def _is_ours_or_dead(process: str) -> bool:
+    ancestors = [process]
+    try:
+        while ancestors[-1] not in ("0", "1"):
+            # "pid (name) state parent ...", where a name may hold anything
+            stat = Path("/proc", ancestors[-1], "stat").read_text()
+            ancestors.append(stat.rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    # an orphan is anybody's
+    return str(os.getpid()) in ancestors or ancestors[1:] == ["1"]

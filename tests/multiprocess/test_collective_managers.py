@@ -10,10 +10,12 @@ import torch
 from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.testing import run_ranks
 from tests.cases import manager_cases
+from tests.cases.covering import Choice, case_of, covering_params
 from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
 
+FIRST, SECOND = COLLECTIVE
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZES = (1, 3, 4)
 # What only kernels can get wrong is left out: epochs, widths of vectors, the number of steps, ways of dispatch.
@@ -28,6 +30,10 @@ OP_CASES = {
     and not name.endswith("-direct")
     and case.config(0).combine_quant is QuantType.NONE
 }
+OFFERED = {
+    "layout": ("compact", "rank_major"), "cast": ("none", "fp8_per_token", "fp8_per_1x128"),
+    "transport": ("shared-memory",),
+}  # fmt: skip
 
 
 @both
@@ -43,10 +49,15 @@ def test_other_forms(ranks: Any, world_size: int, name: str) -> None:
     ranks(manager_cases.other_forms, world_size, name)
 
 
-@both
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OP_CASES.items()])
-def test_op(ranks: Any, case: Case, name: str) -> None:
-    ranks(manager_cases.run_case_on, case.world_size, name, case)
+def test_op(ranks: Any, case: Case) -> None:
+    ranks(manager_cases.run_case_on, case.world_size, FIRST, case)
+
+
+@pytest.mark.parametrize(("choice", "number"), covering_params(**OFFERED))
+def test_op_on_another_exchange(ranks: Any, choice: Choice, number: int) -> None:
+    """The same op: pairs are enough for what differs, which is how bytes are exchanged."""
+    ranks(manager_cases.run_case_on, choice.world_size, SECOND, case_of(choice, number))
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major"])

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ep_a2a.errors import ClosedError, ConfigError, ShapeError
 from ep_a2a.testing import RankFailure, RankPool, run_ranks
 
+HANG_SECS = 5
+"""Long enough for a fresh rank to import this module on a busy machine."""
+
 
 def describe(context, offset, *, scale=1):
     total = torch.tensor([context.rank * scale])
@@ -128,9 +131,9 @@ def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
     # a place of its own, since other sessions on this machine have pools too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     children_before = set(multiprocessing.active_children())
-    with RankPool(2, timeout_secs=1) as hanging:
+    with RankPool(2, timeout_secs=HANG_SECS) as hanging:
         first = hanging.run(process_id)
-        with pytest.raises(RankFailure, match="rank 1 of 2 had not finished within 1 s") as caught:
+        with pytest.raises(RankFailure, match=f"rank 1 of 2 had not finished within {HANG_SECS} s") as caught:
             hanging.run(hang_on, 1)
         assert caught.value.unfinished == (1,)
         assert "in hang_on" in caught.value.tracebacks[1]

@@ -136,8 +136,10 @@ def test_lines_do_not_overlap():
     assert StepCounters(CPU, 7).lines.shape == (8, 16)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("capability", "world_size"),
+    [(90, 8), *(pytest.param(*each, marks=pytest.mark.full) for each in ((90, 1), (90, 2), (80, 1), (80, 2), (80, 8)))],
+)
 def test_the_kernels_compile_for_gpus(world_size, capability):
     lines, table = (torch.zeros(64, dtype=torch.int64) for _ in range(2))
     arguments = [(lines,), (lines, table, 1, 1, 0), (lines, 1)]

@@ -16,6 +16,7 @@ from ep_a2a.errors import InputError
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from ep_a2a.testing.offline_compile import compile_offline
+from tests.markers import first_is_quick
 from tests.unit.test_reference import Case, cases, make_experts
 
 if TYPE_CHECKING:
@@ -116,16 +117,15 @@ def vector_accesses(ptx: str) -> tuple[int, int]:
     return len(kinds[0]), len(kinds[1])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"quant_type": "fp8_per_1x128"},
-        {"world_size": 2, "hidden_dim": 2880},
-        {"data_type": torch.float32, "num_experts_per_token": 32, "world_size": 4},
-    ],
-    ids=str,
-)
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "cast": {"quant_type": "fp8_per_1x128"},
+    "odd-rows": {"world_size": 2, "hidden_dim": 2880},
+    "fp32-many-experts": {"data_type": torch.float32, "num_experts_per_token": 32, "world_size": 4},
+}
+
+
+@pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
     """No spills either: "REG:48 STACK:0 SHARED:0 LOCAL:0 ..." as cuobjdump prints it."""
     variants = variants_of(config_of(**changes))
@@ -143,6 +143,7 @@ def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
         assert "LOCAL:0" in used
 
 
+@pytest.mark.full
 def test_an_older_gpu_and_scales_of_bytes() -> None:
     config = config_of(data_type=torch.float8_e4m3fn, scale_dim=5, scale_type_size=1, hidden_dim=144)
     for variant, args in variants_of(config):

@@ -123,6 +123,14 @@ def named(variant: CompiledKernel) -> str:
 
 def chosen() -> list[Any]:
     cases = []
+    kinds: set[str] = set()
+
+    def add(name: str, config: EpDispatchCombineConfig, variant: tuple[Any, ...]) -> None:
+        # one variant of each kernel is enough for `make test`
+        marks = [pytest.mark.full] if kind_of(variant[0]) in kinds else []
+        kinds.add(kind_of(variant[0]))
+        cases.append(pytest.param(config, *variant, id=name, marks=marks))
+
     for (quant, layout, world_size), names in DISPATCHES.items():
         config = config_of(quant_type=quant, layout=layout, world_size=world_size)
         variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
@@ -130,11 +138,13 @@ def chosen() -> list[Any]:
         if quant == "none" and world_size == 8:
             # what follows dispatch does not know about its casts: test_casts_change_dispatch_only
             wanted += [n for n, (v, _) in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
-        cases += [pytest.param(config, *variants[name], id=f"{quant}-{layout}-{name}") for name in wanted]
+        for name in wanted:
+            add(f"{quant}-{layout}-{name}", config, variants[name])
     for (quant, layout), names in WIDE.items():
         config = config_of(quant_type=quant, layout=layout, max_sms=20)
         variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
-        cases += [pytest.param(config, *variants[name], id=f"{quant}-{layout}-wide-{name}") for name in names]
+        for name in names:
+            add(f"{quant}-{layout}-wide-{name}", config, variants[name])
     return cases
 
 
@@ -221,6 +231,7 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
     assert used["SHARED"] * programs_per_sm <= SHARED_BYTES_PER_SM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_warps", [1, 4, 32])
 @pytest.mark.parametrize(
     "name",
@@ -390,6 +401,7 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
     assert ("many" in map(_way_of, dispatches)) == (tokens > MAX_COUNTED_ALONE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden_dim", [2880, 3080])
 def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
     """Masks must not spoil the vectors: gpt-oss has 2880 elements in a row."""
@@ -403,6 +415,7 @@ def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
     assert seen == {"dispatch", "flagged_dispatch", "combine"}
 
 
+@pytest.mark.full
 def test_many_ranks_and_an_older_gpu():
     """16 ranks on compute capability 8.0, which has no fp8 conversion: everything but the fused cast."""
     config = config_of(
@@ -419,6 +432,7 @@ def test_many_ranks_and_an_older_gpu():
     assert seen == {"dispatch", "flagged_dispatch", "combine", "count_local_experts"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_every_dtype_compiles_for_an_older_gpu(dtype):
     config = config_of(
@@ -432,6 +446,7 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
             assert ".target sm_80" in compiled(variant, args, AMPERE)["ptx"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dispatch", "flagged_dispatch", "combine"])
 def test_casts_need_a_newer_gpu(kind):
     """What docs/memory-model.md says of older GPUs; the integer conversion is the interpreter's only."""

@@ -160,6 +160,7 @@ def off() -> dict[str, dict[str, Any]]:
     return {kind: compiled(*variants_of(False, layout)[kind], HOPPER) for kind, layout in KINDS.items()}
 
 
+@pytest.mark.full
 def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_noted: None):
     """PTX is that of a source without notes: parameters, instructions, their lines in the source."""
     for kind, layout in KINDS.items():
@@ -167,6 +168,7 @@ def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_n
         assert code_of(off[kind]) == code_of(compiled(variant, args, HOPPER)), kind
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "layout", "num_clocks"),
     [("expand", "expert_major", 0), ("number_expert_rows", "expert_major", 0), ("reduce_experts", "expert_major", 0),

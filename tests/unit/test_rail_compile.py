@@ -12,6 +12,7 @@ from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.ops.staged_kernels import RailKernels, RailTokens
 from ep_a2a.ops.staged_layout import RailLayout
 from ep_a2a.testing.offline_compile import compile_offline
+from tests.markers import first_is_quick
 
 NUM_NODES = 4
 FORMS = {
@@ -34,7 +35,7 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
-@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_it_compiles(changes: dict[str, Any]) -> None:
     config, device = config_of(**changes), torch.device("cpu")
     kernels = RailKernels(config, NUM_NODES, device)

@@ -15,6 +15,7 @@ from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
+from tests.markers import first_is_quick
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,7 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
-@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(**changes)
     kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))

@@ -15,7 +15,7 @@ from ep_a2a.config import (
     QuantType,
     num_owned_experts,
 )
-from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.config.kernel_choice import inter_node_kernel
 from ep_a2a.errors import EpA2AError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize

@@ -10,8 +10,8 @@ from ep_a2a.commands.doctor.checks_backend import COLLECTIVE_BACKENDS, check_nee
 from ep_a2a.commands.doctor.checks_gpu import FP8_CAPABILITY
 from ep_a2a.commands.doctor.checks_links import missing_pairs
 from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
-from ep_a2a.config.enums import picked_kernel
 from ep_a2a.config.file import DEFAULT_BACKEND, choose_backend, read_config_file
+from ep_a2a.config.kernel_choice import picked_kernel
 from ep_a2a.errors import EpA2AError
 from ep_a2a.managers.registry import check_backend_name
 

@@ -11,7 +11,8 @@ from ep_a2a.commands.doctor.checks_links import has_nvshmem
 from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
 from ep_a2a.config.enums import RAILS
 from ep_a2a.config.file import read_config_file
-from ep_a2a.errors import EpA2AError, did_you_mean
+from ep_a2a.config.names import did_you_mean
+from ep_a2a.errors import EpA2AError
 from ep_a2a.managers.registry import check_backend_name
 
 if TYPE_CHECKING:

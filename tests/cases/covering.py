@@ -1,0 +1,129 @@
+"""A small set of cases in which every allowed pair of choices occurs: what `make test` runs of the op.
+
+Two choices together find most of what all of them together find, at a fiftieth of the cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.routing import ROUTINGS
+from tests.cases.inter_node_cases import run_inter_node
+from tests.cases.op_cases import Case, run_case
+from tests.cases.ring_cases import SMALL_RINGS, by_puts
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+STORES, PUTS, STAGED = "rings-by-stores", "rings-by-puts", "staged"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8_DTYPE}
+HIDDEN_DIMS = {"fp8_per_1x128": 256, "fp8_blockwise": 256}
+NUM_NODES = {2: 2, 3: 3, 4: 2}
+RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
+
+
+class Choice(NamedTuple):
+    """One value of everything that is paired."""
+
+    layout: str
+    dtype: str
+    cast: str
+    routing: str
+    world_size: int
+    transport: str
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "layout": ("compact", "rank_major", "expert_major"),
+    "dtype": tuple(DTYPES),
+    "cast": ("none", "fp8_per_token", "fp8_per_1x128", "fp8_blockwise", "fp8_direct_cast"),
+    "routing": tuple(ROUTINGS),
+    "world_size": (1, 2, 3, 4),
+    "transport": ("shared-memory", STORES, PUTS, STAGED),
+}
+IMPOSSIBLE: set[Pair] = {
+    # one rank is one node
+    *((("world_size", 1), ("transport", transport)) for transport in (STORES, PUTS, STAGED)),
+    # tokens that come as fp8 are not cast again
+    *((("dtype", "fp8"), ("cast", cast)) for cast in ("fp8_per_token", "fp8_per_1x128")),
+    # its body has no rows by expert; tests/multiprocess/test_inter_node.py
+    (("layout", "expert_major"), ("transport", STAGED)),
+}
+
+
+def pairs_of(choice: Choice) -> set[Pair]:
+    """Every two of its values, in the order of the fields."""
+    return set(itertools.combinations(choice._asdict().items(), 2))
+
+
+def allowed_choices(**fewer: tuple[Any, ...]) -> list[Choice]:
+    """All that could be run; fewer: values by field, where not all of VALUES are asked for."""
+    values = (VALUES | fewer).values()
+    return [choice for each in itertools.product(*values) if not pairs_of(choice := Choice(*each)) & IMPOSSIBLE]
+
+
+@functools.cache
+def covering_choices(**fewer: tuple[Any, ...]) -> tuple[Choice, ...]:
+    """Choices that together have every allowed pair: greedily the one with the most new pairs, first come first."""
+    pairs = [(choice, pairs_of(choice)) for choice in allowed_choices(**fewer)]
+    covered: set[Pair] = set()
+    chosen = []
+    # a choice has never more new pairs than it had before, so the first whose number still holds is the best
+    heap = [(-len(each), place) for place, (_, each) in enumerate(pairs)]
+    heapq.heapify(heap)
+    while heap:
+        promised, place = heapq.heappop(heap)
+        choice, each = pairs[place]
+        num_new = len(each - covered)
+        if num_new == -promised and num_new:
+            chosen.append(choice)
+            covered |= each
+        elif num_new:
+            heapq.heappush(heap, (-num_new, place))
+    return tuple(sorted(chosen, key=lambda choice: choice.world_size))
+
+
+def covering_params(**fewer: tuple[Any, ...]) -> list[Any]:
+    """Parameters (choice, number) for pytest."""
+    return [
+        pytest.param(choice, number, id="-".join(map(str, choice)))
+        for number, choice in enumerate(covering_choices(**fewer))
+    ]
+
+
+def case_of(choice: Choice, number: int) -> Case:
+    """Two steps of the smallest shape that takes the same path; what is not paired changes with the number."""
+    case = Case(
+        world_size=choice.world_size, hidden_dim=HIDDEN_DIMS.get(choice.cast, 48), topk=3,
+        num_experts=2 * choice.world_size + 1, max_tokens=8, tokens=((5, 3, 0, 2), (0, 6, 1, 2)),
+        dtype=DTYPES[choice.dtype], layout=choice.layout, routing=choice.routing, quant_type=choice.cast, seed=number,
+        split="mixed" if number % 3 == 0 else "",
+    )  # fmt: skip
+    if choice.dtype == "fp8":
+        case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])
+    if choice.transport in (STORES, PUTS):
+        kernel = RING_KERNELS[number % len(RING_KERNELS)]
+        return replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=kernel, options=SMALL_RINGS)
+    if choice.transport == "shared-memory" and number % 2:
+        return replace(case, options={"flagged_max_tokens": 0})
+    return case
+
+
+def run_choice(context: RankContext, choice: Choice, number: int) -> None:
+    """The steps of a choice against the oracle, over its transport."""
+    case = case_of(choice, number)
+    if choice.transport == STAGED:
+        run_inter_node(context, case, NUM_NODES[choice.world_size])
+    elif choice.transport == PUTS:
+        by_puts(context, run_case, case)
+    else:
+        run_case(context, case)

@@ -1,0 +1,40 @@
+"""Every allowed pair of layout, dtype, cast, routing, world size and transport, on CPU processes against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ep_a2a.errors import ConfigError
+from tests.cases.covering import (
+    IMPOSSIBLE,
+    VALUES,
+    Choice,
+    case_of,
+    covering_choices,
+    covering_params,
+    pairs_of,
+    run_choice,
+)
+
+
+def test_every_allowed_pair_is_covered() -> None:
+    names = list(itertools.combinations(VALUES.items(), 2))
+    every = {((a, x), (b, y)) for (a, left), (b, right) in names for x in left for y in right}
+    found = set().union(*map(pairs_of, covering_choices()))
+    assert every > IMPOSSIBLE
+    assert every - IMPOSSIBLE == found
+
+
+def test_an_impossible_cast_is_refused() -> None:
+    for cast in ("fp8_per_token", "fp8_per_1x128"):
+        choice = Choice("compact", "fp8", cast, "uniform", 2, "shared-memory")
+        with pytest.raises(ConfigError):
+            case_of(choice, 0).config(0)
+
+
+@pytest.mark.parametrize(("choice", "number"), covering_params())
+def test_pair(ranks: Any, choice: Choice, number: int) -> None:
+    ranks(run_choice, choice.world_size, choice, number)

@@ -1,0 +1,31 @@
+"""What `make test` runs. This is the one place where a test gets into it, or out of it.
+
+tests/unit and tests/protocol are in it, but for tests that are marked `full`. Of other folders it runs what QUICK
+names, again without what is marked `full`. `make test-all` runs everything. The mark fits single cases, too:
+`pytest.param(..., marks=pytest.mark.full)`.
+"""
+
+from __future__ import annotations
+
+QUICK_FOLDERS = ("unit", "protocol")
+QUICK = (
+    # every allowed pair of layout, dtype, cast, routing, world size and transport
+    "multiprocess/test_covering.py",
+    # every special body once: time, graphs, memory, failures
+    "multiprocess/test_op_special.py",
+    # every manager that works on CPU
+    "multiprocess/test_backend_parity.py::test_parity",
+    "multiprocess/test_collective_managers.py::test_switching_backends_changes_nothing",
+    # interfaces of other projects
+    "multiprocess/test_mori.py::test_the_complete_program",
+    # the pools of ranks that all of these stand on
+    "multiprocess/test_launch.py",
+    # a rank that is killed
+    "multiprocess/test_memory.py::test_a_killed_rank_is_named_and_leaves_nothing",
+)
+"""Files or single tests, below tests/."""
+
+
+def is_quick(path: str, function: str) -> bool:
+    """Whether `make test` runs a test that is not marked `full`; path: of its file, below tests/."""
+    return path.split("/")[0] in QUICK_FOLDERS or path in QUICK or f"{path}::{function}" in QUICK
