@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ep_a2a.cli.demo import Device
-from ep_a2a.commands.options import check_folder, different_files, distinct, numbers
+from ep_a2a.commands.options import Device, check_folder, different_files, distinct, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

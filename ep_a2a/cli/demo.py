@@ -1,11 +1,12 @@
 """`ep-a2a demo`: real text through an expert-parallel MoE layer, checked against the dense layer."""
 
-import enum
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ep_a2a.commands.options import Device, Quant
 
 if TYPE_CHECKING:
     from ep_a2a.commands.demo.model import DemoText
@@ -13,22 +14,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.demo.settings import DemoSettings
 
 EXIT_MISMATCH = 1
-
-
-class Device(enum.StrEnum):
-    """Values of --device."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Quant(enum.StrEnum):
-    """Values of --quant: the casts that act inside dispatch."""
-
-    NONE = "none"
-    FP8_PER_TOKEN = "fp8_per_token"
-    FP8_PER_1X128 = "fp8_per_1x128"
 
 
 def command(

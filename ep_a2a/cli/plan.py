@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ep_a2a.cli.demo import Quant
-from ep_a2a.commands.options import given, refuse
+from ep_a2a.commands.options import Quant, given, refuse
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ep_a2a.cli.demo import Device, Quant
+from ep_a2a.commands.options import Device, Quant
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,11 +1,28 @@
-"""Values of options: lists separated by commas, files to write, options that do not go together."""
+"""Values of options: choices, lists separated by commas, files to write, options that do not go together."""
 
+import enum
 from pathlib import Path
 from typing import Any
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
 """Options whose parameters are called otherwise."""
 REMEDY = "Correct the option; --help says what it takes."
+
+
+class Device(enum.StrEnum):
+    """Values of --device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Quant(enum.StrEnum):
+    """Values of --quant: the casts that act inside dispatch."""
+
+    NONE = "none"
+    FP8_PER_TOKEN = "fp8_per_token"
+    FP8_PER_1X128 = "fp8_per_1x128"
 
 
 def texts(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def doctor(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
-        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: machine)
+        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: machine)
         return command.main(arguments), capsys.readouterr().out
 
     return run
@@ -52,7 +52,7 @@ def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
     asked: list[str] = []
     monkeypatch.setattr(command, "plan_bytes", lambda *sizes: 1 << 20)
     for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
-        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: asked.append(backend) or CPU_HOST)
+        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: asked.append(backend) or CPU_HOST)
         command.main(arguments)
     assert asked == ["ep_a2a", "mori_high_throughput", ""]
     assert "not known for mori_high_throughput" in capsys.readouterr().out
