@@ -61,9 +61,9 @@ def command(
 
     from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names
     from ep_a2a.commands.bench.launcher import JoinedRunner, make_runner
-    from ep_a2a.commands.bench.plot import check_can_plot
     from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
     from ep_a2a.commands.demo.settings import choose_device
+    from ep_a2a.commands.plotting import check_can_plot
 
     kind, _ = choose_device(device.value, 1)
     defaults = DEFAULTS[kind]

@@ -45,9 +45,9 @@ def command(
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
-    from ep_a2a.commands.bench.plot import check_can_plot
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.commands.demo.settings import choose_device
+    from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.config import Layout, parse_enum
     from ep_a2a.errors import TopKError
 

@@ -7,14 +7,13 @@ communication.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.bench.layer_experts import Received, quantize_rows
 from ep_a2a.commands.bench.native import make_config
+from ep_a2a.commands.bench.nccl import all_gather, reduce_scatter_single
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.arena import Arena
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.layer_model import Gate
     from ep_a2a.commands.bench.workload import Workload
-
-# torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_coalescing_manager: Any = distributed_c10d._coalescing_manager
 
 PAD_ID = -1
 
@@ -182,21 +176,13 @@ class AllGatherReduceScatterTransport(Transport):
     def dispatch(self) -> Received:
         """Tokens, ids and router weights to the experts' ranks."""
         self._cast()
-        if self._context.device.type == "cpu":
-            self._gather()
-        else:
-            with _coalescing_manager(group=self._context.group, device=self._context.device, async_ops=False):
-                self._gather()
+        all_gather(self._context, self._gathered, self._sent)
         tokens, ids, weights, *scales = self._gathered
         return Received(tokens.view(self._cast.tokens.dtype), scales[0] if scales else None, ids, weights, self._rows)
 
-    def _gather(self) -> None:
-        for gathered, part in zip(self._gathered, self._sent):
-            _all_gather_single(gathered, part, group=self._context.group)
-
     def combine(self) -> torch.Tensor:
         """The experts' rows back, summed."""
-        _reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        reduce_scatter_single(self._result, self._rows, group=self._context.group)
         return self._result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
 from ep_a2a.commands.bench.native import identity_experts
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config
@@ -64,14 +64,11 @@ class TracedLowLatencyLayerContender(LowLatencyLayerContender):
     records_spans = True
 
 
-class LowLatencyLayerSession(Session):
+class LowLatencyLayerSession(InputsSession):
     """The layer with one workload's inputs."""
 
     def __init__(self, workload: Workload, context: BenchContext, contender: LowLatencyLayerContender) -> None:
-        super().__init__()
-        self._workload, self._name, self._rank = workload, contender.name, context.rank
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
+        super().__init__(workload, context, contender)
         self._arena = Arena(context.group, context.device)
         try:
             self._layer = EPLowLatencyAllToAllLayer(
@@ -96,11 +93,12 @@ class LowLatencyLayerSession(Session):
 
     def check(self) -> None:
         """A round trip through each set of buffers."""
-        for _ in range(2):
-            result = self.combine(self.dispatch())
-            weights = self._workload.valid_weights(self._rank)
-            check_round_trip(self._name, self._workload, self._x, weights, result)
+        super().check()
+        super().check()
         self.check_timed()
+
+    def _copies(self) -> torch.Tensor:
+        return self._workload.valid_weights(self._context.rank)
 
     def check_timed(self) -> None:
         """No kernel has recorded a failure."""

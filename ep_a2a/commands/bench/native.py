@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
 from ep_a2a.config import (
     CompiledCalls,
     EpDispatchCombineConfig,
@@ -110,7 +110,7 @@ def make_config(
     )
 
 
-class OpSession(Session):
+class OpSession(InputsSession):
     """The op with one workload's inputs.
 
     Attributes:
@@ -118,12 +118,7 @@ class OpSession(Session):
     """
 
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
-        super().__init__()
-        self._workload, self._name = workload, contender.name
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
-        weighs = workload.layout == Layout.EXPERT_MAJOR
-        self._copies = workload.valid_weights(context.rank) if weighs else workload.num_distinct_ranks(context.rank)
+        super().__init__(workload, context, contender)
         self._sent, self._scales = self._x, None
         if contender.casts_before:
             self._sent, self._scales = quantize(self._x, workload.quant_type)
@@ -160,9 +155,12 @@ class OpSession(Session):
 
     def check(self) -> None:
         """A round trip on the rows that will be timed, and the ids and router weights that came with them."""
-        result = self.combine(self.dispatch())
-        check_round_trip(self._name, self._workload, self._x, self._copies, result)
+        super().check()
         self.op.check()
+
+    def _copies(self) -> torch.Tensor:
+        weighs = self._workload.layout == Layout.EXPERT_MAJOR
+        return self._workload.valid_weights(self._context.rank) if weighs else super()._copies()
 
     def check_timed(self) -> None:
         """No kernel has recorded a failure."""

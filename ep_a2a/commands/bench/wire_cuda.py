@@ -15,7 +15,7 @@ from ep_a2a.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.commands.bench.wire_limit import Peer
+    from ep_a2a.commands.bench.wire_plan import Peer
 
 LOADS_IN_FLIGHT = 8
 """Vectors of 16 bytes that a thread has loaded before it stores the first."""

@@ -63,7 +63,7 @@ class Files:
 
     def check(self) -> None:
         """Raises, before anything is simulated, what would keep the files from being written."""
-        from ep_a2a.commands.bench.plot import check_can_plot
+        from ep_a2a.commands.plotting import check_can_plot
 
         check_folder(self.markdown)
         if self.plot is not None:
