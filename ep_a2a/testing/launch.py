@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 
@@ -58,6 +58,21 @@ class RankFailure(RuntimeError):
         self.unfinished = unfinished
         stories = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(tracebacks.items())]
         super().__init__("\n".join([headline, *stories]))
+
+    @property
+    def summary(self) -> str:
+        """The headline and the last line of each rank's traceback, in one line."""
+        last_lines = {text.strip().splitlines()[-1] for text in self.tracebacks.values() if text.strip()}
+        return "; ".join([str(self).partition("\n")[0], *sorted(last_lines)])
+
+    @property
+    def expected_error(self) -> EpA2AError | None:
+        """The error to show where all ranks that ended have raised one of this package; else None."""
+        known = [error for error in self.errors.values() if isinstance(error, EpA2AError)]
+        if len(known) != len(self.tracebacks) - len(self.unfinished) or not known:
+            return None
+        # A rank that waits in vain for one that has failed is not the cause.
+        return next((error for error in known if not isinstance(error, RankTimeoutError)), known[0])
 
 
 @dataclass

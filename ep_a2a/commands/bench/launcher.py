@@ -71,7 +71,7 @@ class PoolRunner(Runner):
         try:
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:
-            row = Row(workload, name, Status.ERROR, _summary(failure))
+            row = Row(workload, name, Status.ERROR, failure.summary[:MAX_REASON_CHARACTERS])
         if row.status == Status.ERROR:
             self.close()
         return row
@@ -162,9 +162,3 @@ def run_sweep(
 
 def _as_limit_sees(workload: Workload) -> Workload:
     return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)
-
-
-def _summary(failure: RankFailure) -> str:
-    """The headline of a failure and the last line of what each rank said."""
-    last_lines = {text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()}
-    return "; ".join([str(failure).splitlines()[0], *sorted(last_lines)])[:MAX_REASON_CHARACTERS]

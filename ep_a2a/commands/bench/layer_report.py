@@ -13,7 +13,6 @@ import torch
 from ep_a2a.commands.bench.environment import CPU_NOTE
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.workload import Workload
-from ep_a2a.errors import EpA2AError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -100,10 +99,9 @@ def run_sweep(
                     _write_line(options.json, row | note)
                 rows += new
     except RankFailure as failure:
-        reasons = [error for error in failure.errors.values() if isinstance(error, EpA2AError)]
-        if not reasons:
+        if failure.expected_error is None:
             raise
-        sys.exit(f"error: {reasons[0]}")
+        sys.exit(f"error: {failure.expected_error}")
     sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
     return rows
 

@@ -1,6 +1,6 @@
-"""How a session is timed: every op behind a device barrier, medians per rank, the slowest rank counts. Microseconds.
+"""Times a session in microseconds: every op behind a device barrier, medians per rank, the slowest rank counts.
 
-On a GPU the stream is held up first, so that the host has queued everything when the barrier lets the ranks go at once.
+On a GPU a sleep holds up the stream first, so that the host has queued everything when the barrier releases all ranks.
 On CPU the wall clock is read; such times say nothing about GPUs.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.commands.bench.contender import BenchContext, Session
     from ep_a2a.memory.rendezvous import Rendezvous
@@ -214,7 +214,7 @@ def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *
         for _ in range(settings.num_round_trips):
             session.combine(session.dispatch())
 
-    graph = _capture(session, clock, run_eagerly) if in_graph else None
+    graph = capture(run_eagerly, lambda: session.combine(session.dispatch()), clock) if in_graph else None
     run = run_eagerly if graph is None else graph.replay
     for _ in range(settings.num_warmups):
         run()
@@ -231,9 +231,10 @@ def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *
     return [clock.elapsed_us(start, end) / settings.num_round_trips for start, end in marks]
 
 
-def _capture(session: Session, clock: Clock, work: Any) -> torch.cuda.CUDAGraph:
+def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of `work`, after a few calls of `warm_up`."""
     for _ in range(CAPTURE_WARMUPS):
-        session.combine(session.dispatch())
+        warm_up()
     clock.synchronize()
     # What earlier sessions have left must not be freed in the middle of the capture, which forbids that.
     gc.collect()

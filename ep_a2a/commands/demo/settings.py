@@ -11,7 +11,7 @@ from ep_a2a import env
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.file import choose_backend, read_config_file
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import TopKError, UnsupportedError
+from ep_a2a.errors import TopKError
 from ep_a2a.managers.registry import check_backend_name
 
 TOKEN_DTYPE = torch.bfloat16
@@ -77,20 +77,6 @@ class DemoSettings:
         if self.topk > self.num_experts:
             raise TopKError(f"topk <= {self.num_experts}, the number of experts", str(self.topk), "Lower --topk.")
         config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
-
-
-def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
-    """Device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
-
-    Raises:
-        UnsupportedError: GPUs are asked for and there are none.
-    """
-    num_gpus = torch.cuda.device_count()
-    if asked == "cuda" and num_gpus == 0:
-        raise UnsupportedError("a GPU for --device cuda", "none that torch can use", "Use --device cpu.")
-    if asked == "cpu" or num_gpus == 0:
-        return "cpu", num_ranks
-    return "cuda", min(num_ranks, num_gpus)
 
 
 def choose_named_backend(option: str | None) -> tuple[str, str]:

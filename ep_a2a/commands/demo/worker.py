@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ep_a2a.commands.demo.model import SwigluExperts, embed, route
 from ep_a2a.commands.demo.settings import TOKEN_DTYPE
-from ep_a2a.commands.log import set_up_logging
 from ep_a2a.managers.collective import CollectiveAll2AllManager
 from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
 from ep_a2a.quantization import dequantize
@@ -126,11 +125,6 @@ class DemoRank:
 
 _rank: DemoRank | None = None
 """This process's rank, between the calls of one run."""
-
-
-def join(context: RankContext) -> None:
-    """Proves that the processes are there; starting them is what takes time."""
-    set_up_logging()
 
 
 def open_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[str, ...]) -> None:

@@ -164,8 +164,7 @@ def _words(failure: RankFailure) -> str:
     if errors:
         first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
         return f"{type(first).__name__}: {first}"
-    last = [text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()]
-    return "; ".join([str(failure).splitlines()[0], *sorted(set(last))])
+    return failure.summary
 
 
 def _remedy(words: str) -> str:
