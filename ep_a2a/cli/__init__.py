@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-DOCTOR = "doctor"
-
 
 def main() -> None:
     """Runs the command line; see ep_a2a.cli.app. `ep-a2a doctor` runs without typer and rich, too."""
@@ -13,7 +11,7 @@ def main() -> None:
     try:
         from ep_a2a.cli.app import run
     except ImportError as error:
-        if sys.argv[1:2] == [DOCTOR]:
+        if sys.argv[1:2] == ["doctor"]:
             from ep_a2a.commands.doctor.command import main as see_doctor
 
             sys.exit(see_doctor(sys.argv[2:]))

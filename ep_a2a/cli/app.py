@@ -1,4 +1,4 @@
-"""The typer application: commands, common options, and how errors are shown.
+"""Makes the typer application: commands, common options, and the display of errors.
 
 A command is a module `ep_a2a.cli.<name>` with a function `command`. It imports torch and the rest of the package inside
 that function, so that `--help` is quick.
@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from ep_a2a import __version__
-from ep_a2a.cli import DOCTOR
 from ep_a2a.commands.log import set_up_logging
 from ep_a2a.errors import EpA2AError
 
+DOCTOR = "doctor"
 COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", DOCTOR)
 """In the order of `--help`."""
 EXIT_ERROR = 2
-"""What was asked cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
+"""The request cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""`ep-a2a doctor`: the state of this machine, what would go wrong on it, and what to do about that."""
+"""`ep-a2a doctor`: reports what this machine has, what would go wrong on it, and the remedies."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""`ep-a2a plan`: what an op's buffers take on each GPU, without one, and what an exchange between nodes may take."""
+"""`ep-a2a plan`: computes an op's memory on each GPU, and predicts exchanges between nodes, without a GPU."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -11,7 +11,7 @@ SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
     "cuda": {"ranks": 8, "tokens": 128, "hidden": 7168, "experts": 256, "topk": 8},
 }
-"""Where no option says otherwise; on GPUs at most as many ranks as there are."""
+"""Defaults of options by device; on GPUs at most as many ranks as there are."""
 
 
 def command(

@@ -1,4 +1,4 @@
-"""`ep-a2a tune`: measures launch numbers on this machine's GPUs and keeps the fastest in tuned tables."""
+"""`ep-a2a tune`: measures launch numbers on this machine's GPUs and writes the fastest to tuned tables."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,11 +1,11 @@
-"""Values of options: choices, lists separated by commas, files to write, options that do not go together."""
+"""Parses and checks option values: choices, lists, files to write, options that exclude each other."""
 
 import enum
 from pathlib import Path
 from typing import Any
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
-"""Options whose parameters are called otherwise."""
+"""Options by parameter, where the names differ."""
 REMEDY = "Correct the option; --help says what it takes."
 
 
@@ -26,15 +26,15 @@ class Quant(enum.StrEnum):
 
 
 def texts(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Returns the texts between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def distinct(option: str, text: str) -> tuple[str, ...]:
-    """Names separated by commas.
+    """Returns names separated by commas.
 
     Raises:
-        ConfigError: there is none, or one stands twice.
+        ConfigError: there is none, or one appears twice.
     """
     from ep_a2a.errors import ConfigError
 
@@ -45,7 +45,7 @@ def distinct(option: str, text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers separated by commas, or the default where there is no text.
+    """Returns numbers separated by commas, or the default where there is no text.
 
     Raises:
         ConfigError: something between the commas is not a number.
@@ -78,7 +78,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not None."""
+    """Returns the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BenchContext(Protocol):
-    """Who this process is; `ep_a2a.testing.worker.RankContext` is one.
+    """This process's rank; `ep_a2a.testing.worker.RankContext` is one.
 
     Attributes:
         rank, world_size: this rank, and the number of ranks.
@@ -36,7 +36,7 @@ class BenchContext(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors lie."""
+        """The device of tensors."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -51,7 +51,7 @@ class Session(abc.ABC):
 
     Attributes:
         graph_safe: dispatch and combine can be captured in a CUDA graph and replayed.
-        details: what else a reader of the row must know (launch numbers, say), for the report.
+        details: remarks for the report, such as launch numbers.
     """
 
     graph_safe: bool = True
@@ -112,7 +112,7 @@ class InputsSession(Session):
         self._check_result(self.combine(self.dispatch()))
 
     def _copies(self) -> torch.Tensor:
-        """What identity experts multiply each token by, `[T]`: the ranks that it goes to."""
+        """Factor that identity experts multiply each token by, `[T]`: the ranks that it goes to."""
         return self._workload.num_distinct_ranks(self._context.rank)
 
     def _check_result(self, result: torch.Tensor) -> None:

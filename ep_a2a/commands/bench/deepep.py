@@ -1,4 +1,4 @@
-"""DeepEP, where it is installed: the low-latency kernels of V1's Buffer, or V2's ElasticBuffer without host waits."""
+"""Runs DeepEP, where it is installed: V1's low-latency kernels, or V2's ElasticBuffer without host waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeepEPContender(Contender):
     name = "deepep"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot run this workload here; None where it can."""
+        """Returns why it cannot run this workload here; None where it can."""
         if device.type != "cuda":
             return "needs GPUs"
         if importlib.util.find_spec("deep_ep") is None:

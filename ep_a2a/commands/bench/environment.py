@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: without this its numbers mean nothing."""
+"""Describes the machine, versions and command of a benchmark, without which its numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU_NOTE = "on CPU, in Triton's interpreter: these times say nothing about GPUs"
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Versions, machine, commit, command and time, for the first line of a report. No CUDA context is made.
+    """Returns versions, machine, commit, command and time, for the first line of a report. Makes no CUDA context.
 
     Args:
         device: "cpu" or "cuda".
@@ -47,7 +47,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package lies in, "-dirty" with changes on top; None where there is none."""
+    """Returns the commit of this package's checkout, "-dirty" with changes on top; None where there is none."""
     folder = str(Path(ep_a2a.__file__).parent)
     return _query("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip() or None
 

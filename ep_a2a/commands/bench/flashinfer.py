@@ -1,6 +1,6 @@
-"""FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with the experts' rows in its workspace.
+"""Runs FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with experts' rows in its workspace.
 
-Its dispatch wants tokens that are cast already: the cast is done once, when the session is prepared, and is not timed.
+Its dispatch takes cast tokens: the session casts them once, untimed, when it is prepared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FlashInferContender(Contender):
     name = "flashinfer"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot run this workload here; None where it can."""
+        """Returns why it cannot run this workload here; None where it can."""
         if device.type != "cuda":
             return "needs GPUs"
         for module, package in (("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")):
@@ -44,7 +44,7 @@ class FlashInferContender(Contender):
 
 
 def _unsupported(workload: Workload) -> str | None:
-    """What about the workload the library cannot do, or None."""
+    """Returns why the library cannot run the workload, or None."""
     if workload.topk not in TOPKS:
         return f"supports top-k {TOPKS}, not {workload.topk}"
     if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:

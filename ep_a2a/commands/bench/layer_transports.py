@@ -1,7 +1,6 @@
-"""How the benchmark's MoE layer moves its tokens: this package's op, FlashInfer, or NCCL's all-gather + reduce-scatter.
+"""Moves the tokens of the benchmark's MoE layer: by this package's op, FlashInfer, or NCCL's collectives.
 
-What a transport needs beyond the layer's arithmetic, a cast or a mark on padding, is done by it and counts as
-communication.
+A transport's own casts and marks on padding count as communication.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Transport(abc.ABC):
 
     @classmethod
     def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot be had here; None where it can. Local."""
+        """Returns why it cannot run here; None where it can. Local."""
         return None
 
     @abc.abstractmethod
@@ -83,7 +82,7 @@ class OpTransport(Transport):
     def received(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, ids: torch.Tensor
     ) -> Received:
-        """What the op's dispatch returned, row after row."""
+        """Returns the results of the op's dispatch, row after row."""
         if weights is None:
             raise UnsupportedError("router weights to travel with the tokens", "none")
         flat_scales = None if scales is None else scales.flatten(0, 1)
@@ -134,7 +133,7 @@ class FlashInferTransport(Transport):
 
     @classmethod
     def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """As the contender of this name says."""
+        """Returns the answer of the contender of this name."""
         from ep_a2a.commands.bench.flashinfer import FlashInferContender
 
         return FlashInferContender().unavailable(workload, device)
@@ -192,7 +191,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def check_transports(names: tuple[str, ...], workload: Workload) -> None:
-    """Raises what is wrong with a choice of transports and a workload.
+    """Checks a choice of transports and a workload.
 
     Raises:
         UnknownNameError: a name is not in TRANSPORTS.

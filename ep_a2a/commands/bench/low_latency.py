@@ -1,4 +1,4 @@
-"""Triton-distributed's low-latency layer on our op: rows by expert, router weights given to combine."""
+"""Runs Triton-distributed's low-latency layer on this package's op: rows by expert, weights given to combine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LowLatencyLayerContender(Contender):
     records_spans: ClassVar[bool] = False
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the layer's arguments cannot say."""
+        """Returns why the layer cannot run the workload; None where it can."""
         if workload.layout != Layout.EXPERT_MAJOR:
             return "has layout expert_major only"
         if workload.combine_quant != QuantType.NONE or workload.max_sms or workload.num_nodes > 1:
@@ -43,7 +43,7 @@ class LowLatencyLayerContender(Contender):
 
     @staticmethod
     def arguments(workload: Workload) -> dict[str, Any]:
-        """Of the layer, those that all ranks have alike."""
+        """Returns the layer's arguments that are equal on all ranks."""
         per_token = workload.quant_type == QuantType.FP8_PER_TOKEN
         return {
             "max_m": workload.max_num_tokens, "hidden": workload.hidden_dim, "topk": workload.topk,
@@ -92,7 +92,7 @@ class LowLatencyLayerSession(InputsSession):
         return self._layer.combine(self._rows, None, self._weights, dispatched[3])
 
     def check(self) -> None:
-        """A round trip through each set of buffers."""
+        """Checks a round trip through each set of buffers."""
         super().check()
         super().check()
         self.check_timed()
@@ -101,7 +101,7 @@ class LowLatencyLayerSession(InputsSession):
         return self._workload.valid_weights(self._context.rank)
 
     def check_timed(self) -> None:
-        """No kernel has recorded a failure."""
+        """Checks that no kernel has recorded a failure."""
         for buffers in self._layer.dispatch_ctx.phases:
             buffers.op.check()
 

@@ -1,4 +1,4 @@
-"""The wire's limit: contiguous pushes of exactly the deduplicated bytes between each pair of ranks, and one flag each.
+"""Measures the wire's limit: contiguous pushes of the deduplicated bytes between ranks, with one flag each.
 
 Dispatch and combine are one launch each: on a GPU of CUDA C (`wire_cuda`), with the grid that has the fastest round
 trip; on CPU of an interpreted kernel (`wire_kernels`).
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 GPU_LAUNCHES = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
-"""(blocks, threads) that are tried."""
+"""(blocks, threads) to try."""
 CPU_LAUNCH = (1, 64)
 TUNING = TimingSettings(num_warmups=3, num_runs=15)
 CPU_MAX_POLLS = 100_000
-"""Half a minute or so."""
+"""Polls before giving up, about 30 s."""
 GAVE_UP = 2
-"""The word of a direction's state that says that a flag did not come."""
+"""Index of the word in a direction's state that is set where a flag did not come."""
 FLAG_BYTES = 4
 ALIGNMENT_BYTES = 256
 

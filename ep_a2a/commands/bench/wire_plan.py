@@ -12,7 +12,7 @@ PATTERN_FACTOR, PATTERN_STEP = 2_654_435_761 - (1 << 32), 97_003
 
 @dataclass(frozen=True)
 class Peer:
-    """What one launch has to do with one other rank.
+    """The part of one launch for one other rank.
 
     Attributes:
         first_vector, num_vectors: the part of this rank's source that is sent there, in vectors of 16 bytes.
@@ -28,7 +28,7 @@ class Peer:
 
 
 def transfers(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """By rank after `rank`: first vector in its source, number of vectors, first vector in the peer's landing area."""
+    """Returns, by rank after `rank`, (first vector in its source, number of vectors, first vector at the peer)."""
     world_size = vectors.shape[0]
     plan = []
     first = 0
@@ -40,7 +40,7 @@ def transfers(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
 
 
 def pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` vectors of rank `rank`'s source from vector `first` on, as int32 words that differ by rank and place."""
+    """Returns `count` vectors of a rank's source from vector `first` on: int32 words that differ by rank and place."""
     num_words = VECTOR_BYTES // 4
     words = torch.arange(first * num_words, (first + count) * num_words, dtype=torch.int32, device=device)
     return words.mul_(PATTERN_FACTOR).add_(rank * PATTERN_STEP + 1)
