@@ -54,7 +54,7 @@ ENGINES = (
         Case(NOTE, lambda it: it.version is None, "not in this environment"),
         Case(ERROR, lambda it: it.version_problem, "{it.version_problem}",
              "Install a supported vLLM, or use another --all2all-backend."),
-        Case(ERROR, lambda it: it.differences, "{it.version}, in which {it.differences_text}",
+        Case(ERROR, lambda it: it.differences, "{it.version}, in which {it.differences:listed}",
              "Install a supported vLLM, or an ep-a2a that knows this one."),
         Case(OK, always, "{it.version}; all that the plugin stands on is as it knows it")),
     Check("vLLM's plugins", _usable_vllm,

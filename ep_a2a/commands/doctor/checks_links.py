@@ -20,6 +20,8 @@ LITTLE_LOCKED_BYTES = GIB
 LOOPBACK = ("127.", "::1")
 LIBRARIES = ("nvidia-nccl-", "nvidia-nvshmem-")
 """Starts of the names of packages that bring a library; the rest of the name is the CUDA version."""
+SPACE = "{it.free_bytes:MiB} of {it.size_bytes:MiB} MiB free"
+LOCKED = "at most {it.host.locked_memory_bytes:KiB} KiB"
 INTERFACE = "For several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that they share."
 
 
@@ -75,14 +77,14 @@ LINKS = (
         Case(ERROR, lambda it: it.others_may_replace, "mode {it.mode:o}: other users may remove and replace files",
              "chmod 1777 /dev/shm")),
     Check("/dev/shm", lambda info: (info.host.shared_memory,),
-        Case(WARNING, lambda it: it.usable and it.free_bytes < SMALL_SHARED_MEMORY_BYTES, "{it.space}",
+        Case(WARNING, lambda it: it.usable and it.free_bytes < SMALL_SHARED_MEMORY_BYTES, SPACE,
              "Enlarge it: --shm-size=16g or --ipc=host for containers, mount -o remount,size=16g /dev/shm for hosts."),
-        Case(OK, lambda it: it.usable and not it.others_may_replace, "{it.space}")),
+        Case(OK, lambda it: it.usable and not it.others_may_replace, SPACE)),
     Check("locked memory", the_machine,
-        Case(OK, lambda it: it.host.locked_memory_bytes is None, "{it.host.locked_text}"),
+        Case(OK, lambda it: it.host.locked_memory_bytes is None, "no limit"),
         Case(WARNING, lambda it: it.rdma and it.host.locked_memory_bytes < LITTLE_LOCKED_BYTES,
-             "{it.host.locked_text}: too little to register memory for RDMA", "ulimit -l unlimited"),
-        Case(NOTE, always, "{it.host.locked_text}; enough without RDMA")),
+             f"{LOCKED}: too little to register memory for RDMA", "ulimit -l unlimited"),
+        Case(NOTE, always, f"{LOCKED}; enough without RDMA")),
     Check("NCCL", lambda info: (info.torch,) if info.torch.cuda_build is not None and not info.torch.problem else (),
         Case(ERROR, lambda it: it.nccl is None, "not in this torch",
              "Install a torch with CUDA and distributed support."),
@@ -113,6 +115,6 @@ LINKS = (
              "{it.host.name}; gloo uses {it.environment[GLOO_SOCKET_IFNAME]} (GLOO_SOCKET_IFNAME)"),
         Case(NOTE, lambda it: not it.host.addresses, "{it.host.name} has no address", INTERFACE),
         Case(NOTE, lambda it: all(address.startswith(LOOPBACK) for address in it.host.addresses),
-             "{it.host.name} is {it.host.address_text}, which other hosts cannot reach", INTERFACE),
-        Case(OK, always, "{it.host.name}: {it.host.address_text}")),
+             "{it.host.name} is {it.host.addresses:listed}, which other hosts cannot reach", INTERFACE),
+        Case(OK, always, "{it.host.name}: {it.host.addresses:listed}")),
 )  # fmt: skip

@@ -14,8 +14,8 @@ TORCH_FAILS = "import torch fails: {it.problem}"
 
 SOFTWARE = (
     Check("python", lambda info: (info.host,),
-        Case(ERROR, lambda it: it.python[:2] < OLDEST_PYTHON, "{it.python_text}", "Use Python 3.11 or later."),
-        Case(OK, always, "{it.python_text}")),
+        Case(ERROR, lambda it: it.python[:2] < OLDEST_PYTHON, "{it.python:dotted}", "Use Python 3.11 or later."),
+        Case(OK, always, "{it.python:dotted}")),
     Check("system", lambda info: (info.host,),
         Case(ERROR, lambda it: it.system != "Linux", "{it.system}", "Use Linux: ranks share memory by /dev/shm."),
         Case(OK, always, "{it.system}")),

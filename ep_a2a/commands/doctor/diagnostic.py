@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import string
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ep_a2a.commands.doctor.system_info import gibibytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -70,6 +73,19 @@ def error(subject: str, found: str, remedy: str) -> Diagnostic:
     return Diagnostic(subject, ERROR, found, remedy)
 
 
+class _Template(string.Formatter):
+    """`str.format` with format specs `dotted`, `listed` and, for numbers of bytes, `KiB`, `MiB`, `GiB`."""
+
+    UNITS: ClassVar[dict[str, int]] = {"KiB": 1 << 10, "MiB": 1 << 20}
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec in ("dotted", "listed"):
+            return {"dotted": ".", "listed": ", "}[format_spec].join(map(str, value or "?"))
+        if format_spec in self.UNITS:
+            return str(value // self.UNITS[format_spec])
+        return gibibytes(value) if format_spec == "GiB" else str(super().format_field(value, format_spec))
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of a check: a condition, and the diagnostic where it holds.
@@ -77,7 +93,7 @@ class Case:
     Attributes:
         level: of the diagnostic.
         when: the condition, on the item that the check looks at.
-        found, remedy: templates of `str.format`, in which `it` is the item.
+        found, remedy: templates, in which `it` is the item.
     """
 
     level: Level
@@ -104,7 +120,8 @@ class Check:
         for item in self.items(info):
             case = next((each for each in self.cases if each.when(item)), None)
             if case is not None:
-                subject, found, remedy = (text.format(it=item) for text in (self.subject, case.found, case.remedy))
+                texts = (_Template().format(text, it=item) for text in (self.subject, case.found, case.remedy))
+                subject, found, remedy = texts
                 diagnostics.append(Diagnostic(subject, case.level, found, remedy))
         return diagnostics
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NEEDED_PACKAGES = ("numpy", "typer", "rich")
 """What this package imports beside torch and Triton."""
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 AMD, NVIDIA = "AMD", "NVIDIA"
 """Makers of GPUs, as the capabilities of backends name them."""
 
@@ -146,11 +146,6 @@ class Driver:
         """Its version and the CUDA version that it serves."""
         return f"{self.version or 'version unknown'}, up to CUDA {dotted(self.cuda)}"
 
-    @property
-    def cuda_text(self) -> str:
-        """The CUDA version that it serves, in words where it is not known."""
-        return dotted(self.cuda) or "of this driver"
-
     def unreached(self) -> dict[str, list[tuple[int, int]]]:
         """By way of access, pairs of GPUs of which one does not reach the other."""
         return {
@@ -210,16 +205,6 @@ class Folder:
         """Whether other users may remove and replace its files: writable by all, and not sticky."""
         return self.mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
 
-    @property
-    def space(self) -> str:
-        """Free and total bytes as text."""
-        return f"{self.free_bytes // MIB} of {self.size_bytes // MIB} MiB free"
-
-    @property
-    def free_text(self) -> str:
-        """Free bytes as text."""
-        return gibibytes(self.free_bytes)
-
 
 @dataclass(frozen=True)
 class Host:
@@ -244,21 +229,6 @@ class Host:
     name: str = ""
     addresses: tuple[str, ...] = ()
     gpu_direct: str = ""
-
-    @property
-    def python_text(self) -> str:
-        """The version as text."""
-        return dotted(self.python)
-
-    @property
-    def locked_text(self) -> str:
-        """The limit as text."""
-        return "no limit" if self.locked_memory_bytes is None else f"at most {self.locked_memory_bytes // 1024} KiB"
-
-    @property
-    def address_text(self) -> str:
-        """The addresses as text."""
-        return ", ".join(self.addresses)
 
 
 @dataclass(frozen=True)
@@ -308,11 +278,6 @@ class Vllm:
     version: str | None = None
     version_problem: str = ""
     differences: tuple[str, ...] = ()
-
-    @property
-    def differences_text(self) -> str:
-        """The differences as one text."""
-        return "; ".join(self.differences)
 
 
 @dataclass(frozen=True)
