@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ep_a2a.commands.doctor.subprocess_probe import command_output
 from ep_a2a.commands.doctor.system_info import Driver, Gpu
+from ep_a2a.commands.programs import command_output
 
 QUERY = ("name", "driver_version", "memory.total", "memory.free", "mig.mode.current", "compute_mode")
 MIB = 1 << 20

@@ -1,17 +1,17 @@
-"""Runs the programs `probe_*.py` and other commands, each with a time limit."""
+"""Runs the programs `probe_*.py` and `ep-a2a plan`, each with a time limit."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from ep_a2a.commands.programs import command_output
+
 MARK = "ep_a2a_facts:"
-COMMAND_SECS = 20.0
 
 
 def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
@@ -38,20 +38,6 @@ def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]
             return found
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing on stderr")
     return {"version": "?", "problem": f"the process {_end(done.returncode)}: {last.strip()}"}
-
-
-def command_output(*command: str) -> str:
-    """Returns what a program prints; "" where it is missing, fails or takes too long."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_SECS, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def plan_bytes(num_ranks: int, max_tokens: int, hidden_dim: int | None, quant: str) -> int | None:
