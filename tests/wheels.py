@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -44,13 +45,16 @@ class Release:
         """
         folder = CACHE / self.package / self.version
         name = self.package.replace("-", "_")
-        if not (folder / f"{name}-{self.version}.dist-info" / "METADATA").exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-                unpacked = Path(temporary) / "unpacked"
-                _unpack(self._download(Path(temporary)), unpacked, self.below)
-                shutil.rmtree(folder, ignore_errors=True)
-                unpacked.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # several workers may want it at once
+        with folder.with_name(f"{self.version}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / f"{name}-{self.version}.dist-info" / "METADATA").exists():
+                with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                    unpacked = Path(temporary) / "unpacked"
+                    _unpack(self._download(Path(temporary)), unpacked, self.below)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    unpacked.rename(folder)
         return folder
 
     def _download(self, folder: Path) -> Path:
