@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns `Did you mean 'x'?` for the known name closest to `name`, or "" when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""
 
 
 class EpA2AError(Exception):

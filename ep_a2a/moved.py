@@ -23,6 +23,7 @@ MOVED = {
     "ep_a2a.kernels.base_op": "ep_a2a.ops.base",
     "ep_a2a.kernels.counted": "ep_a2a.telemetry.counters",
     "ep_a2a.kernels.op": "ep_a2a.ops.op",
+    "ep_a2a.managers.cache": "ep_a2a.managers.base",
     "ep_a2a.managers.handle_kwargs": "ep_a2a.config.handle_kwargs",
     "ep_a2a.memory.allocate": "ep_a2a.memory.arena",
     "ep_a2a.parallel_state": "ep_a2a.parallel.state",

@@ -1,40 +1,23 @@
-"""Parses and checks option values: choices, lists, files to write, options that exclude each other."""
+"""Values of options: lists separated by commas, files to write, options that do not go together."""
 
-import enum
 from pathlib import Path
 from typing import Any
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
-"""Options by parameter, where the names differ."""
+"""Options whose parameters are called otherwise."""
 REMEDY = "Correct the option; --help says what it takes."
 
 
-class Device(enum.StrEnum):
-    """Values of --device."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Quant(enum.StrEnum):
-    """Values of --quant: the casts that act inside dispatch."""
-
-    NONE = "none"
-    FP8_PER_TOKEN = "fp8_per_token"
-    FP8_PER_1X128 = "fp8_per_1x128"
-
-
 def texts(text: str) -> tuple[str, ...]:
-    """Returns the texts between commas."""
+    """What stands between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def distinct(option: str, text: str) -> tuple[str, ...]:
-    """Returns names separated by commas.
+    """Names separated by commas.
 
     Raises:
-        ConfigError: there is none, or one appears twice.
+        ConfigError: there is none, or one stands twice.
     """
     from ep_a2a.errors import ConfigError
 
@@ -45,7 +28,7 @@ def distinct(option: str, text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns numbers separated by commas, or the default where there is no text.
+    """Numbers separated by commas, or the default where there is no text.
 
     Raises:
         ConfigError: something between the commas is not a number.
@@ -78,7 +61,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that are not None."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

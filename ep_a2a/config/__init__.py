@@ -19,7 +19,6 @@ from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombine
 from ep_a2a.config.enums import Layout as Layout
 from ep_a2a.config.enums import QuantType as QuantType
 from ep_a2a.config.enums import ScaleFormat as ScaleFormat
-from ep_a2a.config.enums import parse_enum as parse_enum
 
 if TYPE_CHECKING:
     from ep_a2a.config.op_config import ALIGNMENT_BYTES as ALIGNMENT_BYTES
@@ -34,11 +33,12 @@ if TYPE_CHECKING:
     from ep_a2a.config.op_config import WIRE_FORMAT_VERSION as WIRE_FORMAT_VERSION
     from ep_a2a.config.op_config import EpDispatchCombineConfig as EpDispatchCombineConfig
     from ep_a2a.config.op_config import num_owned_experts as num_owned_experts
+    from ep_a2a.config.op_config import parse_enum as parse_enum
 
 _LAZY = (
     "ALIGNMENT_BYTES", "COMBINE_DTYPES", "FLAGGED_MAX_ROWS", "FLAGGED_MAX_TOKENS", "FP8_DTYPE", "FP8_GROUP_SIZE",
     "MAX_TOKENS_PER_RANK", "MAX_TOPK", "TOKEN_DTYPES", "WIRE_FORMAT_VERSION", "EpDispatchCombineConfig",
-    "num_owned_experts",
+    "num_owned_experts", "parse_enum",
 )  # fmt: skip
 
 

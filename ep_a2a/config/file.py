@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ep_a2a import env
-from ep_a2a.config.names import did_you_mean
-from ep_a2a.errors import ConfigError
+from ep_a2a.errors import ConfigError, did_you_mean
 
 DEFAULT_BACKEND = "ep_a2a"
 

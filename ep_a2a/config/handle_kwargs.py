@@ -15,9 +15,8 @@ from ep_a2a.config import (
     QuantType,
     parse_enum,
 )
-from ep_a2a.config.kernel_choice import inter_node_kernel
-from ep_a2a.config.names import did_you_mean
-from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

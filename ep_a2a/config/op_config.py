@@ -1,4 +1,4 @@
-"""What one dispatch/combine op is: the configuration that every rank of a group builds."""
+"""EpDispatchCombineConfig, the configuration that every rank of a group builds an op from, and its checks."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import functools
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, fields
+import operator
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ep_a2a import env
-from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
-from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
-from ep_a2a.config.enums import RAILS as RAILS
-from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
-from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
-from ep_a2a.config.enums import CompiledCalls as CompiledCalls
-from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
-from ep_a2a.config.enums import Layout as Layout
-from ep_a2a.config.enums import QuantType as QuantType
-from ep_a2a.config.enums import ScaleFormat as ScaleFormat
-from ep_a2a.config.enums import parse_enum as parse_enum
-from ep_a2a.config.fields import MINIMUM, checked_integer, checked_timeout_secs
+from ep_a2a.config.enums import (
+    COMBINE_QUANT_TYPES,
+    DISPATCH_QUANT_TYPES,
+    RAILS,
+    RING_KERNEL_TYPES,
+    CompiledCalls,
+    EpDispatchCombineKernelType,
+    Layout,
+    QuantType,
+    ScaleFormat,
+)
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 WIRE_FORMAT_VERSION = 2
-"""Raised when two versions of this package could no longer exchange tokens; part of the digest that ranks compare, and
-of every message with which they meet."""
+"""Ranks of different wire formats cannot exchange tokens. Each meeting of ranks and each config digest carries it."""
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_GROUP_SIZE = 128
@@ -41,112 +40,139 @@ ALIGNMENT_BYTES = 16
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
 FLAGGED_MAX_TOKENS = 128
-"""The most tokens of a rank that a flagged dispatch takes: its slots are allocated for all of them."""
+"""The most tokens of a rank in a low-latency dispatch, which has a slot for each."""
 FLAGGED_MAX_ROWS = 264
-"""Rows of all ranks together that a flagged dispatch receives without a queue: two programs on each of 132
-multiprocessors. Beyond it, rows that go straight to their place are as fast or faster (bench/results)."""
+"""The most rows from all ranks in a low-latency dispatch: two programs on each of 132 multiprocessors. With more, bulk
+dispatch is as fast or faster (bench/results)."""
+
+
+def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
+    """Returns the member of `kind` that `value` is or names; raises UnknownNameError, which lists them, otherwise."""
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(repr(member.value) for member in kind)
+        raise UnknownNameError(f"{what} to be one of {names}", repr(value)) from None
+
+
+def checked_integer(name: str, value: Any, minimum: int) -> int:
+    """Returns an integer of any type (numpy's, say) as an int; raises ConfigError unless it is at least `minimum`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < minimum:
+        raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
+    return number
+
+
+def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
+    """Returns a bound of waits; raises ConfigError unless it is above 0 and fits the kernels' clock."""
+    if isinstance(value, int | float) and 0 < value <= env.MAX_TIMEOUT_SECS:
+        return float(value)
+    raise ConfigError(f"{name} to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))
 
 
 @dataclass(frozen=True)
 class EpDispatchCombineConfig:
     """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.
 
-    W = world_size, M = max_num_inp_token_per_rank, K = num_experts_per_token, E = num_experts_per_rank.
-    All fields but `rank` and `num_experts_per_rank` must be equal on all ranks; ranks compare them when an op is built.
+    W = world_size, M = max_num_inp_token_per_rank, K = num_experts_per_token, E = num_experts_per_rank. All fields but
+    `rank` and `num_experts_per_rank` must be equal on all ranks, which compare them when an op is built.
 
     Attributes:
-        data_type: dtype of the tokens given to dispatch (before a fused cast).
+        data_type: dtype of the tokens given to dispatch, before a fused cast.
         rank: this rank in the group, 0 <= rank < W.
         world_size: W, ranks in the group.
-        hidden_dim: H, elements of one token row; a row must be a multiple of 16 bytes.
-        scale_dim: scales per token that travel with already quantised tokens; 0 for none. Derived for a fused cast.
+        hidden_dim: H, elements of one token row. A row is a multiple of 16 bytes.
+        scale_dim: scales per token that travel with quantised tokens; 0 for none. Derived for a fused cast.
         scale_type_size: bytes per scale, 1 or 4. Derived for a fused cast.
-        max_token_type_size: bytes of the widest element that dispatch or combine will move; sizes the buffers.
-        max_num_inp_token_per_rank: M, the most tokens any rank brings.
+        max_token_type_size: bytes of the widest element that dispatch or combine moves; sizes the buffers.
+        max_num_inp_token_per_rank: M, the most tokens that any rank brings.
         num_experts_per_rank: E, experts on this rank.
         num_experts_per_token: K, 1 to 32.
         warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual".
-        max_total_recv_tokens: cap on received rows (layout compact only); 0 = none. Rounded up to a multiple of W,
-            as MORI does.
+        max_total_recv_tokens: cap on received rows (layout compact only), rounded up to a multiple of W as in MORI;
+            0 = none.
         use_external_inp_buf: MORI's; without effect, since combine sends from any memory.
         kernel_type: kernels to use.
         gpu_per_node: ranks that share a node.
-        num_qp_per_pe: MORI's, queue pairs per peer; checked, and without effect: NCCL and NVSHMEM have own settings.
-        quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch;
-            fp8_direct_cast and fp8_blockwise act on the combine wire.
+        num_qp_per_pe: MORI's queue pairs per peer; checked, without effect: NCCL and NVSHMEM have their own settings.
+        quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch; fp8_direct_cast
+            and fp8_blockwise cast what combine sends.
         layout: one of Layout's values.
         timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
-        first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, but for
-            timeout_secs where that is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
+        first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, unless
+            timeout_secs is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
         num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
         launch: "auto" takes launch numbers from the policy, "manual" from this config.
-        max_sms: most multiprocessors a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
-        dispatch_quant_type: the cast inside dispatch when quant_type names a combine cast; None = by quant_type.
+        max_sms: most multiprocessors that a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
+        dispatch_quant_type: the cast inside dispatch where quant_type names a combine cast; None = by quant_type.
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
-        flagged_max_tokens: steps with max_num_tokens up to this are dispatched as words that are their own flags, which
-            takes one hop less and one local copy more; 0 to FLAGGED_MAX_TOKENS. Of many ranks fewer tokens: their
-            number times W is FLAGGED_MAX_ROWS at most.
+        flagged_max_tokens: steps of at most this max_num_tokens use low-latency dispatch, whose words are their own
+            flags: one hop less, one local copy more. 0 to FLAGGED_MAX_TOKENS, and FLAGGED_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
-        chunk_tokens, ring_chunks: of kernels that send chunks to other nodes: tokens whose rows travel in one chunk,
-            and chunks that a ring holds at most, a power of two. With launch="manual" rdma_block_num channels share
-            them, or as many as there are chunks: ranks must have the same ones, so a call cannot change them.
-        rail: what carries tokens between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built
-            without one takes it for "peer_memory".
-        num_owner_ranks, first_rank: ranks that own the experts, 0 = W; more than W where the group is one node of a
-            larger one: its ranks are first_rank ... first_rank + W - 1 there, and it drops ids of experts elsewhere.
+        chunk_tokens: tokens whose rows travel to another node in one chunk.
+        ring_chunks: chunks that a ring between nodes holds at most, a power of two. With launch="manual",
+            rdma_block_num channels share the rings. Ranks must have equal numbers, so a call cannot change them.
+        rail: the transport between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built without
+            a manager takes "peer_memory".
+        num_owner_ranks: ranks that own the experts; 0 = W. More than W where the group is one node of a larger group;
+            ids of experts elsewhere are dropped.
+        first_rank: this group's first rank in that larger group.
     """
 
     data_type: torch.dtype
-    rank: int
-    world_size: int
-    hidden_dim: int
-    scale_dim: int
-    scale_type_size: int
-    max_token_type_size: int
-    max_num_inp_token_per_rank: int
-    num_experts_per_rank: int
-    num_experts_per_token: int
-    warp_num_per_block: int = 8
-    block_num: int = 80
-    max_total_recv_tokens: int = 0
+    rank: int = field(metadata={"minimum": 0})
+    world_size: int = field(metadata={"minimum": 1})
+    hidden_dim: int = field(metadata={"minimum": 1})
+    scale_dim: int = field(metadata={"minimum": 0})
+    scale_type_size: int = field(metadata={"minimum": 0})
+    max_token_type_size: int = field(metadata={"minimum": 1})
+    max_num_inp_token_per_rank: int = field(metadata={"minimum": 1})
+    num_experts_per_rank: int = field(metadata={"minimum": 0})
+    num_experts_per_token: int = field(metadata={"minimum": 1})
+    warp_num_per_block: int = field(default=8, metadata={"minimum": 1})
+    block_num: int = field(default=80, metadata={"minimum": 1})
+    max_total_recv_tokens: int = field(default=0, metadata={"minimum": 0})
     use_external_inp_buf: bool = True
     kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
-    gpu_per_node: int = 8
-    rdma_block_num: int = 0
-    num_qp_per_pe: int = 1
+    gpu_per_node: int = field(default=8, metadata={"minimum": 1})
+    rdma_block_num: int = field(default=0, metadata={"minimum": 0})
+    num_qp_per_pe: int = field(default=1, metadata={"minimum": 1})
     quant_type: str = "none"
-    layout: str = field(default="compact", kw_only=True)
-    timeout_secs: float | None = field(default=None, kw_only=True)
-    first_timeout_secs: float | None = field(default=None, kw_only=True)
-    num_experts: int = field(default=0, kw_only=True)
-    launch: str = field(default="auto", kw_only=True)
-    max_sms: int = field(default=0, kw_only=True)
-    dispatch_quant_type: str | None = field(default=None, kw_only=True)
-    scale_format: str = field(default="float32", kw_only=True)
-    combine_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, kw_only=True)
-    expert_alignment: int = field(default=1, kw_only=True)
-    compiled_calls: str = field(default="all", kw_only=True)
-    chunk_tokens: int = field(default=8, kw_only=True)
-    ring_chunks: int = field(default=4, kw_only=True)
-    rail: str = field(default="auto", kw_only=True)
-    num_owner_ranks: int = field(default=0, kw_only=True)
-    first_rank: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    layout: str = "compact"
+    timeout_secs: float | None = None
+    first_timeout_secs: float | None = None
+    num_experts: int = field(default=0, metadata={"minimum": 0})
+    launch: str = "auto"
+    max_sms: int = field(default=0, metadata={"minimum": 0})
+    dispatch_quant_type: str | None = None
+    scale_format: str = "float32"
+    combine_dtype: torch.dtype | None = None
+    flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, metadata={"minimum": 0})
+    expert_alignment: int = field(default=1, metadata={"minimum": 1})
+    compiled_calls: str = "all"
+    chunk_tokens: int = field(default=8, metadata={"minimum": 1})
+    ring_chunks: int = field(default=4, metadata={"minimum": 1})
+    rail: str = "auto"
+    num_owner_ranks: int = field(default=0, metadata={"minimum": 0})
+    first_rank: int = field(default=0, metadata={"minimum": 0})
 
     def __post_init__(self) -> None:
-        for name, minimum in MINIMUM.items():
-            object.__setattr__(self, name, checked_integer(name, getattr(self, name), minimum))
+        for each in fields(self):
+            if "minimum" in each.metadata:
+                number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
+                object.__setattr__(self, each.name, number)
         _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
         _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
-        _require(
-            self.max_num_inp_token_per_rank < MAX_TOKENS_PER_RANK,
-            f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}",
-            str(self.max_num_inp_token_per_rank),
-        )
-        last_position = self.world_size**2 * self.max_num_inp_token_per_rank
+        most = self.max_num_inp_token_per_rank
+        _require(most < MAX_TOKENS_PER_RANK, f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}", str(most))
+        last_position = self.world_size**2 * most
         _require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
         self._check_names()
         self._check_dtypes()
@@ -154,11 +180,8 @@ class EpDispatchCombineConfig:
         for name in ("timeout_secs", "first_timeout_secs"):
             if getattr(self, name) is not None:
                 checked_timeout_secs(getattr(self, name), name)
-        _require(
-            self.flagged_max_tokens <= FLAGGED_MAX_TOKENS,
-            f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}",
-            str(self.flagged_max_tokens),
-        )
+        few = self.flagged_max_tokens
+        _require(few <= FLAGGED_MAX_TOKENS, f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}", str(few))
         if self.max_total_recv_tokens:
             _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
 
@@ -176,47 +199,31 @@ class EpDispatchCombineConfig:
         if self.dispatch_quant_type is not None:
             dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
             _require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
-            _require(
-                quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch,
-                "quant_type to act on combine where dispatch_quant_type is given",
-                repr(quant_type.value),
-            )
+            acts_on_combine = quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch
+            expected = "quant_type to act on combine where dispatch_quant_type is given"
+            _require(acts_on_combine, expected, repr(quant_type.value))
 
     def _check_dtypes(self) -> None:
         _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
         _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
         widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
         if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
-            _require(
-                self.max_token_type_size >= widest,
-                f"max_token_type_size >= {widest}, the widest element to be moved",
-                str(self.max_token_type_size),
-            )
+            size = self.max_token_type_size
+            _require(size >= widest, f"max_token_type_size >= {widest}, the widest element to be moved", str(size))
         for dtype in (self.wire_dtype, self.combined_dtype, self.combine_wire_dtype):
             row_bytes = self.hidden_dim * dtype.itemsize
-            _require(
-                row_bytes % ALIGNMENT_BYTES == 0,
-                f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}",
-                str(row_bytes),
-            )
+            expected = f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}"
+            _require(row_bytes % ALIGNMENT_BYTES == 0, expected, str(row_bytes))
+        for quant in (self.dispatch_quant, self.combine_quant):
+            has_groups = quant in (QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE)
+            expected = f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with {quant.value}"
+            _require(not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0, expected, str(self.hidden_dim))
         if self.casts_in_dispatch:
             _require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
-            _require(
-                self.dispatch_quant != QuantType.FP8_PER_1X128 or self.hidden_dim % FP8_GROUP_SIZE == 0,
-                f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_per_1x128",
-                str(self.hidden_dim),
-            )
             given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
-            _require(
-                self.scale_dim == 0 or given == made,
-                f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {self.dispatch_quant.value} makes them",
-                str(given),
-            )
-        _require(
-            self.combine_quant != QuantType.FP8_BLOCKWISE or self.hidden_dim % FP8_GROUP_SIZE == 0,
-            f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with fp8_blockwise",
-            str(self.hidden_dim),
-        )
+            cast = self.dispatch_quant.value
+            expected = f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {cast} makes them"
+            _require(self.scale_dim == 0 or given == made, expected, str(given))
         if self.scale_dim:
             _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
 

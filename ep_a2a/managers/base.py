@@ -1,21 +1,22 @@
-"""What every backend's manager has: vLLM's and AITER's all-to-all manager interface in one class."""
+"""Base class of all managers: vLLM's and AITER's all-to-all manager interface, and their handle cache."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ClosedError, StateError, UnsupportedError
-from ep_a2a.managers.cache import Cache
+from ep_a2a.errors import ClosedError, ConfigError, StateError, UnsupportedError
+from ep_a2a.managers import registry
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
     from ep_a2a.managers.external.libraries import Library
 
@@ -25,20 +26,59 @@ DispatchedTokens = (
 )
 DispatchedLogits = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
-OFFERED_BY = {
-    "get_handle": ("ep_a2a", "naive", "allgather_reducescatter"),
-    "dispatch": ("naive", "allgather_reducescatter"),
-    "dispatch_router_logits": ("naive", "allgather_reducescatter"),
-    "combine": ("naive", "allgather_reducescatter"),
-    "set_num_sms": ("ep_a2a",),
-}
-"""Backends that need no other library and offer what not all offer, for errors; a test compares it with the classes."""
+HandleKey = tuple[int, tuple[tuple[str, Hashable], ...]]
+
+
+class Cache:
+    """Handles by the kwargs they were asked for with, kept weakly, under a lock.
+
+    A handle lives as long as a layer holds it; until then the same kwargs find it again. The lock is held while a
+    handle is made, because making one is usually collective: threads that ask for the same key get the same handle.
+    Threads that ask for *different* new handles must do so in the same order on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._handles: WeakValueDictionary[HandleKey, Any] = WeakValueDictionary()
+        self._lock = threading.RLock()
+
+    def get_or_create(self, kwargs: Mapping[str, Any], func: Callable[..., Any], index: int = 0) -> Any:
+        """The handle made for these kwargs and index, or `func(**kwargs)` where there is none.
+
+        Args:
+            kwargs: handle kwargs with hashable values; their order does not matter.
+            func: makes a handle, which must allow weak references and not be None.
+            index: tells apart handles of equal kwargs, one per micro-batch whose steps overlap.
+
+        Raises:
+            ConfigError: a value cannot be hashed; the error names the kwarg and its type.
+        """
+        key = _key(kwargs, index)
+        with self._lock:
+            handle = self._handles.pop(key, None)
+            if handle is None:
+                handle = func(**kwargs)
+            self._handles[key] = handle
+            return handle
+
+    def handles(self) -> list[Any]:
+        """Every handle that is alive, in the order in which `get_or_create` last returned them."""
+        with self._lock:
+            return list(self._handles.values())
+
+    def clear(self) -> None:
+        """Forgets all handles; those still held elsewhere stay usable but are not found again."""
+        with self._lock:
+            self._handles.clear()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._handles)
 
 
 class All2AllManagerBase:
     """Base of all managers. Creating one allocates no device memory and communicates nothing.
 
-    Methods that a backend does not offer raise UnsupportedError, naming a backend that does. `dispatch` and
+    A method that a backend does not offer raises UnsupportedError, which names the backends that do. `dispatch` and
     `combine` here work on hidden states; the ops that `get_handle` returns have their own.
 
     Args:
@@ -46,21 +86,20 @@ class All2AllManagerBase:
         tcp_store_group: kept for vLLM, whose elastic groups pass one.
 
     Attributes:
-        backend: its name.
-        capabilities: what it can do.
-        library: another project's package that it needs, or None.
+        backend: the backend's registered name.
+        capabilities: what the backend can do.
+        library: the other project's package that the backend needs, or None.
         rank, world_size: this process in the group, and the group's size.
-        device_group: None, or a process group of the same ranks that moves CUDA tensors (NCCL), to be set by its
-            owner before first use; managers that need one make their own otherwise.
-        dp_group, tp_group: None, or the coordinators of the engine's data- and tensor-parallel groups, for readers
-            of vLLM's attributes. All ranks of cpu_group exchange tokens whatever these are.
-        handle_cache: ops by handle kwargs.
+        device_group: None, or a process group of the same ranks that moves CUDA tensors (NCCL). Its owner sets it
+            before first use; without one, managers that need one make their own.
+        dp_group, tp_group: None, or the engine's data- and tensor-parallel coordinators, for readers of vLLM's
+            attributes. They do not change who exchanges tokens: all ranks of cpu_group do.
+        handle_cache: the living ops.
     """
 
     backend: ClassVar[str] = ""
     capabilities: ClassVar[Capabilities] = Capabilities(has_handles=False)
     library: ClassVar[Library | None] = None
-    support_fault_tolerance: bool = False
 
     def __init__(self, cpu_group: dist.ProcessGroup, tcp_store_group: Any = None) -> None:
         self.cpu_group = cpu_group
@@ -124,12 +163,12 @@ class All2AllManagerBase:
         return self.topology().internode
 
     def explain(self, gpu_per_node: int | None = None, max_num_tokens: int | None = None) -> dict[str, str]:
-        """What is picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`.
+        """Says what is picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`.
 
         Args:
-            gpu_per_node: as of `topology`.
+            gpu_per_node: see `topology`.
             max_num_tokens: the op's `max_num_tokens_per_dp_rank`, by which some backends pick a kernel between nodes;
-                None names all that there can be.
+                None names every kernel that they may pick.
         """
         topology = self.topology(gpu_per_node)
         kernel, kernel_reason = self.kernel_for(topology.num_nodes, max_num_tokens)
@@ -146,23 +185,23 @@ class All2AllManagerBase:
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """Name of what moves the tokens, and why. Local.
+        """Returns the name of what moves the tokens, and the reason. Local.
 
         Args:
             num_nodes: nodes of the group.
-            max_num_tokens: as of `explain`.
+            max_num_tokens: see `explain`.
         """
         raise UnsupportedError(
             "a backend that says what moves its tokens", f"{cls.backend!r}, which does not", "Define kernel_for."
         )
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> Any:
-        """The op for these handle kwargs (see config_from_handle_kwargs). Collective when it does not exist yet.
+        """Returns the op for these handle kwargs (see config_from_handle_kwargs). Collective when the op is new.
 
-        The manager keeps it weakly: hold on to it on every rank for as long as any rank uses it.
+        The manager keeps the op weakly: hold it on every rank for as long as any rank uses it.
 
         Args:
-            kwargs: vLLM's and AITER's handle kwargs; all but rank and num_local_experts equal on all ranks.
+            kwargs: vLLM's and AITER's handle kwargs; all but rank and num_local_experts are equal on all ranks.
             index: ops whose steps overlap (micro-batches) need different indices.
         """
         raise self._unsupported("get_handle")
@@ -174,7 +213,7 @@ class All2AllManagerBase:
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> DispatchedLogits:
-        """Every rank's hidden states [sum T_r, H] and router logits [sum T_r, E], in rank order.
+        """Gathers every rank's hidden states [sum T_r, H] and router logits [sum T_r, E], in rank order.
 
         Args:
             hidden_states, router_logits: this rank's T_r rows.
@@ -191,16 +230,21 @@ class All2AllManagerBase:
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> DispatchedTokens | DispatchedLogits:
-        """Every rank's hidden states [sum T_r, H], topk_weights and topk_ids [sum T_r, K], in rank order.
+        """Brings this rank the tokens of all ranks that name one of its experts, and on some backends all others, too.
 
         Both engines' forms are taken. vLLM passes three tensors. AITER passes (hidden_states, router_logits,
         is_sequence_parallel): where topk_ids is left out, or a bool stands in its place, the second tensor is router
         logits and the result is that of `dispatch_router_logits`.
 
         Args:
-            hidden_states, topk_weights, topk_ids: this rank's T_r rows; T_r may be 0.
+            hidden_states: [T, H], this rank's tokens; T may be 0 and differ between ranks.
+            topk_weights, topk_ids: [T, K]; ids are global.
             is_sequence_parallel: without effect: all ranks of the group exchange in either case.
-            extra_tensors: further tensors of T_r rows; gathered likewise and returned as a list at the end.
+            extra_tensors: further tensors of T rows; they travel likewise and come back as a list at the end.
+
+        Returns:
+            (hidden_states [N, H], topk_weights [N, K], topk_ids [N, K]), and with extra_tensors their list. Rows ascend
+            by (source rank, source token) and carry all K ids and weights of their token.
         """
         if isinstance(topk_ids, torch.Tensor):
             return self._dispatch_topk(hidden_states, topk_weights, topk_ids, extra_tensors)
@@ -218,8 +262,18 @@ class All2AllManagerBase:
         raise self._unsupported("dispatch")
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """This rank's rows [T_r, H] of the sum over ranks of hidden_states [sum T_r, H]."""
+        """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.
+
+        Args:
+            hidden_states: [N, H], one row per dispatched row, in the same order: the sum of this rank's experts for
+                that token, already multiplied by the router's weights; zeros where it has none of them.
+            is_sequence_parallel: without effect.
+        """
         raise self._unsupported("combine")
+
+    def reset(self) -> None:
+        """Drops a step that a failure has left between `dispatch` and `combine`; to be called on every rank."""
+        raise self._unsupported("reset")
 
     def allocate_combine_input(
         self,
@@ -228,61 +282,29 @@ class All2AllManagerBase:
         device: torch.device | str,
         is_sequence_parallel: bool = False,
     ) -> torch.Tensor | None:
-        """Memory that experts may write combine's input to; None where the backend has no wish."""
+        """Returns memory that experts may write combine's input to; None where any memory is as good."""
         return None
 
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:
-        """`combine` into `output` [T_r, H], which is returned."""
+        """Writes the result of `combine` into `output` [T, H] and returns `output`."""
         output.copy_(self.combine(hidden_states, is_sequence_parallel))
         return output
-
-    def query_active_mask(self) -> torch.Tensor:
-        """vLLM's fault tolerance: which ranks are alive."""
-        raise self._unsupported("query_active_mask")
-
-    def query_fault(self) -> torch.Tensor:
-        """vLLM's fault tolerance: whether a rank has failed."""
-        raise self._unsupported("query_fault")
-
-    def clean_buffers(self) -> None:
-        """vLLM's fault tolerance: makes buffers usable after a fault."""
-        raise self._unsupported("clean_buffers")
 
     def set_num_sms(self, num_sms: int) -> None:
         """Bounds the multiprocessors that communication occupies; 0 removes the bound."""
         raise self._unsupported("set_num_sms")
 
     def max_sms_used(self) -> int | None:
-        """The most multiprocessors that communication occupies; None where that is not bounded."""
+        """Returns the most multiprocessors that communication occupies; None without a bound."""
         return None
 
-    def checkpoint_prepare(self) -> None:
-        """vLLM's checkpointing of a process: lets go of what cannot be saved."""
-        raise self._unsupported("checkpoint_prepare")
-
-    def checkpoint_restore(self) -> None:
-        """vLLM's checkpointing of a process: takes up what checkpoint_prepare let go of."""
-        raise self._unsupported("checkpoint_restore")
-
-    def stage_ep_size(self) -> None:
-        """vLLM's elastic expert parallelism: prepares another group size."""
-        raise self._unsupported("stage_ep_size")
-
-    def commit_ep_size(self) -> None:
-        """vLLM's elastic expert parallelism: changes to the prepared group size."""
-        raise self._unsupported("commit_ep_size")
-
-    def mask_remote_ranks(self) -> AbstractContextManager[None]:
-        """vLLM's elastic expert parallelism: within the context only this rank takes part."""
-        raise self._unsupported("mask_remote_ranks")
-
     def destroy(self, *, alone: bool = False) -> None:
-        """Closes every live op and gives all memory back; a second call does nothing. To be called on every rank.
+        """Closes every live op and gives all memory back; to be called on every rank. A second call does nothing.
 
         Args:
-            alone: waits for no other rank, as after an exception that may be this rank's only.
+            alone: wait for no other rank, as after an exception that only this rank may have.
         """
         if self._closed:
             return
@@ -294,7 +316,7 @@ class All2AllManagerBase:
         self._release()
 
     def close(self) -> None:
-        """`destroy` by another name."""
+        """Does what `destroy` does."""
         self.destroy()
 
     def __enter__(self) -> Self:
@@ -310,13 +332,40 @@ class All2AllManagerBase:
         if self._closed:
             raise ClosedError("an open manager", "a destroyed one", "Create a new one: create_manager(name, group).")
 
+    @classmethod
+    def offers(cls, method: str) -> bool:
+        """Whether this backend has `method`, and does not only inherit the refusal."""
+        implementation = "_dispatch_topk" if method == "dispatch" else method
+        return getattr(cls, implementation) is not getattr(All2AllManagerBase, implementation)
+
     def _unsupported(self, method: str) -> UnsupportedError:
-        backends = OFFERED_BY.get(method, ())
-        remedy = f"Use {' or '.join(backends)}." if backends else "No backend of this version has it."
+        remedy = f"Use {' or '.join(offered_by(method))}."
         return UnsupportedError(f"a backend that has {method}", f"{self.backend!r}, which has not", remedy)
+
+
+def offered_by(method: str) -> tuple[str, ...]:
+    """Names of the registered backends that offer a method and need no other library."""
+    managers = {name: registry.manager_type(name) for name in registry.available_backends()}
+    return tuple(
+        name
+        for name, kind in managers.items()
+        if kind is not None and issubclass(kind, All2AllManagerBase) and kind.library is None and kind.offers(method)
+    )
 
 
 def _with_index(device: torch.device) -> torch.device:
     # Tensors always name their device's index, and devices are compared with theirs.
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+def _key(kwargs: Mapping[str, Any], index: int) -> HandleKey:
+    for name, value in kwargs.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ConfigError(
+                "handle kwargs with hashable values", f"{name} of type {type(value).__name__}",
+                f"Pass {name} as a plain value, for example a number, a string, a dtype or a tuple of such.",
+            ) from error  # fmt: skip
+    return index, tuple(sorted(kwargs.items(), key=lambda item: item[0]))

@@ -39,7 +39,7 @@ class Capabilities:
 
     Attributes:
         has_handles: `get_handle` returns ops with dispatch and combine.
-        dispatches_tokens: the manager itself has dispatch, dispatch_router_logits and combine on hidden states.
+        dispatches_tokens: the manager itself has dispatch and combine on hidden states.
         output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
         graph_safe: dispatch and combine can be captured in a CUDA graph.
         host_sync: the host waits for the device in a step outside of graphs.

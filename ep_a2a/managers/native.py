@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ep_a2a.config import MAX_TOPK
+import torch
+
+from ep_a2a.config import MAX_TOPK, Layout
+from ep_a2a.config.enums import picked_kernel
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.config.kernel_choice import picked_kernel
-from ep_a2a.errors import ConfigError, EpA2AError, HostMemoryError
+from ep_a2a.errors import (
+    AlternationError,
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    EpA2AError,
+    HostMemoryError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.streams import is_capturing
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.managers.base import DispatchedTokens
     from ep_a2a.ops.factory import NativeOp
     from ep_a2a.topology import Topology
+
+INT32 = torch.iinfo(torch.int32)
+
+
+class _Step(NamedTuple):
+    """A dispatch of the manager that has not been combined.
+
+    Attributes:
+        op: the op that serves it, held until the step ends.
+        lead: leading sizes of the rows that the op returned, (R,) or (W, M).
+        counts: received rows, in one number or by source rank.
+        num_tokens: T of this rank.
+    """
+
+    op: NativeOp
+    lead: tuple[int, ...]
+    counts: list[int]
+    num_tokens: int
 
 
 class NativeAll2AllManager(All2AllManagerBase):
     """Ops on Triton kernels that write into peers' memory: over NVLink on GPUs, over shared memory on CPU.
 
-    One node is served by IntraNode, several by InterNodeV1, or InterNodeV1LL where no rank ever has many tokens. The
+    IntraNode serves one node. InterNodeV1 serves several, or InterNodeV1LL where no rank ever has many tokens. The
     manager owns the memory: ops of the same handle kwargs get the same addresses again, and `destroy` gives it back.
-    Tokens are exchanged through ops only.
+
+    `dispatch` and `combine` work on hidden states, for callers that can use any backend. The live handle moves the
+    rows: of the ops that are still alive, the one that `get_handle` returned last. Ranks must agree on it, so each
+    holds the handles that the others hold. Engines that can should call the ops, which wait for nothing on the host.
     """
 
     backend = "ep_a2a"
     capabilities = Capabilities(
-        layouts=("compact", "rank_major", "expert_major"), cast="inside",
+        dispatches_tokens=True, layouts=("compact", "rank_major", "expert_major"), cast="inside",
         combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"), max_topk=MAX_TOPK, receive_cap=True,
         runs_on_cpu=True, was_run="CPU; H200s, one node",
         notes=(
             "expert_major: combine applies the weights",
             "several nodes: virtual ones of one host so far",
+            "the manager's own dispatch waits for the host and takes no router logits",
         ),
     )  # fmt: skip
 
@@ -50,7 +87,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._arena: Arena | None = None
         self._factory: OpFactory | None = None
         self._max_sms = 0
-        self._ops: WeakValueDictionary[tuple[EpDispatchCombineConfig, int], NativeOp] = WeakValueDictionary()
+        self._step: _Step | None = None
 
     @property
     def arena(self) -> Arena:
@@ -61,44 +98,161 @@ class NativeAll2AllManager(All2AllManagerBase):
             self._arena = Arena(self.cpu_group, self.device)
         return self._arena
 
-    @property
-    def _op_factory(self) -> OpFactory:
-        if self._factory is None:
-            self._factory = OpFactory(self.arena)
-        return self._factory
-
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
-        """The op for these handle kwargs; see the base class.
+        """Returns the op for these handle kwargs; see the base class. Kwargs of equal meaning share one op.
 
         Raises:
-            UnknownNameError, ConfigError: the kwargs are not right; see config_from_handle_kwargs.
+            UnknownNameError, ConfigError: the kwargs are wrong; see config_from_handle_kwargs.
             UnsupportedError: the group spans nodes of unlike sizes, or whose ranks do not follow one another.
             HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
         self._require_open()
+        topology = self.topology(kwargs.get("gpu_per_node"))
+        if topology.internode:
+            # refuses nodes that are no grid, too
+            kwargs = {"gpu_per_node": NodeGrid.of(topology, self.rank).gpus_per_node, **kwargs}
+        self._require_shared_memory(topology)
+        try:
+            config = config_from_handle_kwargs(kwargs, topology.internode)
+        except EpA2AError as error:
+            # the other ranks would wait for this one
+            agree_on_config(None, self.arena.rendezvous, index, error)
+            raise
 
-        def make(**kwargs: Any) -> NativeOp:
-            topology = self.topology(kwargs.get("gpu_per_node"))
-            if topology.internode:
-                kwargs.setdefault("gpu_per_node", NodeGrid.of(topology, self.rank).gpus_per_node)
-            self._require_shared_memory(topology)
-            if self._max_sms:
-                kwargs.setdefault("max_sms", self._max_sms)
-            try:
-                config = config_from_handle_kwargs(kwargs, topology.internode)
-            except EpA2AError as error:
-                # the other ranks would wait for this one
-                agree_on_config(None, self.arena.rendezvous, index, error)
-                raise
-            # kwargs that say the same in other words mean the same op, not a second one on its memory
-            op = self._ops.get((config, index))
-            if op is None:
-                op = self._ops[config, index] = self._op_factory.make(config, topology, index)
-            return op
+        def make(config: EpDispatchCombineConfig) -> NativeOp:
+            if self._max_sms and "max_sms" not in kwargs:
+                config = replace(config, max_sms=self._max_sms)
+            if self._factory is None:
+                self._factory = OpFactory(self.arena)
+            return self._factory.make(config, topology, index)
 
-        op: NativeOp = self.handle_cache.get_or_create(kwargs, make, index)
+        op: NativeOp = self.handle_cache.get_or_create({"config": config}, make, index)
         return op
+
+    def _live_handle(self) -> NativeOp:
+        """The living op that `get_handle` returned last."""
+        self._require_open()
+        handles = self.handle_cache.handles()
+        if not handles:
+            raise StateError(
+                "a living op of this manager, whose config says how tokens travel", "none",
+                "Call op = manager.get_handle(kwargs) on every rank first, and hold the op.",
+            )  # fmt: skip
+        op: NativeOp = handles[-1]
+        return op
+
+    def _dispatch_topk(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        extra_tensors: Sequence[torch.Tensor] | None,
+    ) -> DispatchedTokens:
+        """Brings the tokens that name an expert of this rank, by the live handle. Synchronises the host once.
+
+        Received tensors may be views of the op's memory: they are valid until `combine`. Their dtypes are those given.
+
+        Args:
+            hidden_states: [T, H] of the config's data_type, T <= max_num_tokens_per_dp_rank.
+            topk_weights: [T, K] of any floating dtype; they travel in float32.
+            topk_ids: [T, K] of any integer dtype; ids outside [0, num_experts) are dropped slots.
+            extra_tensors: none, or the tokens' scales alone, as the config has them (scale_dim, scale_type_size).
+
+        Raises:
+            StateError: no op of the manager is alive.
+            AlternationError: the dispatch before has not been combined.
+            UnsupportedError: a CUDA graph is being captured; the config is of layout expert_major or casts inside
+                dispatch; extra_tensors are others.
+            InputError: a tensor does not fit the config; nothing was launched.
+            RankTimeoutError, CapacityError, ConfigMismatchError: what the kernels found. Call `reset` on every rank.
+        """
+        op = self._live_handle()
+        if self._step is not None and self._step.op.has_open_step:
+            raise AlternationError(
+                "combine after dispatch", "dispatch again",
+                "Call combine; after a step that failed, manager.reset() on every rank.",
+            )  # fmt: skip
+        scales = self._scales_to_send(op.config, extra_tensors)
+        ids = topk_ids.clamp(INT32.min, INT32.max) if topk_ids.dtype == torch.int64 else topk_ids
+        tokens, weights, received_scales, indices, _ = op.dispatch(
+            hidden_states.contiguous(), topk_weights.float().contiguous(), scales, ids.int().contiguous()
+        )
+        counts = op.recv_counts.tolist()
+        if op.config.layout == Layout.COMPACT:
+            counts = [sum(counts)]
+        self._step = _Step(op, tuple(tokens.shape[:-1]), counts, hidden_states.shape[0])
+        op.check()
+        assert weights is not None
+        found = (
+            _received(tokens, counts),
+            _received(weights, counts).to(topk_weights.dtype),
+            _received(indices, counts).to(topk_ids.dtype),
+        )
+        if extra_tensors is None:
+            return found
+        return (*found, [] if received_scales is None or scales is None else [_received(received_scales, counts)])
+
+    def _scales_to_send(
+        self, config: EpDispatchCombineConfig, extra_tensors: Sequence[torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        """The one extra tensor that travels; raises UnsupportedError for what `dispatch` cannot do."""
+        others = "Use naive or allgather_reducescatter, or the op that get_handle returns."
+        if is_capturing(self.device):
+            raise UnsupportedError(
+                "dispatch outside of captures, since it waits for the number of rows", "a capture",
+                "Capture the op's dispatch and combine instead: manager.get_handle(kwargs).",
+            )  # fmt: skip
+        if config.layout == Layout.EXPERT_MAJOR or config.casts_in_dispatch:
+            found = f"layout {config.layout!r}, dispatch cast {config.dispatch_quant.value!r}"
+            raise UnsupportedError("a handle of layout compact or rank_major without a cast in dispatch", found, others)
+        if not extra_tensors:
+            return None
+        if len(extra_tensors) > 1 or not config.num_scales:
+            raise UnsupportedError(
+                "no extra_tensors, or where the handle kwargs have scale_dim the tokens' scales",
+                f"{len(extra_tensors)} with scale_dim {config.scale_dim}", others,
+            )  # fmt: skip
+        return extra_tensors[0].contiguous()
+
+    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
+        """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.
+
+        Args:
+            hidden_states: [N, H] of the config's combine dtype, one row per dispatched row. It may be overwritten by
+                work that is launched after this.
+            is_sequence_parallel: without effect.
+
+        Raises:
+            AlternationError: there is no dispatch to combine.
+            ShapeError, DtypeError, DeviceError: hidden_states does not fit; combine can be repeated.
+        """
+        self._require_open()
+        if self._step is None:
+            raise AlternationError("dispatch before combine", "combine")
+        op, lead, counts, num_tokens = self._step
+        config, shape = op.config, (sum(counts), op.config.hidden_dim)
+        if tuple(hidden_states.shape) != shape:
+            raise ShapeError(f"hidden_states of shape {shape}, as dispatched", str(tuple(hidden_states.shape)))
+        if hidden_states.dtype != config.combined_dtype:
+            raise DtypeError(f"hidden_states of {config.combined_dtype}", str(hidden_states.dtype))
+        if hidden_states.device != self.device:
+            raise DeviceError(f"hidden_states on {self.device}", str(hidden_states.device))
+        buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(lead)]
+        for block, part in zip(buffer.view(len(counts), -1, config.hidden_dim), torch.split(hidden_states, counts)):
+            block[: part.shape[0]] = part
+        result = torch.empty(num_tokens, config.hidden_dim, dtype=config.combined_dtype, device=self.device)
+        op.combine(buffer.view(*lead, config.hidden_dim), None, None, out=result)
+        self._step = None
+        return result
+
+    def reset(self) -> None:
+        """Makes dispatch usable again after a step that failed. Collective; the step in progress is lost."""
+        self._require_open()
+        ops = self.handle_cache.handles() if self._step is None else [self._step.op]
+        self._step = None
+        for op in ops[-1:]:
+            op.reset()
 
     @property
     def num_buffer_bytes(self) -> int:
@@ -115,7 +269,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """IntraNode, InterNodeV1 or InterNodeV1LL; see the base class."""
+        """Returns IntraNode, InterNodeV1 or InterNodeV1LL, and why; see the base class."""
         return picked_kernel(num_nodes, max_num_tokens)
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -133,13 +287,21 @@ class NativeAll2AllManager(All2AllManagerBase):
             op.set_max_sms(num_sms)
 
     def max_sms_used(self) -> int | None:
-        """The number given to set_num_sms; None without a bound."""
+        """Returns the number given to set_num_sms; None without a bound."""
         return self._max_sms or None
 
     def _release(self) -> None:
+        self._step = None
         if self._factory is not None:
             self._factory.close()
             self._factory = None
         if self._arena is not None:
             self._arena.close(alone=self._closes_alone)
             self._arena = None
+
+
+def _received(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The rows [sum of counts, n] that came, out of those [*lead, n] that dispatch returned."""
+    blocks = rows.view(len(counts), -1, rows.shape[-1])
+    parts = [block[:count] for block, count in zip(blocks, counts)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.config.names import did_you_mean
-from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

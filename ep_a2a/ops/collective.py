@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout, QuantType
-from ep_a2a.config.fields import checked_timeout_secs
+from ep_a2a.config.op_config import checked_timeout_secs
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
 from ep_a2a.ops.base import DispatchResult, agree_on_config
 from ep_a2a.ops.checked import CheckedDispatchCombineOp, StepInputs

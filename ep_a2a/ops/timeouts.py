@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ep_a2a.config.fields import checked_timeout_secs
+from ep_a2a.config.op_config import checked_timeout_secs
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig

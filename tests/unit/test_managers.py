@@ -19,8 +19,7 @@ from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_fr
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.managers import base, registry
 from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager
-from ep_a2a.managers.base import All2AllManagerBase
-from ep_a2a.managers.cache import Cache
+from ep_a2a.managers.base import All2AllManagerBase, Cache
 from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
@@ -59,6 +58,14 @@ def test_other_kwargs_or_another_index_make_another_handle():
     ]
     assert len({id(handle) for handle in handles}) == len(cache) == 4
     assert cache.handles() == handles
+
+
+def test_handles_come_in_the_order_they_were_last_asked_for():
+    cache = Cache()
+    first, second = (cache.get_or_create({"hidden": hidden}, Handle) for hidden in (16, 32))
+    assert cache.handles() == [first, second]
+    assert cache.get_or_create({"hidden": 16}, Handle) is first
+    assert cache.handles() == [second, first]
 
 
 def test_a_handle_that_nobody_holds_is_made_anew():
@@ -335,40 +342,37 @@ def small_kwargs(**changes: Any) -> dict[str, Any]:
 def test_what_a_backend_lacks_names_one_that_has_it(manager):
     tokens = torch.zeros(1, 16)
     calls = {
-        "dispatch": lambda: manager.dispatch(tokens, tokens, tokens),
         "dispatch_router_logits": lambda: manager.dispatch_router_logits(tokens, tokens),
-        "combine": lambda: manager.combine(tokens),
         "set_num_sms": lambda: manager.set_num_sms(8),
     }
     for method, call in calls.items():
-        backends = base.OFFERED_BY[method]
+        backends = base.offered_by(method)
         if manager.backend not in backends:
             with pytest.raises(UnsupportedError, match=f"{method}.*{manager.backend!r}.*{backends[0]}"):
                 call()
-    for method in (
-        "query_active_mask",
-        "query_fault",
-        "clean_buffers",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "stage_ep_size",
-        "commit_ep_size",
-        "mask_remote_ranks",
-    ):
-        with pytest.raises(UnsupportedError, match=f"{method}.*No backend"):
-            getattr(manager, method)()
-    assert not manager.support_fault_tolerance
 
 
-@pytest.mark.parametrize("method", base.OFFERED_BY)
-def test_the_table_of_what_is_offered_is_right(method):
-    implementation = "_dispatch_topk" if method == "dispatch" else method
-    having = [
-        name
-        for name, manager in MANAGERS.items()
-        if getattr(manager, implementation) is not getattr(All2AllManagerBase, implementation)
-    ]
-    assert tuple(having) == base.OFFERED_BY[method]
+def test_what_no_backend_offers_is_no_method(manager):
+    for method in ("query_active_mask", "clean_buffers", "checkpoint_prepare", "stage_ep_size", "mask_remote_ranks"):
+        assert not hasattr(manager, method)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_who_offers_a_method_follows_from_the_classes():
+    everybody = tuple(MANAGERS)
+    assert base.offered_by("get_handle") == base.offered_by("dispatch") == everybody
+    assert base.offered_by("combine") == base.offered_by("reset") == everybody
+    assert base.offered_by("dispatch_router_logits") == everybody[1:]
+    assert base.offered_by("set_num_sms") == everybody[:1]
+
+    class Mine(All2AllManagerBase):
+        def set_num_sms(self, num_sms: int) -> None:
+            """Does it."""
+
+    registry.register_manager("mine", Mine)
+    registry.register_manager("no_class", lambda cpu_group, tcp_store_group=None: None)
+    assert base.offered_by("set_num_sms") == ("ep_a2a", "mine")
+    assert base.offered_by("dispatch") == everybody
 
 
 def test_the_signatures_of_vllm_and_aiter():
@@ -456,6 +460,15 @@ def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts
     assert manager.explain()["kernel"] == "InterNodeV1LL or InterNodeV1"
     assert "at most 512 tokens" in manager.explain()["kernel_reason"]
     assert len(manager.handle_cache) == 0
+
+
+def test_a_bound_on_multiprocessors_makes_no_second_op_of_the_same_kwargs(group):
+    with NativeAll2AllManager(group) as manager:
+        manager.device = "cpu"
+        op = manager.get_handle(small_kwargs())
+        manager.set_num_sms(20)
+        assert manager.get_handle(small_kwargs()) is op
+        assert manager.get_handle(small_kwargs(layout="compact")) is op
 
 
 def test_native_remembers_the_bound_on_multiprocessors(group):

@@ -1,4 +1,4 @@
-"""Parses options and writes rows for the layer benchmarks: JSON lines to a file, a table to the terminal."""
+"""The command line and the output that the layer benchmarks share: JSON lines to a file, a table to the terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from ep_a2a.commands.bench.environment import CPU_NOTE
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.errors import EpA2AError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ RUN_TIMEOUT_SECS = 500.0
 
 
 def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser of shapes, timing and output; the defaults are DeepSeek-V3's layer."""
+    """Shapes, timing and output; the defaults are DeepSeek-V3's layer."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -43,7 +44,7 @@ def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Returns a type for argparse: whole numbers from `least` on."""
+    """A type for argparse: whole numbers from `least` on."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -55,7 +56,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with an error before any process starts."""
+    """The options, or an error before anything is started."""
     options = parser.parse_args(arguments)
     num_gpus = torch.cuda.device_count()
     if options.device == "cuda" and options.ranks > num_gpus:
@@ -68,7 +69,7 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 
 
 def layer_workload(options: argparse.Namespace, num_tokens: int) -> Workload:
-    """Returns the workload of one layer."""
+    """What moves in one layer."""
     return Workload(
         world_size=options.ranks, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=options.hidden,
         topk=options.topk, num_experts=options.experts, quant_type=options.quant, layout="rank_major",
@@ -76,7 +77,7 @@ def layer_workload(options: argparse.Namespace, num_tokens: int) -> Workload:
 
 
 def timing_settings(options: argparse.Namespace) -> TimingSettings:
-    """Returns the numbers of runs."""
+    """How often it is measured."""
     return TimingSettings(
         num_warmups=options.warmups, num_runs=options.runs, num_round_trips=options.layers, num_host_calls=0
     )
@@ -99,15 +100,16 @@ def run_sweep(
                     _write_line(options.json, row | note)
                 rows += new
     except RankFailure as failure:
-        if failure.expected_error is None:
+        reasons = [error for error in failure.errors.values() if isinstance(error, EpA2AError)]
+        if not reasons:
             raise
-        sys.exit(f"error: {failure.expected_error}")
+        sys.exit(f"error: {reasons[0]}")
     sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
     return rows
 
 
 def format_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Returns rows as text; an unavailable row has its reason in place of numbers."""
+    """Rows as text; a row that could not be had gives its reason instead of numbers."""
     lines = [list(columns)]
     for row in rows:
         cells = [_format(row[column]) for column in columns if column in row]

@@ -1,4 +1,4 @@
-"""Runs the op across virtual nodes, by kernel and transport, and counts the rows that cross between nodes."""
+"""The op across virtual nodes, each of its kernels by name, and the rows that cross between nodes, counted."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class NodesContender(OpContender):
-    """The op with a kernel or a transport that the policy may not choose for this workload."""
+    """The op with a kernel or a transport that the policy may not take for this workload."""
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why the op refuses the workload, or that it has one node."""
+        """What the op refuses, and workloads of one node."""
         return "all ranks are on one node" if workload.num_nodes == 1 else super().unavailable(workload, device)
 
 
@@ -90,7 +90,7 @@ class NvshmemContender(NodesContender):
         return PutRingsSession(workload, context, self)
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why the op refuses the workload, or that NVSHMEM is missing. On CPU copies stand for puts."""
+        """What the op refuses, workloads of one node, and GPUs without NVSHMEM. On CPU copies stand for puts."""
         reason = super().unavailable(workload, device)
         if reason is None and device.type == "cuda" and library_folder() is None:
             reason = "no package nvidia-nvshmem"
@@ -111,7 +111,7 @@ class MadeByFactory(OpSession):
         self._factory = OpFactory(self._arena)
         topology = classify(gather_report(context.group, context.device), self._workload.gpus_per_node)
         try:
-            # Both ops have the calls that a session makes.
+            # of all that a session calls the interface is the same
             return cast("EpDispatchCombineOp", self._factory.make(config, topology, None))
         except Exception:
             self._factory.close()

@@ -1,4 +1,4 @@
-"""Shows the demo's report on a terminal."""
+"""The demo's report on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_report(console: Console, report: DemoReport) -> None:
-    """Prints the report."""
+    """Prints everything."""
     console.print(Group(_setup(report), "", _traffic(report), "", _results(report)))
 
 

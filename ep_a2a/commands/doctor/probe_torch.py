@@ -1,6 +1,6 @@
-"""Prints what torch says, as one line of JSON: fields of system_info.Torch.
+"""Asks torch; run as a program of its own, since `import torch` may fail, crash or hang. Prints one line of JSON.
 
-Runs as a program, since `import torch` may fail, crash or hang.
+The facts are fields of machine.Torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Returns what torch says; with `problem` where it cannot be imported."""
+    """What torch says; with `problem` where it cannot be imported."""
     try:
         import torch
     except ModuleNotFoundError as error:

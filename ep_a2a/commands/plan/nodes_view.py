@@ -1,4 +1,4 @@
-"""Shows predictions as tables, on a terminal and in markdown."""
+"""Predictions as tables: on a terminal, and as markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds up an op's buffers, part by part, from the byte layout that ops are built with."""
+"""What an op's buffers take, part by part: the byte layout that ops are built with, added up without building one."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ PART_OF_REGION = {
 
 @dataclass(frozen=True)
 class Part:
-    """One part of an op's memory on one GPU.
+    """Some of an op's memory on one GPU.
 
     Attributes:
         name: key of the part in JSON.
         num_bytes: with what alignment adds.
-        holds: the content, in words.
+        holds: what lies there, in words.
         is_shared: with other ops of the same manager and index.
         fields: the regions, or buffers around a hop between nodes, that it is made of; () for what is allocated later.
     """
@@ -75,7 +75,7 @@ class Plan:
     Attributes:
         config: that of rank 0, which owns the most experts.
         parts: what rank 0 allocates when the op is built.
-        later: parts that only certain calls allocate, at their first use; the arena counts them then.
+        later: what only certain calls allocate, each the first time, in memory that the arena counts then.
         bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
     """
 
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def deep_ep_hints(self) -> DeepEpHints:
-        """The buffers of DeepEP on each GPU for the same shape, by its formulas."""
+        """What DeepEP would ask for on each GPU for the same shape, by its formulas."""
         return deep_ep_hints(
             hidden_dim=self.config.hidden_dim,
             element_bytes=self.config.data_type.itemsize,
@@ -110,7 +110,7 @@ class Plan:
 
 
 def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool = False) -> Plan:
-    """Returns the plan of the op of these configs.
+    """What the op of these configs takes.
 
     Args:
         configs: one for each rank, in rank order.
@@ -132,7 +132,7 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
 
 
 def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
-    """Returns the op's sizes and choices, as plain values."""
+    """What the op is, as plain values."""
     return {
         "ranks": config.world_size,
         "max_tokens_per_rank": config.max_num_inp_token_per_rank,
@@ -150,7 +150,7 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
 
 
 def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]]:
-    """Returns, by part in the order of the table, its content, and whether ops of one index share it."""
+    """By part, in the order of the table: what it holds, and whether ops of one index share it."""
     layout = OpLayout.of(config)
     scales = f"{config.num_scales} scales and " if config.num_scales else ""
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
@@ -190,7 +190,7 @@ def _rings(rings: Rings) -> str:
 
 
 def rows_of(field: Field | RailField) -> str:
-    """Returns a field's shape and dtype, in words."""
+    """A field's shape and dtype, in words."""
     return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
 
 

@@ -1,4 +1,4 @@
-"""Plans an op between hosts over torch.distributed: lines around one hop, and an op inside each node."""
+"""The plan of an op between hosts over torch.distributed: lines around one hop, and an op inside of each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plan_over_rail(configs: Sequence[EpDispatchCombineConfig]) -> Plan:
-    """Returns the plan of an InterNodeDispatchCombineOp whose combine gets rows of its own and no weights.
+    """What an InterNodeDispatchCombineOp of these configs takes, whose combine gets rows of its own and no weights.
 
     Args:
         configs: one for each rank, in rank order; gpu_per_node divides their number.

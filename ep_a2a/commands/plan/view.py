@@ -1,4 +1,4 @@
-"""Shows a plan on a terminal."""
+"""A plan on a terminal."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TITLES = {
 
 
 def view_of(plan: Plan, assumed: Iterable[str]) -> RenderableType:
-    """Returns the tables of a plan, with its assumptions.
+    """The table and what belongs to it.
 
     Args:
-        plan: the plan.
-        assumed: its assumptions, one sentence each.
+        plan: what is shown.
+        assumed: what it takes for granted.
     """
     assumed = list(assumed)
     lines: list[RenderableType] = [_op(plan), "", _table(plan), "", _deep_ep_table(plan)]

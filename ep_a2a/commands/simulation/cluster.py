@@ -1,4 +1,4 @@
-"""Defines the simulated machines: sizes, and every constant of the model with its unit and source."""
+"""The machines that are simulated: sizes, and every constant of the model with its unit and where it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicts an exchange between nodes: simulated times, expected traffic, buffers."""
+"""What an exchange between nodes would take: simulated times, expected traffic, buffers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ep_a2a import env
 from ep_a2a.compat.mori.ops import EpDispatchCombineOp
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.cache import Cache
+from ep_a2a.managers.base import Cache
 from ep_a2a.managers.registry import create_manager
 
 if TYPE_CHECKING:

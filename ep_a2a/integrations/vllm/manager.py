@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ep_a2a import env
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import worker
 from ep_a2a.integrations.vllm.common import logger, warn_once
 from ep_a2a.integrations.vllm.counters import LayerCounters
@@ -14,7 +15,7 @@ from ep_a2a.integrations.vllm.settings import unreadable_setting
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.factory import NativeOp
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     from ep_a2a.telemetry.counters import CountedExchange
 
 MIB = 1 << 20
+
+
+def _refusal(method: str, purpose: str) -> Callable[..., NoReturn]:
+    """A method that vLLM's managers have and ours does not: calling it raises UnsupportedError."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"a backend that has {method}, for {purpose}", "'ep_a2a', which has not", "Do without it in vLLM's options."
+        )
+
+    return refuse
 
 
 def _group_timeout_secs(group: Any) -> float:
@@ -49,6 +61,16 @@ class VllmAll2AllManager(NativeAll2AllManager):
         counters: of the layers; None where nothing is counted, the default.
         combines_in_halves: shared experts run between the halves of combine; by default they do not.
     """
+
+    support_fault_tolerance = False
+    query_active_mask = _refusal("query_active_mask", "fault tolerance")
+    query_fault = _refusal("query_fault", "fault tolerance")
+    clean_buffers = _refusal("clean_buffers", "fault tolerance")
+    checkpoint_prepare = _refusal("checkpoint_prepare", "checkpoints of a process")
+    checkpoint_restore = _refusal("checkpoint_restore", "checkpoints of a process")
+    stage_ep_size = _refusal("stage_ep_size", "elastic expert parallelism")
+    commit_ep_size = _refusal("commit_ep_size", "elastic expert parallelism")
+    mask_remote_ranks = _refusal("mask_remote_ranks", "elastic expert parallelism")
 
     def __init__(self, communicator: Any, vllm_manager: Any) -> None:
         from vllm.distributed import parallel_state

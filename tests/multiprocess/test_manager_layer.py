@@ -1,0 +1,41 @@
+"""Backends stand in for each other: one layer on each manager's dispatch and combine, on CPU processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cases import manager_layer_cases as cases
+from tests.cases.manager_cases import BACKENDS
+
+RANK_MAJOR = {"layout": "rank_major"}
+TWO_NODES = {"gpu_per_node": 2}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_backends_give_the_same_result(ranks: Any, world_size: int, backend: str) -> None:
+    ranks(cases.layer_on_a_manager, world_size, backend, {})
+
+
+@pytest.mark.parametrize(
+    "changes", [RANK_MAJOR, TWO_NODES, TWO_NODES | RANK_MAJOR], ids=lambda changes: "-".join(changes)
+)
+def test_any_layout_and_topology_gives_the_same_result(ranks: Any, changes: dict[str, Any]) -> None:
+    ranks(cases.layer_on_a_manager, 4, "ep_a2a", changes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_communicator_hands_on_to_any_backend(ranks: Any, backend: str) -> None:
+    ranks(cases.layer_on_the_communicator, 4, backend)
+
+
+@pytest.mark.parametrize("body", [cases.needs_a_living_handle, cases.steps_that_fail, cases.what_is_refused])
+def test_the_default_backend(ranks: Any, body: Any) -> None:
+    ranks(body, 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_forms(ranks: Any, world_size: int) -> None:
+    ranks(cases.other_forms, world_size)
