@@ -1,4 +1,4 @@
-"""Every environment variable this package reads, with type, default and meaning; no other module reads any."""
+"""Environment variables of this package, with type, default and meaning; no other module reads the environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Variable(Generic[T]):
     doc: str
 
     def get(self) -> T:
-        """The value now.
+        """Returns the current value.
 
         Raises:
             EnvironmentVariableError: the text cannot be parsed.
@@ -53,7 +53,7 @@ MAX_TIMEOUT_SECS = 1e9
 
 
 MAX_KEPT_STEPS = 1 << 16
-"""Of 128 bytes each, per layer."""
+"""Steps of 128 bytes that one layer's counters keep at most."""
 
 
 def _num_steps(text: str) -> int:
@@ -162,7 +162,7 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
 
 
 def launcher_variable(name: str) -> str | None:
-    """Value of a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
+    """Returns a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
     return os.environ.get(name)
 
 
@@ -170,18 +170,18 @@ FOREIGN_PREFIXES = ("NCCL_", "NVSHMEM_", "GLOO_", "CUDA_", "TRITON_", "TORCH_", 
 
 
 def variables_for_doctor() -> dict[str, str]:
-    """What is set of this package's variables, and of those of libraries that it stands on."""
+    """Returns the set variables of this package and of the libraries that it uses."""
     prefixes = ("EP_A2A_", *FOREIGN_PREFIXES)
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def other_variable(name: str) -> str:
-    """Value of a variable of another program (CC, TRITON_CACHE_DIR), "" where it is unset."""
+    """Returns a variable of another program (CC, TRITON_CACHE_DIR), "" where it is unset."""
     return os.environ.get(name, "")
 
 
 def set_unless_set(name: str, value: str) -> str:
-    """Sets a variable of another library, of which an empty one counts as unset; returns what it is now."""
+    """Sets another library's variable unless it has a value; returns its value."""
     if not os.environ.get(name):
         os.environ[name] = value
     return os.environ[name]

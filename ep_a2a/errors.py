@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose: one class per cause, with what was expected, what came, and a remedy."""
+"""Errors of this package: one class per cause, with what was expected, what was found, and a remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EpA2AError(Exception):
     """Base of all errors of this package.
 
     Args:
-        expected: what should have been the case.
-        got: what was found instead.
-        remedy: what the reader can do now; a class may carry a default one.
+        expected: the required state or value.
+        got: the state or value that was found.
+        remedy: what the reader can do; None takes the class's default.
     """
 
     remedy = "See docs/architecture.md."
@@ -62,7 +62,7 @@ class MissingPackageError(EpA2AError, ImportError):
 
 
 class UnsupportedError(EpA2AError, RuntimeError):
-    """What was asked is valid but cannot be done on this machine or in this version."""
+    """A valid request cannot be served on this machine or in this version."""
 
     remedy = "Choose another backend or kernel."
 
@@ -130,7 +130,7 @@ class ClosedError(StateError):
 
 
 class ConfigMismatchError(EpA2AError, RuntimeError):
-    """The ranks of a group disagree about something that must be the same everywhere."""
+    """The ranks of a group disagree about a value that must be equal on all of them."""
 
     remedy = "Give every rank the same value."
 

@@ -1,4 +1,4 @@
-"""Whether code that lies in a folder can be trusted: only this user, or root, can have put it there."""
+"""Decides whether code in a folder can be trusted: only this user, or root, can have put it there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ ROOT_USER = 0
 
 
 def why_unsafe(folder: str | Path) -> str:
-    """Why another user may have written what lies in `folder`; "" where only this user can have.
+    """Returns why another user may have written into `folder`; "" where only this user can have.
 
-    The folder itself must belong to this user, and so must, or to root, each folder above it: who may rename one of
-    those may put another in its place. None may be writable by everybody, unless it is sticky, as /tmp is, and above.
-    Of a folder that is not there yet, those above are judged. Groups are not looked at: most users have one of
-    their own.
+    The folder must belong to this user. Each folder above it must belong to this user or root, since its owner could
+    put another folder in place. None may be writable by everybody, except sticky folders above it, as /tmp is. Where
+    the folder does not exist, the folders above it are judged. Groups are not judged: most users have their own.
     """
     path = Path(os.path.realpath(folder))
     user = os.geteuid()

@@ -1,4 +1,4 @@
-"""MORI's `mori.shmem` on our arena: one symmetric world per process, for ops that are made without a manager."""
+"""MORI's `mori.shmem` on this package's arena: one symmetric world per process, for ops made without a manager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _allocations: dict[int, SymmetricMemory] = {}
 
 
 def shmem_torch_process_group_init(group_name: str, device: torch.device | str | None = None) -> int:
-    """Sets the world up from a process group registered under `group_name`. Collective.
+    """Makes the world from a process group registered under `group_name`. Collective.
 
     Args:
         group_name: name given to torch._C._distributed_c10d._register_process_group.
@@ -48,7 +48,7 @@ def shmem_torch_process_group_init(group_name: str, device: torch.device | str |
 
 
 def default_arena() -> Arena:
-    """The world's arena; NotInitializedError before shmem_torch_process_group_init."""
+    """Returns the world's arena; NotInitializedError before shmem_torch_process_group_init."""
     if _arena is None or _arena.closed:
         raise NotInitializedError(
             "a symmetric world", "none", "Call ep_a2a.shmem.shmem_torch_process_group_init(name), or pass arena=."
@@ -57,7 +57,7 @@ def default_arena() -> Arena:
 
 
 def shmem_finalize() -> int:
-    """Gives all memory of the world back, as Arena.close does; a second call does nothing. Returns 0."""
+    """Gives all memory of the world back, as Arena.close does, and returns 0. A second call does nothing."""
     global _arena
     if _arena is not None:
         _arena.close()
@@ -69,22 +69,22 @@ def shmem_finalize() -> int:
 
 
 def shmem_mype() -> int:
-    """This rank in the world."""
+    """Returns this rank in the world."""
     return default_arena().rendezvous.rank
 
 
 def shmem_npes() -> int:
-    """Ranks of the world."""
+    """Returns the number of ranks of the world."""
     return default_arena().rendezvous.world_size
 
 
 def shmem_barrier_all() -> None:
-    """Returns when all ranks have called it; work queued on devices is not waited for."""
+    """Returns when all ranks have called it; does not wait for work queued on devices."""
     default_arena().rendezvous.barrier("shmem_barrier_all")
 
 
 def shmem_malloc(num_bytes: int) -> torch.Tensor:
-    """Symmetric memory, uint8 [num_bytes], zeroed. Collective; lives as long as the world. MORI returns an address.
+    """Returns symmetric memory, uint8 [num_bytes], zeroed, for the world's lifetime. Collective. MORI's is an address.
 
     Raises:
         InputError: num_bytes is not positive.
@@ -98,13 +98,13 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
 
 
 def shmem_free(tensor: torch.Tensor) -> None:
-    """Gives memory of shmem_malloc back; local. InputError for any other tensor, or one that is free already."""
+    """Gives memory of shmem_malloc back. Local. Raises InputError for any other tensor, or one freed before."""
     _allocation_of(tensor).close()
     del _allocations[tensor.data_ptr()]
 
 
 def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
-    """Address at which this process reaches rank dest_pe's part of memory from shmem_malloc.
+    """Returns the address at which this process reaches rank dest_pe's part of memory from shmem_malloc.
 
     Raises:
         InputError: the tensor is not from shmem_malloc, or there is no such rank.
@@ -116,7 +116,7 @@ def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
 
 
 def find_allocation(address: int) -> tuple[SymmetricMemory, int] | None:
-    """The memory of shmem_malloc that an address of this process lies in, and the byte of it; None for any other."""
+    """Returns the memory of shmem_malloc that holds an address of this process, and the offset; None for any other."""
     for start, memory in _allocations.items():
         if start <= address < start + memory.num_bytes:
             return memory, address - start

@@ -1,4 +1,4 @@
-"""What a user configures: the op's fields and enums, the handle kwargs of engines, TOML files.
+"""Configuration: the op's fields and enumerations, the handle kwargs of engines, TOML files.
 
 `EpDispatchCombineConfig` and the constants beside it need torch and are loaded on first use (PEP 562), so that
 `ep-a2a doctor` can read the enums where torch is absent or broken.

@@ -6,7 +6,7 @@ import enum
 
 
 class EpDispatchCombineKernelType(enum.Enum):
-    """Which kernels move the tokens; MORI's names and values."""
+    """Kernels that move the tokens, by MORI's names and values."""
 
     IntraNode = 0
     InterNode = 1
@@ -21,13 +21,13 @@ RING_KERNEL_TYPES = (
     EpDispatchCombineKernelType.InterNodeV1LL,
     EpDispatchCombineKernelType.AsyncLL,
 )
-"""Kernels that send a token once to each other node, through rings of chunks."""
+"""Kernel types that send a token once to each other node, through rings of chunks."""
 WHOLE_RING_KERNEL_TYPES = RING_KERNEL_TYPES[1:]
-"""Those whose rings hold a whole step, for few tokens: one chunk per channel, in which each token has its own line."""
+"""Ring kernel types for few tokens: a ring holds a whole step, one chunk per channel, one line per token."""
 
 
 class QuantType(enum.StrEnum):
-    """How tokens are quantised on the wire, by MORI's and our names."""
+    """Quantisation of tokens on the wire, by MORI's and our names."""
 
     NONE = "none"
     FP8_PER_TOKEN = "fp8_per_token"
@@ -41,12 +41,12 @@ COMBINE_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_DIRECT_CAST, QuantType.FP8_
 
 
 class Layout(enum.StrEnum):
-    """How received rows are arranged.
+    """Arrangement of received rows.
 
     COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
     RANK_MAJOR: `[W, max_num_tokens, H]`, source s's rows dense from the front of block s.
     EXPERT_MAJOR: `[E, W * max_num_tokens, H]`, the rows of each local expert dense from the front of its block, again
-        ascending by (source rank, source token); combine weighs and adds the experts' rows.
+        ascending by (source rank, source token); combine multiplies by the weights and adds.
     """
 
     COMPACT = "compact"
@@ -67,11 +67,11 @@ class ScaleFormat(enum.StrEnum):
 
 
 class CompiledCalls(enum.StrEnum):
-    """Which forms of calls are compiled when an op is built; others are when they are first made, outside of captures.
+    """Forms of calls that are compiled when an op is built. Other forms compile at their first call, before a capture.
 
     ALL: all whole calls.
-    SERVING: what an engine's layers make: dispatch with weights, and with scales where the config has them and makes
-        none; combine without weights and indices.
+    SERVING: the calls of an engine's layers: dispatch with weights, and with scales where the config has them and does
+        not make them; combine without weights and indices.
     """
 
     ALL = "all"
@@ -79,24 +79,24 @@ class CompiledCalls(enum.StrEnum):
 
 
 RAILS = ("auto", "torch.distributed", "peer_memory", "nvshmem")
-"""Names of what carries tokens between nodes; "auto" leaves the choice to the package."""
+"""Transports between nodes; with "auto" the package chooses."""
 WHOLE_STEP_MAX_TOKENS = 512
-"""Up to this M rings between nodes hold a whole step (bench/results/2026-11-23_h200x2_nodes.md)."""
+"""The largest M whose rings between nodes hold a whole step (bench/results/2026-11-23_h200x2_nodes.md)."""
 
 
 def inter_node_kernel(max_num_tokens: int) -> EpDispatchCombineKernelType:
-    """The kernel that serves steps of at most M tokens on several nodes; not measured on a network yet."""
+    """Returns the kernel for steps of at most M tokens on several nodes. Not measured on a network."""
     if isinstance(max_num_tokens, int) and max_num_tokens <= WHOLE_STEP_MAX_TOKENS:
         return EpDispatchCombineKernelType.InterNodeV1LL
     return EpDispatchCombineKernelType.InterNodeV1
 
 
 def picked_kernel(num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-    """Name of the kernel that an op gets, and why.
+    """Returns the name of the kernel that an op gets, and why.
 
     Args:
         num_nodes: nodes of the group.
-        max_num_tokens: M, the most tokens that a rank of the op may bring; None names every kernel that there can be.
+        max_num_tokens: M, the most tokens that a rank of the op may bring; None names every possible kernel.
     """
     if num_nodes == 1:
         return EpDispatchCombineKernelType.IntraNode.name, "all ranks on one node"

@@ -1,4 +1,4 @@
-"""TOML files that choose a backend (configs/*.toml), and the order in which choices count."""
+"""Reads TOML files that choose a backend (configs/*.toml), and says which choice counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_BACKEND = "ep_a2a"
 
 @dataclass(frozen=True)
 class FileConfig:
-    """What a config file may say; its keys are these names.
+    """Values of a config file; its keys are these names.
 
     Attributes:
         all2all_backend: backend of EP groups, or None.
@@ -46,14 +46,14 @@ def read_config_file(path: str | Path) -> FileConfig:
 
 
 def choose_backend(argument: str | None = None, config_file: str | Path | None = None) -> str:
-    """Name of the backend: the argument, else the config file, else EP_A2A_BACKEND, else "ep_a2a".
+    """Returns the backend's name: the argument, else the config file, else EP_A2A_BACKEND, else "ep_a2a".
 
     Args:
         argument: the caller's choice.
         config_file: path of a config file; None takes EP_A2A_CONFIG, and no file if that is unset.
 
     Raises:
-        ConfigError: the config file is wrong; it is read even where the argument decides.
+        ConfigError: the config file is wrong. It is read even where the argument decides.
     """
     path = config_file or env.CONFIG.get()
     from_file = read_config_file(path).all2all_backend if path else None

@@ -1,4 +1,4 @@
-"""Turns the handle kwargs of vLLM and AITER into a configuration: the table of AITER's MORI guide, plus our extras."""
+"""Turns the handle kwargs of vLLM and AITER into a configuration, by the table of AITER's MORI guide and our extras."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG_FIELD_OF_KWARG = {
     "num_local_experts": "num_experts_per_rank",
     "num_experts_per_token": "num_experts_per_token",
 }
-"""Required kwargs that are taken over as they are, under the config's name."""
+"""Required kwargs that become a config field unchanged, and the field's name."""
 
 REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
 OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
@@ -52,7 +52,7 @@ EXTRA_KWARGS = (
     "ring_chunks",
     "rail",
 )
-"""Ours: passed through to the config field of the same name."""
+"""Kwargs of this package, which set the config field of the same name."""
 
 WARPS_PER_BLOCK = 16
 INTRA_NODE_LAUNCH: dict[str, Any] = {
@@ -65,7 +65,7 @@ MORI_GPUS_PER_NODE = 8
 
 
 def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: bool) -> EpDispatchCombineConfig:
-    """The configuration that handle kwargs ask for.
+    """Returns the configuration that handle kwargs ask for.
 
     Args:
         kwargs: `rank`, `num_ep_ranks`, `input_dtype`, `quant_dtype`, `token_hidden_size`,
@@ -123,7 +123,7 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
 
 
 def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:
-    """data_type and combine_dtype."""
+    """Returns data_type and combine_dtype."""
     input_dtype: torch.dtype = kwargs["input_dtype"]
     quant_dtype: torch.dtype = kwargs["quant_dtype"] or input_dtype
     if _casts_in_dispatch(kwargs):

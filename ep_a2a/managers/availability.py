@@ -1,4 +1,4 @@
-"""Whether a backend can be used on this machine, and why not."""
+"""Finds out whether a backend can be used on this machine, and why not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
-    """Why a backend cannot work on tensors of this device here, None where nothing speaks against it."""
+    """Returns why a backend cannot work on tensors of this device here, or None."""
     if device_type == "cpu":
         return None if capabilities.runs_on_cpu else f"does not run on CPU: needs {_gpus(capabilities)}"
     if not torch.cuda.is_available():
@@ -22,7 +22,7 @@ def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
 
 
 def problems(manager: type[All2AllManagerBase], device_type: str) -> tuple[str, ...]:
-    """Everything that keeps a backend from being used here, its library first; () where it can be. Imports the library.
+    """Returns every obstacle to a backend's use here, its library first; () without one. Imports the library.
 
     Args:
         manager: the backend's class.

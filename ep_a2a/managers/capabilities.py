@@ -1,4 +1,4 @@
-"""What a backend can do, declared on its manager: printed by `ep-a2a backends`, and checked before an op is built."""
+"""Capabilities: a backend's limits, declared on its manager, checked before an op is built."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _in(table: str, title: str, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do. An empty tuple and 0 mean: any.
+    """Abilities and limits of a backend. An empty tuple and 0 mean: any.
 
     Attributes:
         has_handles: `get_handle` returns ops with dispatch and combine.
         dispatches_tokens: the manager itself has dispatch and combine on hidden states.
         output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
         graph_safe: dispatch and combine can be captured in a CUDA graph.
-        host_sync: the host waits for the device in a step outside of graphs.
+        host_sync: a step of an op outside of graphs makes the host wait for the device.
         micro_batches: steps of ops with different indices may overlap.
         layouts: layouts of received rows.
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
@@ -50,8 +50,8 @@ class Capabilities:
             pad_id and any weight in place of the others; "none": dispatch returns None for both.
         weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
             the rows of each expert as they are.
-        dropped_slots: what becomes of ids outside [0, num_experts). "yes": they are not sent; "weight 0": the token is
-            a row of another expert as well, which counts it, and combine multiplies what it returns by 0.
+        dropped_slots: treatment of ids outside [0, num_experts). "yes": they are not sent; "weight 0": the token goes
+            to another expert as well, which counts it, and combine multiplies that result by 0.
         recv_counts: received rows are counted by source.
         weight_sums: combine takes received weights and returns their sums.
         source_positions: "yes": get_dispatch_src_token_pos is local; "collective": to be called on all ranks; "no".
@@ -73,8 +73,8 @@ class Capabilities:
         runs_on_cpu: it works on CPU tensors.
         single_node: all ranks must be on one node.
         rdma: "no", or "across nodes" where NICs must reach GPU memory.
-        was_run: where it has run; what was looked at where it has not.
-        notes: what else a user must know.
+        was_run: hardware that it has run on, or what was checked instead.
+        notes: further facts for users.
     """
 
     has_handles: bool = _in(USE, "ops", True)
@@ -117,11 +117,11 @@ class Capabilities:
     notes: tuple[str, ...] = _in(RUN, "notes", ())
 
     def refusal(self, backend: str, config: EpDispatchCombineConfig, num_nodes: int) -> UnsupportedError | None:
-        """Why an op of this config cannot be had from the backend, or None. The same on all ranks.
+        """Returns why the backend cannot build an op of this config, or None. The same on all ranks.
 
         Args:
-            backend: its name, for the error.
-            config: what is asked for.
+            backend: the backend's name, for the error.
+            config: the config asked for.
             num_nodes: nodes of the group.
         """
         for expected, got, remedy in self._differences(config, num_nodes):
@@ -129,7 +129,7 @@ class Capabilities:
         return None
 
     def _differences(self, config: EpDispatchCombineConfig, num_nodes: int) -> Iterator[tuple[str, str, str]]:
-        """(what it can, what was asked for, what to do) of everything it cannot do."""
+        """Yields (limit, request, remedy) for each request that the backend cannot serve."""
         choices: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
             ("layout", self.layouts, str(config.layout)),
             ("tokens", self.token_dtypes, _name(config.data_type)),
@@ -174,7 +174,7 @@ class Capabilities:
             yield "ranks of one node", f"{num_nodes} nodes", "Use allgather_reducescatter across nodes, or 'ep_a2a'."
 
     def by_table(self, table: str) -> dict[str, Any]:
-        """Values by title, of one of TABLES."""
+        """Returns the values of one of TABLES, by title."""
         return {
             each.metadata["title"]: getattr(self, each.name) for each in fields(self) if each.metadata["table"] == table
         }

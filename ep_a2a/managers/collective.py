@@ -1,4 +1,4 @@
-"""Managers on torch.distributed: dispatch and combine of hidden states, and ops, over one RowExchange."""
+"""Base of the managers on torch.distributed: hidden states and ops travel over one RowExchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class CollectiveAll2AllManager(All2AllManagerBase):
     """Exchanges all tokens among all ranks by collectives; a subclass names the RowExchange.
 
-    Token counts are exchanged at every dispatch, which synchronises the host: not for CUDA graphs. The manager's
+    Each dispatch exchanges token counts and so synchronises the host: CUDA graphs cannot capture it. The manager's
     dispatch and combine alternate; overlapping micro-batches use ops, `get_handle(kwargs, index)`. Sums are in float32.
     """
 
@@ -45,7 +45,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         self._counts: list[int] | None = None
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> CollectiveDispatchCombineOp:
-        """An op with the interface of EpDispatchCombineOp on this backend; see the base class."""
+        """Returns an op of this backend with the interface of EpDispatchCombineOp. Collective when the op is new."""
         self._require_open()
         op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create(kwargs, self._make_op, index)
         return op
@@ -77,7 +77,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> DispatchedLogits:
-        """See the base class.
+        """Gathers every rank's hidden states and router logits, in rank order; see the base class.
 
         Raises:
             ShapeError, DeviceError: the tensors do not fit each other.
@@ -110,7 +110,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         """This rank's rows `[T_r, H]` of the sum over ranks of `hidden_states` `[sum T_r, H]`, added in float32.
 
         Args:
-            hidden_states: what this rank's experts return for the dispatched rows, in their order; bf16, fp16, fp32.
+            hidden_states: bf16, fp16 or fp32, results of this rank's experts for the dispatched rows, in their order.
             is_sequence_parallel: without effect.
 
         Raises:
@@ -122,7 +122,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:
-        """`combine` into `output` `[T_r, H]` of any floating dtype, rounded once from float32; returns output."""
+        """Writes the result of `combine` into `output` `[T_r, H]` of any floating dtype, rounded once from float32."""
         if self._counts is not None and output.shape != (self._counts[self.rank], *hidden_states.shape[1:]):
             raise ShapeError(
                 f"output of shape {(self._counts[self.rank], *hidden_states.shape[1:])}", str(tuple(output.shape))
@@ -150,16 +150,16 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         device: torch.device | str,
         is_sequence_parallel: bool = False,
     ) -> torch.Tensor:
-        """An ordinary uninitialised tensor: collectives read from any memory."""
+        """Returns an ordinary uninitialised tensor: collectives read from any memory."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def reset(self) -> None:
-        """Forgets a dispatch that will not be combined; local, to be called on every rank."""
+        """Forgets a dispatch that will not be combined. Local; to be called on every rank."""
         self._counts = None
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """torch.distributed; see the base class."""
+        """Returns "torch.distributed", and why; see the base class."""
         return "torch.distributed", f"{cls.backend} uses collectives only, on {num_nodes} node(s)"
 
     def _release(self) -> None:
@@ -171,7 +171,7 @@ _RESET = "After a step that failed, manager.reset() on every rank."
 
 
 def _check_rows(tensors: Sequence[torch.Tensor]) -> int:
-    """The number of rows that all tensors have."""
+    """Returns the number of rows that all tensors have."""
     first = tensors[0]
     for tensor in tensors:
         if tensor.dim() == 0 or first.dim() == 0 or tensor.shape[0] != first.shape[0]:

@@ -1,4 +1,4 @@
-"""Backends by name. Nothing of a backend is imported before it is asked for."""
+"""Registry of backends by name. A backend is imported when somebody asks for it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def register_manager(name: str, target: str | Creator, *, aliases: tuple[str, ..
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names that `create_manager` takes, without aliases, in the order of registration."""
+    """Returns the names that `create_manager` takes, without aliases, in the order of registration."""
     with _lock:
         return tuple(_targets)
 
 
 def check_backend_name(name: str) -> None:
-    """Returns if `name` is a backend's name or alias; UnknownNameError, with the names there are, otherwise."""
+    """Raises UnknownNameError, which lists the names, unless `name` is a backend's name or alias."""
     with _lock:
         if name not in _names:
             known = ", ".join(map(repr, _targets))
@@ -63,7 +63,7 @@ def check_backend_name(name: str) -> None:
 
 
 def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> All2AllManagerBase:
-    """The manager of backend `name`. Allocates no device memory; must be called on every rank of the group.
+    """Returns a manager of backend `name`. Allocates no device memory; to be called on every rank of the group.
 
     Args:
         name: a backend's name or alias.
@@ -71,7 +71,7 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
         tcp_store_group: handed to the manager; vLLM's elastic groups pass one.
 
     Raises:
-        UnknownNameError: no such backend; the error lists those there are.
+        UnknownNameError: no such backend; the error lists the backends.
         MissingPackageError: the backend wraps a package that is not installed.
     """
     with _lock:
@@ -82,8 +82,7 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
 
 
 def manager_type(name: str) -> type[All2AllManagerBase] | None:
-    """The class of backend `name`, whose capabilities and library can be read without making one; None where the
-    target is no class.
+    """Returns the class of backend `name`, or None where the registered target is no class.
 
     Raises:
         UnknownNameError: no such backend.
@@ -96,7 +95,7 @@ def manager_type(name: str) -> type[All2AllManagerBase] | None:
 
 
 def aliases_of(name: str) -> tuple[str, ...]:
-    """Other names of a backend."""
+    """Returns the other names of a backend."""
     with _lock:
         return tuple(alias for alias, target in _names.items() if target == name and alias != name)
 

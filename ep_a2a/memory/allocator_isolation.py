@@ -1,4 +1,4 @@
-"""Memory of this rank that outlives an engine's own memory pools."""
+"""Allocates memory of this rank outside an engine's memory pools."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The tensor that `make` makes on `device`, from torch's own allocator whatever pool this thread is using.
+    """Returns the tensor that `make` makes on `device`, from torch's own allocator whatever pool this thread uses.
 
-    Engines put what is allocated while they load weights into a pool that they unmap later, and may not restore (vLLM's
-    sleep mode); pools are per thread, so another one allocates.
+    Engines load weights within a pool that they unmap later and may not restore (vLLM's sleep mode). Pools are per
+    thread, so another thread allocates.
     """
     if device.type == "cpu" or is_capturing(device):
         return make()
@@ -28,5 +28,5 @@ def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> tor
 
 
 def zeros_outside_pools(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory of this rank, uint8 [num_bytes], made by `outside_pools`."""
+    """Returns zeroed memory of this rank, uint8 [num_bytes], outside of pools."""
     return outside_pools(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=device), device)

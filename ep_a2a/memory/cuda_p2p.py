@@ -1,7 +1,7 @@
 """Symmetric memory on GPUs of one node: torch symmetric memory, or CUDA IPC where ranks share a device index.
 
 torch symmetric memory refuses ranks that all call their GPU cuda:0 (one visible device per process, as under Ray).
-CUDA IPC does not look at indices, and maps memory of GPUs that the process does not see.
+CUDA IPC ignores indices and maps memory of GPUs that the process does not see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which process group moves a tensor, and waits for its collectives that end."""
+"""Chooses the process group that moves a tensor, and bounds the waits for its collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RANK_IS_GONE = ("timed out", "timeout", "closed by peer", "reset by peer", "broken pipe", "no route to host")
-"""Parts of gloo's messages, in lower case; it has no error class for them."""
+"""Parts of gloo's messages, in lower case; gloo has no error class for these failures."""
 
 
 class DeviceGroups:
-    """The process group for a tensor's device: cpu_group for CPU tensors, an NCCL group for CUDA tensors.
+    """Process groups by a tensor's device: cpu_group for CPU tensors, an NCCL group for CUDA tensors.
 
     Args:
         cpu_group: the group itself, with gloo.
@@ -36,11 +36,11 @@ class DeviceGroups:
 
     @functools.cached_property
     def rendezvous(self) -> Rendezvous:
-        """Where ranks compare what must be equal; made on first use, on every rank in the same order."""
+        """Meeting place where ranks compare values; made on first use, on every rank in the same order."""
         return Rendezvous(self.cpu_group)
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """The group that moves tensors of this device; collective where a communicator has to be made.
+        """Returns the group that moves tensors of this device. Collective where it has to make a communicator.
 
         Raises:
             UnsupportedError: cpu_group cannot move CPU tensors.
@@ -74,14 +74,14 @@ class DeviceGroups:
         return group
 
     def close(self) -> None:
-        """Shuts down the communicator that was made here; groups that were given stay."""
+        """Shuts down the communicator that this object made; groups that it was given stay."""
         if self._own is not None:
             self._own.shutdown()
             self._own = self._device_group = None
 
 
 def is_rank_gone(error: RuntimeError) -> bool:
-    """Whether gloo's error means that a rank did not come or that its connection is lost."""
+    """Whether gloo's error means that a rank did not come or lost its connection."""
     return any(text in str(error).lower() for text in _RANK_IS_GONE)
 
 

@@ -1,4 +1,4 @@
-"""Symmetric memory on CPU: one shared-memory file per rank, mapped by all, its name gone once all have mapped it."""
+"""Symmetric memory on CPU: one shared-memory file per rank, mapped by all ranks and then unlinked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _living: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
     """Allocates a zeroed region of `num_bytes` in every rank's shared memory. Collective; see allocate_symmetric.
 
-    The memory lives until the last tensor made of it is gone, so a forgotten tensor cannot crash the process.
+    The memory lives until its last tensor is gone, so a forgotten tensor cannot crash the process.
     """
     remove_stale_files()
     path = SHM_DIRECTORY / f"{NAME_PREFIX}{_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
@@ -44,7 +44,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
         rendezvous.agree("creating shared memory", error)
         names = rendezvous.exchange("shared memory names", path.name)
         try:
-            # a name, not a path: it stays in this folder
+            # take the name only: the path must stay in this folder
             maps = [_map(SHM_DIRECTORY / Path(name).name, num_bytes) for name in names]
         except UntrustedFolderError as cause:
             error = cause
@@ -65,7 +65,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
 
 
 def put(target: int, source: int, num_bytes: int, rank: int) -> None:
-    """Copies bytes to the place in a rank's memory that `target` is in this rank's, as NVSHMEM's puts do.
+    """Copies bytes to a rank's memory, at the offset of `target` in this rank's, as NVSHMEM's puts do.
 
     Raises:
         StateError: there is no symmetric memory at `target`.
@@ -74,7 +74,7 @@ def put(target: int, source: int, num_bytes: int, rank: int) -> None:
 
 
 def count(counter: int, rank: int) -> None:
-    """Adds one to the int64 at the place in a rank's memory that `counter` is in this rank's; it has one writer."""
+    """Adds one to the int64 in a rank's memory at the offset of `counter` in this rank's; it has one writer."""
     place = ctypes.c_int64.from_address(_place_of(counter, rank))
     place.value += 1
 
@@ -90,7 +90,7 @@ def _place_of(address: int, rank: int) -> int:
 
 
 def remove_stale_files() -> None:
-    """Removes files whose process died in the moment between creating and unlinking them.
+    """Removes files whose process died between creating and unlinking them.
 
     Process numbers mean something only inside their namespace, so files of other containers are left alone.
     """
@@ -115,7 +115,7 @@ def _create(path: Path, num_bytes: int) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result, num_bytes: int) -> None:
-    """Refuses what a rank of this user cannot have made: names come from the group's store, which others may reach."""
+    """Refuses files that no rank of this user made: names come from the group's store, which others may reach."""
     private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid() or status.st_size < num_bytes:
         raise UntrustedFolderError(

@@ -1,4 +1,4 @@
-"""Where ranks meet outside the kernels: small JSON messages through the process group's store, bounded in time."""
+"""Rendezvous: ranks exchange small JSON messages through the process group's store, within a bound of time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_SECS = 300.0
 NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
-"""How long a store that works may take to answer."""
+"""Bound for the answer of a working store."""
 LEAVERS_POLL_SECS = 0.005
 
 
@@ -55,10 +55,10 @@ class Rendezvous:
         self._sequence = self._generation << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
-        """Every rank's message, in the order of `members`.
+        """Returns every rank's message, in the order of `members`.
 
         Args:
-            label: what this meeting is about; must be equal on all ranks.
+            label: subject of this meeting; must be equal on all ranks.
             message: anything JSON can hold.
 
         Raises:
@@ -70,7 +70,7 @@ class Rendezvous:
         with self._store_must_answer(label):
             self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
             answers = [json.loads(text) for text in self._texts(label)]
-            # whoever takes part in exchange n has read all of exchange n - 2
+            # a rank that takes part in exchange n has read all of exchange n - 2
             self._store.delete_key(self._key(self._sequence - 2, self.rank))
         require_one_version(answers, self.members)
         labels = [answer["label"] for answer in answers]
@@ -101,10 +101,10 @@ class Rendezvous:
             )
 
     def leave(self, patience_secs: float) -> str | None:
-        """The last meeting: waits for the others to leave, too, but never for longer than patience_secs.
+        """Holds the last meeting: waits until the others leave, too, for patience_secs at most.
 
         Returns:
-            None when all members have come; else why not all are known to have. Raises nothing.
+            None when all members have come; else the reason why some may not have. Raises nothing.
         """
         said: list[str | None] = []
 
@@ -114,7 +114,7 @@ class Rendezvous:
             except RuntimeError as error:
                 said.append(f"{NO_ANSWER}: {str(error).partition(chr(10))[0]}")
 
-        # A store behind a cut link answers nobody and keeps to no bound: a thread of its own can be left behind there.
+        # A store behind a cut link never answers and ignores its bound. A separate thread can be left behind.
         asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
         try:
             asking.start()
@@ -126,7 +126,7 @@ class Rendezvous:
     def _wait_for_leavers(self, deadline: float) -> str | None:
         keys = [f"left/{self._generation}/{place}" for place in range(self.world_size)]
         self._store.set(keys[self.rank], "")
-        # the store's own wait takes up to twice as long as it is told to
+        # the store's own wait may take twice its bound
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 return f"no sign of ranks {', '.join(map(str, self._absent(keys)))}"
@@ -134,14 +134,14 @@ class Rendezvous:
         return None
 
     def _absent(self, keys: list[str]) -> tuple[int, ...]:
-        """The members whose keys are not there."""
+        """Returns the members whose keys are missing."""
         return tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
 
     def _texts(self, label: str) -> list[bytes]:
-        """What every member has said in this exchange."""
+        """Returns every member's message of this exchange."""
         deadline = time.monotonic() + self.timeout_secs
         keys = [self._key(self._sequence, place) for place in range(self.world_size)]
         for key in keys:
@@ -154,7 +154,7 @@ class Rendezvous:
         return [bytes(self._store.get(key)) for key in keys]
 
     def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
-        """The error for members whose keys are not there."""
+        """Returns the error for members whose keys are missing."""
         missing = self._absent(keys)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
@@ -165,7 +165,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _store_must_answer(self, label: str) -> Iterator[None]:
-        """Turns the end of the process that holds the store into an error that says so."""
+        """Turns the failure of the store's process into a RankTimeoutError that says so."""
         try:
             yield
         except dist.DistNetworkError as error:

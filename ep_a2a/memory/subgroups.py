@@ -1,4 +1,4 @@
-"""Process groups of some ranks of a group, made by those ranks alone."""
+"""Makes process groups of some ranks of a group; only those ranks take part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_subgroup(
     *,
     store: distributed_c10d.Store | None = None,
 ) -> dist.ProcessGroup:
-    """A gloo group of some ranks of `parent`. Collective over these ranks; the others need not know.
+    """Makes a gloo group of some ranks of `parent`. Collective over these ranks only.
 
     new_group needs every process of the job; with its use_local_synchronization, members that belong to different
     numbers of groups wait for each other under different names (torch 2.13). Here members meet in the parent's store.
@@ -55,8 +55,8 @@ def make_subgroup(
             "Call make_subgroup on the ranks of the subgroup only.",
         )  # fmt: skip
     meeting = Rendezvous(parent, timeout_secs, members=ranks, store=store)
-    # A random name is new even where an earlier life of this job used the same store or the same numbers: torch keeps
-    # what it knows of a group's symmetric memory by name, beyond the end of the group.
+    # A random name is new even after a restart of this job with the same store or the same numbers. torch keeps a
+    # group's symmetric memory by name, beyond the end of the group.
     name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
     try:
         return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs), store)
@@ -87,7 +87,7 @@ def _make_group(
     timeout: timedelta,
     store: distributed_c10d.Store | None,
 ) -> dist.ProcessGroup:
-    """What new_group does after it has named the group, without its barrier."""
+    """Does what new_group does after it has named the group, without its barrier."""
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
     arguments: dict[str, Any] = {
         "group_size": len(ranks),

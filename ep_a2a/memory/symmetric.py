@@ -1,4 +1,4 @@
-"""Symmetric memory as its users see it, of whatever kind."""
+"""SymmetricMemory: one region per rank, of any kind, and where this process reaches each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SymmetricMemory:
     Attributes:
         local: this rank's region, uint8 [num_bytes]; zero after allocation.
         peer_addresses: by rank, where this process (or its GPU) reaches that rank's region.
-        kind: how it is shared, for logs.
+        kind: how the memory is shared, for logs.
         elements: by rank, its number for puts.
-        release: gives this rank's mappings back; local, not collective. Tensors made of `local` must be gone on a GPU.
+        release: gives this rank's mappings back. Local. On a GPU, tensors made of `local` must be gone.
     """
 
     local: torch.Tensor
@@ -52,7 +52,7 @@ class SymmetricMemory:
 
 
 class _DeviceBytes:
-    """Memory of an address, as torch.as_tensor takes it."""
+    """Memory at an address, in the form that torch.as_tensor takes."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -65,7 +65,7 @@ class _DeviceBytes:
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a GPU that torch did not allocate, as uint8 [num_bytes]; it is not freed with the tensor."""
+    """Returns GPU memory that torch did not allocate as uint8 [num_bytes]; it outlives the tensor."""
     import torch
 
     return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)

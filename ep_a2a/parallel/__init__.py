@@ -1,1 +1,1 @@
-"""The tensor-, data- and expert-parallel groups of this process, and the communicator of the last."""
+"""Tensor-, data- and expert-parallel groups of this process, and the expert-parallel communicator."""

@@ -1,4 +1,4 @@
-"""What a group of ranks communicates with; an expert-parallel group's holds the all-to-all manager."""
+"""DeviceCommunicator of a group of ranks; an expert-parallel group's holds the all-to-all manager."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DeviceCommunicator:
         device: where this rank's tensors live; None is CPU.
         device_group: the same ranks for tensors on `device`; None is `cpu_group`.
         unique_name: the group's name, "kind:number"; groups of kind "ep" are expert-parallel.
-        all2all_backend: backend of the manager, by registered name; equal on all ranks. May be assigned until the
-            manager is first asked for.
+        all2all_backend: backend of the manager, by registered name; equal on all ranks. Assigning it has an effect
+            until the first access to the manager.
 
     Attributes:
         dp_group, tp_group: the coordinators of the data- and tensor-parallel groups that the manager is given, or None.
@@ -53,15 +53,15 @@ class DeviceCommunicator:
 
     @property
     def is_ep_communicator(self) -> bool:
-        """Whether this is an expert-parallel group's, which alone has a manager."""
+        """Whether this communicator belongs to an expert-parallel group; only those have a manager."""
         return self.unique_name.split(":")[0] == "ep"
 
     @property
     def all2all_manager(self) -> All2AllManagerBase:
         """The manager of `all2all_backend`, made on first access, which is collective; allocates no device memory.
 
-        Assigning one replaces it: the communicator owns what it is given, destroys what it held before, and destroys
-        the last one in `destroy()`.
+        Assigning one replaces it. The communicator owns the manager it is given: it destroys the one it held before,
+        and the last one in `destroy()`.
 
         Raises:
             UnsupportedError: not an expert-parallel communicator.
@@ -91,11 +91,11 @@ class DeviceCommunicator:
                 replaced.destroy()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """The manager's `dispatch`: sends tokens to the ranks of their experts."""
+        """Sends tokens to the ranks of their experts, by the manager's `dispatch`."""
         return self.all2all_manager.dispatch(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """The manager's `combine`: brings the experts' results back and sums them."""
+        """Brings the experts' results back and sums them, by the manager's `combine`."""
         return self.all2all_manager.combine(*args, **kwargs)
 
     def destroy(self) -> None:

@@ -1,4 +1,4 @@
-"""One group of ranks with everything that belongs to it, and which ranks form which group."""
+"""GroupCoordinator, one group of ranks with its process groups and communicator, and the rule that forms the groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Global ranks of every tensor-, data- and expert-parallel group; each rank is in one group of each kind."""
+    """Global ranks of every tensor-, data- and expert-parallel group. Each rank is in one group of each kind."""
 
     tp: list[list[int]]
     dp: list[list[int]]
@@ -33,7 +33,7 @@ def group_ranks(
     pipeline_parallel_size: int = 1,
     prefill_context_parallel_size: int = 1,
 ) -> GroupRanks:
-    """Groups of a world of DP * PP * PCP * TP ranks, numbered in that order, TP fastest (AITER's and vLLM's rule).
+    """Returns the groups of a world of DP * PP * PCP * TP ranks, numbered in that order, TP fastest, as AITER does.
 
     An expert-parallel group merges all DP, PCP and TP ranks of one pipeline stage.
     """
@@ -47,7 +47,7 @@ def group_ranks(
 
 
 class GroupCoordinator:
-    """The group of one kind that this rank is in; vLLM's and AITER's attribute names.
+    """Group of one kind that this rank is in, with vLLM's and AITER's attribute names.
 
     Making one is collective over the whole world, because torch makes groups that way; all ranks pass the same
     arguments, except `device`.
@@ -110,7 +110,7 @@ class GroupCoordinator:
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroys a process group unless torch.distributed has been shut down meanwhile, which takes all groups along."""
+    """Destroys a process group, unless torch.distributed has been shut down with all its groups."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -119,7 +119,7 @@ def _make_groups(groups: Sequence[Sequence[int]], own: int, backend: str, cleanu
     made = [dist.new_group(list(members), backend=backend) for members in groups]
     group: dist.ProcessGroup = made[own]
     if backend == "gloo":
-        # Connected here is not connected everywhere: a member that left now would break another's handshake.
+        # A member that left before all are connected would break another's handshake.
         dist.barrier(group)
     cleanup.callback(destroy_group, group)
     return group

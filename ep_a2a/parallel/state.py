@@ -1,4 +1,4 @@
-"""The process's tensor-, data- and expert-parallel groups: made by init_dist_env, taken down by destroy_dist_env."""
+"""Makes and destroys this process's tensor-, data- and expert-parallel groups: init_dist_env, destroy_dist_env."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the ranks must agree on."""
+    """Arguments that the ranks must agree on."""
 
     tensor_model_parallel_size: int
     data_parallel_size: int
@@ -57,7 +57,7 @@ class _Setup:
         return self.data_parallel_size * self.ranks_per_replica
 
     def check(self, data_parallel_rank: int, rank: int) -> None:
-        """ConfigError for sizes below 1 and for ranks that they do not allow."""
+        """Raises ConfigError for sizes below 1 and for ranks that the sizes do not allow."""
         for name, value in asdict(self).items():
             if name.endswith("_size") and value < 1:
                 raise ConfigError(f"{name} >= 1", str(value))
@@ -162,17 +162,17 @@ def is_initialized() -> bool:
 
 
 def get_tp_group() -> GroupCoordinator:
-    """The tensor-parallel group of this rank; NotInitializedError before init_dist_env."""
+    """Returns the tensor-parallel group of this rank; NotInitializedError before init_dist_env."""
     return _initialized("a tensor-parallel group").tp
 
 
 def get_dp_group() -> GroupCoordinator:
-    """The data-parallel group of this rank; NotInitializedError before init_dist_env."""
+    """Returns the data-parallel group of this rank; NotInitializedError before init_dist_env."""
     return _initialized("a data-parallel group").dp
 
 
 def get_ep_group() -> GroupCoordinator:
-    """The expert-parallel group of this rank, DP and TP merged; NotInitializedError before init_dist_env."""
+    """Returns the expert-parallel group of this rank, DP and TP merged; NotInitializedError before init_dist_env."""
     return _initialized("an expert-parallel group").ep
 
 
@@ -210,7 +210,7 @@ def _leave_world() -> None:
 
 
 def _check_agreement(setup: _Setup) -> None:
-    """Compares the setups before groups are made from them: different groups would hang."""
+    """Compares the setups before groups are made from them, since ranks with different groups would hang."""
     group = dist.new_group(backend="gloo")
     setups: list[Any] = [None] * setup.world_size
     try:
@@ -255,7 +255,7 @@ def _say_once(message: str) -> None:
 
 
 def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
-    """This rank's device, made the current one if it is a GPU; CPU unless the backend can serve a GPU."""
+    """Returns this rank's device, a GPU if the backend names nccl, and makes a GPU the current device."""
     if "nccl" not in backend:
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()

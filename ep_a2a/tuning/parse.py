@@ -1,4 +1,4 @@
-"""Reading a tuned table strictly: a misspelt or impossible number is an error, not another launch."""
+"""Reads a tuned table strictly: a misspelt or impossible number is an error, not another launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WARPS = 32
 MIN_ELEMENTS, MAX_ELEMENTS = 128, 1 << 16
 MAX_PAUSE_NS = 1_000_000
 LARGEST = 1e30
-"""Of figures that justify a launch; integers without end would not fit a float."""
+"""Bound of measured figures: unbounded integers would not fit a float."""
 
 _WITH_ROLES = ("num_warps", "num_senders", "num_receivers")
 LAUNCH_FIELDS = {
@@ -25,13 +25,13 @@ LAUNCH_FIELDS = {
     "flagged_dispatch": _WITH_ROLES,
     "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns"),
 }
-"""What a launch names, by phase."""
+"""Fields of a launch, by phase."""
 
 Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def parse_table(path: Path, phase: str) -> list[Parts]:
-    """Key, launch and evidence of each entry of the table in a file, checked.
+    """Returns key, launch and evidence of each entry of the table in a file, checked.
 
     Raises:
         ConfigError: the file cannot be read, or is no table of this phase.

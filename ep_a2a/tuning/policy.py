@@ -1,4 +1,4 @@
-"""Launch numbers: a pure function of the device, the shapes and the caller's wishes."""
+"""Chooses launch numbers: a pure function of the device, the shapes and the caller's numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ep_a2a.tuning.tables import TunedTables
 
 INTERPRETED_PROGRAMS = 3
-"""Programs per launch on CPU: more than one, so that what programs share is exercised; few, since they run in turn."""
+"""Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
 DISPATCH_WARPS = 8
 FLAGGED_WARPS = 8
 COMBINE_WARPS = 4
@@ -23,17 +23,17 @@ BLOCK_ELEMENTS = 1024
 SEND_ROW_ELEMENTS = 8192
 """Elements that a program of a combine sends at once where there are many tokens: most rows in one piece."""
 FEW_TOKENS = 64
-"""Below this max_num_tokens latency counts: work is spread thin, and launches are prepared while the one before runs.
-From it on bandwidth counts, which early launches take from the one before them (bench/results)."""
+"""Below this max_num_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
+From it on bandwidth counts, which an early launch takes from the previous one (bench/results)."""
 MAX_COUNTED_ALONE = 1023
-"""Up to this max_num_tokens every program looks at the ids of all tokens, and learns nothing from other programs."""
+"""Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program."""
 BULK_SENDERS_PER_RANK = 16
 MOST_BULK_SENDERS = 64
-"""Programs that fill the wire then: more for more peers (32 of 2 ranks, 64 of 4: bench/results), up to where they take
-from those that add."""
+"""The most programs that send many tokens. More peers need more senders (2 ranks 32, 4 ranks 64: bench/results), until
+they take multiprocessors from programs that add."""
 BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
-"""The same for programs that also cast what they send: more of them, with fewer registers each."""
+"""Like SEND_ROW_ELEMENTS, for programs that also cast: BULK_CASTERS of them, with fewer registers each."""
 WIDE_SENDER_SHARE = 0.3
 """Share of a combine's programs that send, where its multiprocessors are bounded."""
 MAX_WARPS = 32
@@ -41,13 +41,13 @@ MAX_DISPATCH_PROGRAMS = 1024
 
 
 class Phase(enum.Enum):
-    """The launches of an op. FLAGGED_DISPATCH is the dispatch of few tokens."""
+    """Launches of an op. FLAGGED_DISPATCH is the low-latency dispatch of few tokens."""
 
     DISPATCH = "dispatch"
     FLAGGED_DISPATCH = "flagged_dispatch"
     COMBINE = "combine"
 
-    # every call looks things up by phase, and an Enum's own hash is a Python function
+    # Each call looks launches up by phase. An Enum's own hash is a slow Python function.
     __hash__ = object.__hash__
 
 
@@ -58,24 +58,24 @@ THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBIN
 WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
 SPEAKERS = {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
-"""The first programs of a launch with two roles: they speak with the peers, and neither send nor receive rows."""
+"""Number of first programs, in a launch with two roles, that post to peers and neither send nor receive rows."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched.
+    """Launch numbers of one kernel.
 
     Attributes:
         num_programs: programs (thread blocks) of the grid.
         num_warps: warps of 32 threads per program.
         reason: where the numbers come from.
-        num_senders: programs that send; num_receivers: programs that receive. In phases that have the two roles the
-            first programs have neither (SPEAKERS).
+        num_senders, num_receivers: programs that send and that receive. In phases with these roles the first programs
+            have neither (SPEAKERS).
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
-        sparse_polls: programs that receive flagged rows wait for what travels beside a row before they look at it.
-        read_ahead: programs that add rows read the next ones while they add, which takes registers.
-        dependent: the launch may be set up while the one before it on the stream still runs, where the GPU can do so.
+        sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
+        read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
+        dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
     """
 
     num_programs: int
@@ -102,10 +102,10 @@ def choose_launch(
     tables: TunedTables | None = None,
     max_sms: int | None = None,
 ) -> Launch:
-    """Launch numbers of one call.
+    """Returns the launch numbers of one call.
 
     Args:
-        config: the op's; its numbers are used with launch="manual".
+        config: the op's config, whose numbers are used with launch="manual".
         phase: which kernel.
         num_tokens: tokens that this rank brings.
         max_num_tokens: bound on every rank's tokens in this step.
@@ -113,7 +113,7 @@ def choose_launch(
         block_num, warp_per_block: the caller's numbers, used when > 0.
         tables: where launch="auto" looks for tuned numbers first.
         max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
-            programs over all it has, so that this is a bound on programs, which are wider then.
+            programs over all multiprocessors, so this bounds the number of programs, which become wider.
     """
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
@@ -137,7 +137,7 @@ def choose_launch(
 
 
 def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
-    """The wish with programs as wide as a multiprocessor serves them best; those of a combine take whole rows."""
+    """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
     wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
     if phase is not Phase.COMBINE:
         return wish
@@ -149,7 +149,7 @@ def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
 
 
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
-    """As many programs as there is work for."""
+    """Returns a launch with a program per unit of work."""
     if phase is Phase.DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
     few = max_num_tokens < FEW_TOKENS
@@ -171,7 +171,7 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
 
 
 def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
-    """Flagged rows that may come to a rank; its own do not travel but in layout compact."""
+    """Returns the most low-latency rows that come to a rank; its own rows travel in layout compact only."""
     return max(1, max_num_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
 
 
@@ -205,14 +205,14 @@ def _tuned(
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
-    """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+    """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
     return Phase.FLAGGED_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
 
 
 def launch_shapes(
     config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None, max_sms: int | None = None
 ) -> list[tuple[Phase, int, Launch]]:
-    """A launch of every shape that steps of at most M tokens have without a caller's numbers, with its max_num_tokens.
+    """Returns one launch of every shape that steps of at most M tokens take, with its phase and max_num_tokens.
 
     Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
     """
@@ -233,10 +233,10 @@ def launch_shapes(
 
 
 def fit(wish: Launch, phase: Phase, most: int) -> Launch:
-    """The wish with at most `most` programs, so that all are on the GPU at once.
+    """Returns the wish with at most `most` programs, so that all are on the GPU at once.
 
-    A program waits for other ranks and for earlier programs, never for a later one. So a larger launch would end, too,
-    but those that wait would keep later ones from adding what has come.
+    A program waits for other ranks and for earlier programs only, so a larger launch would end, too. Its waiting
+    programs would keep later ones from adding rows that have arrived.
     """
     if phase is Phase.DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))

@@ -1,4 +1,4 @@
-"""Tuned launch numbers: the tables in configs/, and which entry of one a launch takes.
+"""Reads, searches and writes the tables of tuned launch numbers in configs/.
 
 A table is a JSON file `{arch}_{kernel}_ep{ranks}_{phase}.json`: shape keys, the launch that was fastest for each, and
 the measurement that says so. Its numbers are wishes: the policy gives no more programs than there is work or room for.
@@ -29,10 +29,10 @@ PHASES = ("dispatch", "flagged_dispatch", "combine")
 """Values of policy.Phase; each has a table of its own."""
 INTRA_NODE = "intra_node"
 NO_TABLES = "none"
-"""As EP_A2A_TUNING_DIR: no tables at all, the shipped ones included."""
+"""Value of EP_A2A_TUNING_DIR for no tables at all, not even the shipped ones."""
 MAX_RATIO = 2.0
-"""Entries whose max_num_tokens or hidden_dim is off by more than this factor say nothing: at four times the tokens that
-one was found for it was 4 % slower than the analytic numbers (bench/results)."""
+"""Entries whose max_num_tokens or hidden_dim is off by more than this factor are not used: at four times its tokens an
+entry was 4 % slower than the analytic numbers (bench/results)."""
 ABOUT = (
     "us is a whole round trip, dispatch + combine in a CUDA graph, median, slowest rank; gb_per_s is what the round "
     "trip must move over the wire, remote_rows of a rank times the bytes of a row on both ways, over us. "
@@ -44,7 +44,7 @@ _told: set[tuple[str, ShapeKey, str]] = set()
 
 @dataclass(frozen=True, order=True)
 class ShapeKey:
-    """What a launch was tuned for.
+    """Shape that a launch was tuned for.
 
     Attributes:
         hidden_dim: H. topk: K.
@@ -113,7 +113,7 @@ class Table:
     entries: tuple[TableEntry, ...] = ()
 
     def turning_points(self) -> set[int]:
-        """Sizes at, just before or just behind which `lookup` may change its answer as max_num_tokens grows."""
+        """Returns the values of max_num_tokens around which `lookup` may change its answer."""
         sizes = sorted({entry.key.max_num_tokens for entry in self.entries})
         points = [float(size) for size in sizes]
         points += [(low * high) ** 0.5 for low in sizes for high in sizes if low < high]
@@ -122,14 +122,14 @@ class Table:
 
 
 class Found(NamedTuple):
-    """An entry and where it comes from, in words."""
+    """An entry, and its source in words."""
 
     entry: TableEntry
     reason: str
 
 
 def lookup(table: Table, key: ShapeKey) -> Found | None:
-    """The entry for a shape: the exact one, else the nearest, else None.
+    """Returns the entry for a shape: the exact one, else the nearest, else None.
 
     Nearest means of the same cast, of the same hidden_dim (else of the nearest), and then nearest in max_num_tokens by
     the distance of logarithms; of two at equal distance the one with the same topk, then the larger. Nothing further
@@ -169,23 +169,23 @@ class TunedTables:
         self._tables = dict(tables or {})
 
     def find(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> Found | None:
-        """What `lookup` finds for a step of an op."""
+        """Returns the entry that `lookup` finds for a step of an op."""
         return lookup(self._tables.get(phase, Table()), shape_key(config, phase, max_num_tokens))
 
     def tell(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
-        """Logs where a launch comes from, at info, once for each phase, shape and source in a process."""
+        """Logs the source of a launch, at info, once per phase, shape and source in a process."""
         what = (phase, shape_key(config, phase, max_num_tokens), reason)
         if what not in _told:
             _told.add(what)
             _log.info("%s of at most %d tokens per rank: launch numbers are %s", phase, max_num_tokens, reason)
 
     def turning_points(self) -> set[int]:
-        """Those of all tables."""
+        """Returns the turning points of all tables."""
         return set().union(*(table.turning_points() for table in self._tables.values()))
 
 
 def shape_key(config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> ShapeKey:
-    """The key of a step: what all ranks agree on."""
+    """Returns the key of a step; ranks agree on all of it."""
     cast, dtype = config.dispatch_quant, config.wire_dtype
     if phase == "combine":
         cast, dtype = config.combine_quant, config.combined_dtype
@@ -194,24 +194,24 @@ def shape_key(config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) 
 
 
 def arch_name(capability: tuple[int, int]) -> str:
-    """Name of a compute capability in file names: (9, 0) is sm_90."""
+    """Returns the name of a compute capability in file names: (9, 0) is sm_90."""
     return f"sm_{capability[0]}{capability[1]}"
 
 
 def table_name(arch: str, num_ranks: int, phase: str, kernel: str = INTRA_NODE) -> str:
-    """File name of a table."""
+    """Returns the file name of a table."""
     return f"{arch}_{kernel}_ep{num_ranks}_{phase}.json"
 
 
 def shipped_directory() -> Path:
-    """configs/: inside an installed package, or beside it in a checkout."""
+    """Returns configs/: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def load_tables(arch: str, num_ranks: int, kernel: str = INTRA_NODE) -> TunedTables:
-    """The tables for a kind of GPU and a number of ranks: those in EP_A2A_TUNING_DIR, then the shipped ones.
+    """Returns the tables for a kind of GPU and a number of ranks: those in EP_A2A_TUNING_DIR, then the shipped ones.
 
     Entries of the directory replace shipped ones of the same key. EP_A2A_TUNING_DIR=none: no tables.
 
@@ -239,7 +239,7 @@ def load_tables(arch: str, num_ranks: int, kernel: str = INTRA_NODE) -> TunedTab
 
 
 def read_table(path: Path, phase: str, origin: str | None = None) -> Table:
-    """The table in a file.
+    """Reads the table in a file.
 
     Args:
         path: the file. phase: value of policy.Phase, which says what a launch must name.
@@ -255,7 +255,7 @@ def read_table(path: Path, phase: str, origin: str | None = None) -> Table:
 
 
 def write_table(path: Path, phase: str, entries: Iterable[TableEntry]) -> None:
-    """Writes entries into a table that exists or does not: those of equal keys are replaced, others stay.
+    """Writes entries into a new or existing table: entries of equal keys are replaced, others stay.
 
     Readers see the old file or the new one, never a part. Entries are ordered by key.
 
@@ -271,7 +271,7 @@ def write_table(path: Path, phase: str, entries: Iterable[TableEntry]) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        # what mkstemp makes is for its owner only; tables are for everybody
+        # mkstemp makes files for the owner alone; tables are for everybody
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:
