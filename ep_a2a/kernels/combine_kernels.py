@@ -62,10 +62,13 @@ def tell_peers(
 @portable
 def hear_peers(
     table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    ORDERS: tl.constexpr,
+    ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1,
 ):  # fmt: skip
-    """Waits until every peer has begun this combine; the poison word, also when a peer brings no weights."""
-    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS, 1)
+    """Waits until every peer has begun this combine; the poison word, also when a peer brings no weights.
+
+    ORDERS, PATIENCE: as of wait_all.
+    """
+    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS, PATIENCE)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, WORLD_LANES)

@@ -12,10 +12,10 @@ result   this rank's only, shared by sequential ops: what combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
 
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
-region; for regions of the local, result and expert blocks only this rank's own column is set. Where ranks of other
-nodes are reached by puts only, their columns have what is to be put (FAR_COPIES), or nothing; row ELEMENTS has the
-ranks' numbers in NVSHMEM. The op's step counters (Stage) follow the table, and then the address of where spans are
-noted (Span), 0 for nowhere.
+region; for regions of the local, result and expert blocks only this rank's own column is set. Where kernels cannot
+store to ranks of other nodes, their columns lead to mirrors in this rank's memory (REMOTE_MIRRORS), or nowhere. Row
+ELEMENTS has the ranks' numbers in NVSHMEM. The op's step counters (Stage) follow the table, and then the address of
+where spans are noted (Span), 0 for nowhere.
 """
 
 import enum
@@ -76,21 +76,22 @@ class Region(enum.IntEnum):
     FORWARDED_LINES = 40
     FORWARDED_ROWS = 41
     STAGED_CHUNKS = 42
-    FAR_POISON = 43
-    FAR_COMBINE_FLAGS = 44
-    FAR_COUNTS = 45
-    FAR_WEIGHT_EPOCHS = 46
-    FAR_UNREAD = 47
+    MIRROR_POISON = 43
+    MIRROR_COMBINE_FLAGS = 44
+    MIRROR_COUNTS = 45
+    MIRROR_WEIGHT_EPOCHS = 46
+    UNREAD = 47
     ELEMENTS = 48
+    CHUNKS_SENT_BACK = 49
 
 
-FAR_COPIES = {
-    Region.POISON: Region.FAR_POISON,
-    Region.COMBINE_FLAGS: Region.FAR_COMBINE_FLAGS,
-    Region.COUNTS: Region.FAR_COUNTS,
-    Region.WEIGHT_EPOCHS: Region.FAR_WEIGHT_EPOCHS,
+REMOTE_MIRRORS = {
+    Region.POISON: Region.MIRROR_POISON,
+    Region.COMBINE_FLAGS: Region.MIRROR_COMBINE_FLAGS,
+    Region.COUNTS: Region.MIRROR_COUNTS,
+    Region.WEIGHT_EPOCHS: Region.MIRROR_WEIGHT_EPOCHS,
 }
-"""Where kernels write, in this rank's memory, what ranks that only puts reach are to have in a region (far_kernels)."""
+"""Where kernels write, in this rank's memory, what ranks that no store reaches are to have in a region."""
 
 
 class State(enum.IntEnum):
@@ -213,7 +214,16 @@ class OpLayout:
         expert_rows = config.num_local_experts * reduced_rows
         rings = Rings.of(config)
         num_nodes, channels, slots = rings.num_nodes, rings.num_channels, rings.num_slots
-        far_ranks = world_size if rings.by_puts else 0
+        mirrored = world_size if rings.by_puts or rings.by_host else 0
+        # chunks that the host moves have no counters, and are packed for all nodes at once
+        counted = 0 if rings.by_host else num_nodes
+        to_experts: tuple[int, ...] = (num_nodes, channels, slots, rings.slot_words)
+        back: tuple[int, ...] = (num_nodes, channels, slots, rings.back_slot_words)
+        packed: tuple[int, ...] = (channels, rings.staged_words)
+        packed_back: tuple[int, ...] = (0,)
+        if rings.by_host:
+            to_experts = packed = (num_nodes, rings.node_words(max_tokens, back=False))
+            back = packed_back = (num_nodes, rings.node_words(max_tokens, back=True))
         # with rings the ranks of a token's node take results from where its experts' ranks keep them
         result_rows = rows if config.uses_rings else sent_rows
         i32, i64, f32, u8 = torch.int32, torch.int64, torch.float32, torch.uint8
@@ -228,26 +238,27 @@ class OpLayout:
                 (Region.SOURCE_POSITIONS, i32, (rows,)),
                 (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, hidden_dim)),
                 (Region.FLAGGED_SIDES, i64, (world_size * config.flagged_tokens, side_words(config))),
-                (Region.CHUNKS_ARRIVED, i64, (2, num_nodes, channels)),
-                (Region.CHUNKS_TAKEN, i64, (2, num_nodes, channels)),
-                (Region.FAR_POISON, i32, (far_ranks and 1,)),
-                (Region.FAR_COMBINE_FLAGS, i32, (far_ranks,)),
-                (Region.FAR_COUNTS, i64, (far_ranks, world_size + 1)),
-                (Region.FAR_WEIGHT_EPOCHS, i32, (far_ranks,)),
-                (Region.FAR_UNREAD, i64, (far_ranks and 1,)),
+                (Region.CHUNKS_ARRIVED, i64, (2, counted, channels)),
+                (Region.CHUNKS_TAKEN, i64, (2, counted, channels)),
+                (Region.MIRROR_POISON, i32, (mirrored and 1,)),
+                (Region.MIRROR_COMBINE_FLAGS, i32, (mirrored,)),
+                (Region.MIRROR_COUNTS, i64, (mirrored, world_size + 1)),
+                (Region.MIRROR_WEIGHT_EPOCHS, i32, (mirrored,)),
+                (Region.UNREAD, i64, (int(rings.by_puts),)),
             ),
             dispatch=_block(
                 (Region.TOKENS, config.wire_dtype, (rows, hidden_dim)),
                 (Region.SCALES, u8, (rows, config.num_scales * config.scale_bytes)),
                 (Region.WEIGHTS, f32, (rows, topk)),
-                (Region.CHUNKS, i32, (num_nodes, channels, slots, rings.slot_words)),
-                (Region.STAGED_CHUNKS, i32, (channels, rings.staged_words)),
+                (Region.CHUNKS, i32, to_experts),
+                (Region.STAGED_CHUNKS, i32, packed),
             ),
             combine=_block(
                 (Region.COMBINE_ROWS, config.combine_wire_dtype, (result_rows, hidden_dim)),
                 (Region.COMBINE_SCALES, f32, (result_rows, config.num_combine_scales)),
                 (Region.COMBINE_WEIGHTS, f32, (result_rows, topk)),
-                (Region.CHUNKS_BACK, i32, (num_nodes, channels, slots, rings.back_slot_words)),
+                (Region.CHUNKS_BACK, i32, back),
+                (Region.CHUNKS_SENT_BACK, i32, packed_back),
             ),
             local=_block(
                 (Region.STATE, i32, (STATE_WORDS,)),
@@ -259,7 +270,7 @@ class OpLayout:
                 (Region.TOTAL_RECV, i32, (1,)),
                 (Region.EXPERT_COUNTS, i32, (max(1, config.num_local_experts),)),
                 (Region.EXPERT_RECV_COUNT, i32, (max(1, config.num_local_experts),)),
-                (Region.CHANNEL_STATE, i32, (2, channels, 2, num_nodes)),
+                (Region.CHANNEL_STATE, i32, (2, channels, 2, counted)),
                 (Region.OWN_LINES, i32, (max_tokens if num_nodes else 0, num_nodes)),
                 (Region.FORWARDED_CHANNELS, i32, (num_nodes,)),
                 (Region.FORWARDED_CHUNKS, i32, (channels, num_nodes)),

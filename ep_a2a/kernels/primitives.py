@@ -307,15 +307,17 @@ def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PAT
 @portable
 def wait_all(
     table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ORDERS: tl.constexpr, PATIENCE: tl.constexpr,
+    ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0,
 ):  # fmt: skip
     """Waits until every peer's flag has reached `epoch`. 0 when all came, else the poison word.
 
     All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
-    PATIENCE: as in overdue.
+    PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is waited for; 0 for all ranks.
     """
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
+    if WITHIN:
+        present = present & (lanes // WITHIN == rank // WITHIN)
     flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
     late = late_lanes(flags, epoch, present, ORDERS)
     num_late = reduce_sum(late, 0)

@@ -103,6 +103,6 @@ def fence():
 
 
 @portable
-def settle_kernel(table):
+def quiet_kernel(table):
     """Ends when all that this rank's kernels have put is there; one program."""
     _quiet()

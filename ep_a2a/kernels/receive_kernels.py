@@ -49,39 +49,45 @@ def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr,
 
 
 @portable
-def look_at_counts(words, epoch, lanes, WORLD_SIZE: tl.constexpr):
-    """(how many words of COUNTS are not of this epoch, their payload)."""
+def look_at_counts(words, epoch, lanes, rank, WORLD_SIZE: tl.constexpr, WITHIN: tl.constexpr):
+    """(1 for words of COUNTS that are not of this epoch, their payload). WITHIN: as of wait_counts."""
     inside = lanes < WORLD_SIZE * (WORLD_SIZE + 1)
+    if WITHIN:
+        inside = inside & (lanes // (WORLD_SIZE + 1) // WITHIN == rank // WITHIN)
     seen = tl.load(words + lanes, mask=inside, other=0, volatile=True)
     late = ((epoch_of(seen) != epoch) & inside).to(tl.int32)
     return late, payload_of(seen)
 
 
 @portable
-def wait_counts(table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr):
+def wait_counts(
+    table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1,
+    WITHIN: tl.constexpr = 0,
+):  # fmt: skip
     """Waits until every rank's line of COUNTS is of this epoch.
 
     COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
-    the lanes is one verdict for all.
+    the lanes is one verdict for all. PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is
+    waited for; 0 for all ranks.
 
     Returns:
         (counts, poison): payload of the words, [COUNT_LANES], line by line; the poison word when they did not come.
     """
     lanes = tl.arange(0, COUNT_LANES)
     words = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
-    late, counts = look_at_counts(words, epoch, lanes, WORLD_SIZE)
+    late, counts = look_at_counts(words, epoch, lanes, rank, WORLD_SIZE, WITHIN)
     num_late = reduce_sum(late, 0)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause(0)
-        late, counts = look_at_counts(words, epoch, lanes, WORLD_SIZE)
+        late, counts = look_at_counts(words, epoch, lanes, rank, WORLD_SIZE, WITHIN)
         num_late = reduce_sum(late, 0)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes // (WORLD_SIZE + 1), WORLD_SIZE), 0)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, 1)
+            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
     return counts, poison
 
 

@@ -188,19 +188,19 @@ def places_in_slots(slots, numbers, OFFSET_WORDS: tl.constexpr, RINGS: tl.conste
 
 @portable
 def add_nodes(
-    table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank,
+    table, slots, result, ids, bias_0, bias_1, num_tokens, channel, count, epoch, rank,
     RINGS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
     BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     CHECK_INDICES: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes, in ascending order of nodes."""
+    """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes, in ascending order of nodes.
+
+    slots: by node, the address of the chunk.
+    """
     NODES: tl.constexpr = RINGS[0]
     lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32)
     sums_out = address(table, RESULT_WEIGHTS, rank, WORLD_SIZE, tl.float32)
     first_token, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
-    slots = ()
-    for node in tl.static_range(NODES):
-        slots = slots + (slot_of(table, CHUNKS_BACK, rank, node, channel, before + count, RINGS, WORLD_SIZE),)
     for token in range(first_token, end):
         numbers = ()
         for node in tl.static_range(NODES):
@@ -256,11 +256,13 @@ def take_chunk(
     missing = behind.to(tl.int32)
     is_there = reduce_sum(missing, 0) == 0
     if is_there:
+        slots = ()
         for node in tl.static_range(NODES):
             came = counter_of(table, CHUNKS_ARRIVED, rank, BACK, node, channel, RINGS, WORLD_SIZE)
             before_reading(came, RINGS)
+            slots = slots + (slot_of(table, CHUNKS_BACK, rank, node, channel, before + count, RINGS, WORLD_SIZE),)
         add_nodes(
-            table, result, ids, bias_0, bias_1, num_tokens, channel, count, before, epoch, rank, RINGS, TOPK,
+            table, slots, result, ids, bias_0, bias_1, num_tokens, channel, count, epoch, rank, RINGS, TOPK,
             TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
         )  # fmt: skip
         give_room_to_all(table, BACK, channel, before + count + 1, rank, NODE_LANES, RINGS, WORLD_SIZE)

@@ -24,7 +24,7 @@ CHUNKS_TAKEN = tl.constexpr(Region.CHUNKS_TAKEN.value)
 CHUNKS = tl.constexpr(Region.CHUNKS.value)
 CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
 STAGED_CHUNKS = tl.constexpr(Region.STAGED_CHUNKS.value)
-FAR_UNREAD = tl.constexpr(Region.FAR_UNREAD.value)
+UNREAD = tl.constexpr(Region.UNREAD.value)
 ELEMENTS = tl.constexpr(Region.ELEMENTS.value)
 CHANNEL_STATE = tl.constexpr(Region.CHANNEL_STATE.value)
 
@@ -135,7 +135,7 @@ def give_room(
     unread = tl.full((), 0, tl.int64)
     if RINGS[8] > 0:
         # a signal does not come without bytes
-        unread = tl.load(table + FAR_UNREAD * WORLD_SIZE + rank)
+        unread = tl.load(table + UNREAD * WORLD_SIZE + rank)
     raise_at_node(
         table, CHUNKS_TAKEN, unread, unread, 8, direction, peer, channel, value, rank, RINGS, WORLD_SIZE
     )  # fmt: skip

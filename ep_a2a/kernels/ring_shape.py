@@ -1,9 +1,12 @@
-"""Shape of the rings through which chunks of tokens travel between nodes: pure arithmetic.
+"""Shape of the chunks in which tokens travel between nodes, and of the rings that hold them: pure arithmetic.
 
 A rank exchanges chunks with the ranks of its local number on all nodes, its own included, in two directions: tokens on
 their way to experts, and results on their way back. The tokens of a rank are cut into chunks, which the channels share
 in turn: channel c has chunks c, c + num_channels, ... Each channel has a ring of `num_slots` chunks per peer and
 direction, at the receiving end.
+
+Where the host moves what crosses (transport torch.distributed), there is one chunk per channel, too. A rank's chunks of
+a step for a node lie behind one another, behind a head that tells what all ranks are told.
 """
 
 import math
@@ -14,8 +17,12 @@ from ep_a2a.errors import ConfigError
 
 BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
+BY_HOST = "torch.distributed"
+"""The transport over which the host moves what kernels have packed for other nodes."""
 MAX_CHANNELS = 256
 """Nearly two programs for each multiprocessor of an H200: one works on one line at a time."""
+HEAD_MARKS = 3
+"""Words behind the counts of a head: the epochs of a combine and of its weights, and the poison word."""
 HEADER_WORDS = 4
 """Words before the lines of a chunk: how many lines follow, and whether it is the channel's last of the step."""
 WORD_BYTES = 4
@@ -36,6 +43,7 @@ class Rings:
             the node's G ranks or -1, and the token's number at its source.
         back_line_words: words of a line on the way back: a row of results and K weights.
         by_puts: kernels reach memory of other nodes by puts only (transport nvshmem), not by stores.
+        head_words: words before the chunks that go to a node: a line of counts, and HEAD_MARKS. 0 but with `by_host`.
     """
 
     num_nodes: int
@@ -49,6 +57,7 @@ class Rings:
     line_words: int
     back_line_words: int
     by_puts: bool = False
+    head_words: int = 0
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> "Rings":
@@ -67,7 +76,8 @@ class Rings:
             raise ConfigError("ring_chunks to be a power of two", str(config.ring_chunks))
         asks = config.launch == "manual" and config.rdma_block_num > 0
         channels = config.rdma_block_num if asks else MAX_CHANNELS
-        if config.kernel_type in WHOLE_RING_KERNEL_TYPES:
+        by_host = config.rail == BY_HOST
+        if by_host or config.kernel_type in WHOLE_RING_KERNEL_TYPES:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:
             chunk_tokens, num_slots = min(config.chunk_tokens, most), config.ring_chunks
@@ -83,7 +93,22 @@ class Rings:
             config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
             row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
             _aligned(back_words + topk), config.rail == BY_PUTS,
+            _aligned(2 * (config.world_size + 1) + HEAD_MARKS) if by_host else 0,
         )  # fmt: skip
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host moves what kernels have packed for other nodes (transport torch.distributed)."""
+        return self.head_words > 0
+
+    def chunks_of_step(self, max_num_tokens: int) -> int:
+        """Chunks in which so many tokens of a rank lie."""
+        return math.ceil(max_num_tokens / self.chunk_tokens)
+
+    def node_words(self, max_num_tokens: int, *, back: bool) -> int:
+        """Words that go to one node in such a step, where the host moves them."""
+        slot_words = self.back_slot_words if back else self.slot_words
+        return self.head_words + self.chunks_of_step(max_num_tokens) * slot_words
 
     @property
     def slot_words(self) -> int:

@@ -1,119 +1,330 @@
-"""Before and after the hop between nodes: tokens sorted by node, and the nodes' sums added. Local, nobody waits."""
+"""Kernels around an exchange between nodes that the host makes: they pack what crosses, and unpack what has come.
+
+A rank packs one line per token and node, in the chunks of rings (ring_shape.py). The chunks of a step for a node lie
+behind one another, behind a head. The head has what this rank tells all ranks: its counts, flags and failures. The
+host exchanges all that with the ranks of the same local rank. Whoever receives a line copies it to the ranks of its
+node, and tells them what the head says. Combine is the mirror image.
+
+What the host has exchanged is there, so no kernel waits for it. Kernels wait for ranks of their node, and for what
+these have received.
+"""
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import plus_biases, quantize_tile, round_to, widened
+from ep_a2a.kernels.combine_kernels import hear_peers
 from ep_a2a.kernels.jit import portable
-from ep_a2a.kernels.primitives import reduce_max
-from ep_a2a.kernels.routing_kernels import owner_of
-from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
+from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage
+from ep_a2a.kernels.primitives import (
+    POISON,
+    address,
+    arrive_last,
+    ask_poison,
+    begin_stage,
+    fail,
+    finish_stage,
+    lanes_behind,
+    may_go_on,
+    poison_of,
+    wait_all,
+)
+from ep_a2a.kernels.receive_kernels import wait_counts
+from ep_a2a.kernels.ring_combine_kernels import add_nodes, add_ranks, clear_results
+from ep_a2a.kernels.ring_forward_kernels import copy_lines
+from ep_a2a.kernels.ring_kernels import tokens_of_chunk, words_at
+from ep_a2a.kernels.ring_send_kernels import write_chunk
 
+CHUNKS = tl.constexpr(Region.CHUNKS.value)
+CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
+CHUNKS_SENT = tl.constexpr(Region.STAGED_CHUNKS.value)
+CHUNKS_SENT_BACK = tl.constexpr(Region.CHUNKS_SENT_BACK.value)
+COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
+COUNTS = tl.constexpr(Region.COUNTS.value)
+DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
+WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
+MIRROR_COMBINE_FLAGS = tl.constexpr(REMOTE_MIRRORS[Region.COMBINE_FLAGS].value)
+MIRROR_COUNTS = tl.constexpr(REMOTE_MIRRORS[Region.COUNTS].value)
+MIRROR_WEIGHT_EPOCHS = tl.constexpr(REMOTE_MIRRORS[Region.WEIGHT_EPOCHS].value)
+DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
+DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
+COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
-@portable(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["scales", "weights", "ids"])
-def pack_kernel(
-    x, scales, weights, ids, to_tokens, to_scales, to_weights, to_ids, visits, num_tokens, stride,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr, NUM_NODES: tl.constexpr,
-    ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr,
-    GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-):  # fmt: skip
-    """Writes each token once for every distinct node that owns one of its experts, into the line of its number.
-
-    As many lines travel whatever the routing, so that dense ones would save nothing, and tell less.
-
-    Args:
-        x: [num_tokens, row] as 4-byte words, or as elements when GROUP > 0 asks for the fp8 cast.
-        scales: [num_tokens, SCALE_WIDTH] when SCALE_WIDTH > 0 and nothing is cast.
-        weights: [num_tokens, TOPK] as int32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
-        to_tokens, to_scales, to_weights, to_ids: [NUM_NODES, stride, ...], what goes to each node. Lines that no token
-            takes get ids of -1; of the rest of them nothing is written.
-        visits: int32 [num_tokens, NUM_NODES], out: 1 where the token goes to a node, else 0.
-        stride: max_num_tokens, lines per node.
-        OWNERS: of nodes; see routing_kernels.owner_of.
-    """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    choices, scale_lanes = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES)
-    groups, elements = tl.arange(0, GROUPS_LANES), tl.arange(0, GROUP_LANES)
-    num_groups: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else 1
-    cast_mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    for token in range(program, num_tokens, num_programs):
-        token_ids, token_weights = load_choices(ids, weights, token, num_tokens, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        nodes_of_ids = owner_of(token_ids, OWNERS)
-        if GROUP > 0:
-            tile = load_for_cast(x, token, num_tokens, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-            bits, scale_bits = quantize_tile(tile.to(tl.float32), POWERS_OF_TWO)
-        elif SCALE_WIDTH > 0:
-            token_scales = load_line(scales, token, num_tokens, SCALE_WIDTH, SCALE_LANES)
-        for node in tl.static_range(NUM_NODES):
-            row = tl.cast(node * stride + token, tl.int64)
-            goes = reduce_max((nodes_of_ids == node).to(tl.int32), 0) > 0
-            if goes:
-                if GROUP > 0:
-                    at = groups[:, None] * GROUP + elements[None, :]
-                    tl.store(to_tokens + row * (ROW_WORDS * 4) + at, bits, mask=cast_mask)
-                    if BYTE_SCALES:
-                        made = (scale_bits >> 23).to(tl.uint8)
-                    else:
-                        made = scale_bits
-                    tl.store(to_scales + row * num_groups + groups, made, mask=groups < num_groups)
-                else:
-                    copy_row(x, token, to_tokens + row * ROW_WORDS, ROW_WORDS, BLOCK_WORDS)
-                    if SCALE_WIDTH > 0:
-                        at_scales = to_scales + row * SCALE_WIDTH + scale_lanes
-                        tl.store(at_scales, token_scales, mask=scale_lanes < SCALE_WIDTH)
-                if HAS_WEIGHTS:
-                    tl.store(to_weights + row * TOPK + choices, token_weights, mask=choices < TOPK)
-            tl.store(to_ids + row * TOPK + choices, tl.where(goes, token_ids, -1), mask=choices < TOPK)
-            tl.store(visits + tl.cast(token, tl.int64) * NUM_NODES + node, goes.to(tl.int32))
-    for unused in range(num_tokens + program, stride, num_programs):
-        for node in tl.static_range(NUM_NODES):
-            row = tl.cast(node * stride + unused, tl.int64)
-            tl.store(to_ids + row * TOPK + choices, choices * 0 - 1, mask=choices < TOPK)
+AFTER_HOST = tl.constexpr(2)
+"""Timeouts that a kernel waits for what another rank's host exchanges: that one is the first to name who is missing."""
+AFTER_COMBINING_HOST = tl.constexpr(3)
+"""The same in combine, where a host waits for two: for ranks that wait for others of their node first."""
 
 
 @portable
-def sum_over_nodes(
-    rows, visits, token, first, stride, WIDTH: tl.constexpr, LANES: tl.constexpr, NUM_NODES: tl.constexpr,
-    DTYPE: tl.constexpr, ELEMENT: tl.constexpr,
+def start_of(
+    table, region: tl.constexpr, node, num_chunks, rank, HEAD_WORDS: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """float32 [LANES]: elements first, first + 1, ... of a token's rows [NUM_NODES, stride, WIDTH], nodes ascending."""
-    offsets = first + tl.arange(0, LANES)
-    total = tl.full((LANES,), 0, tl.float32)
-    for node in tl.static_range(NUM_NODES):
-        goes = tl.load(visits + tl.cast(token, tl.int64) * NUM_NODES + node)
-        row = tl.cast(node * stride + token, tl.int64)
-        bits = tl.load(rows + row * WIDTH + offsets, mask=(offsets < WIDTH) & (offsets * 0 + goes > 0), other=0)
-        total += widened(bits.to(ELEMENT), DTYPE)
-    return total
+    """Address (int64) of what goes to a node, or has come from it, in a step of so many chunks: its head."""
+    num_words = HEAD_WORDS + tl.cast(num_chunks, tl.int64) * RINGS[7]
+    return tl.load(table + region * WORLD_SIZE + rank) + node * num_words * 4
 
 
-@portable(do_not_specialize=["num_tokens", "stride"])
-def add_nodes_kernel(
-    rows, weight_rows, visits, bias_0, bias_1, result, result_weights, num_tokens, stride,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    NUM_NODES: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+@portable
+def chunk_of(
+    table, region: tl.constexpr, node, chunk, num_chunks, rank, HEAD_WORDS: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the nodes' sums of each token in ascending order of nodes, in float32.
+    """Address (int64) of one of those chunks."""
+    start = start_of(table, region, node, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+    return start + HEAD_WORDS * 4 + tl.cast(chunk, tl.int64) * (RINGS[7] * 4)
+
+
+@portable
+def write_heads(
+    table, region: tl.constexpr, num_chunks, poison, rank, HEAD_WORDS: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Writes the head for every node: what this rank's kernels have stored in the mirrors, and its poison word."""
+    NODES: tl.constexpr = RINGS[0]
+    marks: tl.constexpr = 2 * (WORLD_SIZE + 1)
+    lanes = tl.arange(0, WORLD_LANES)
+    line = address(table, MIRROR_COUNTS, rank, WORLD_SIZE, tl.int64) + rank * (WORLD_SIZE + 1)
+    counts = tl.load(line + lanes, mask=lanes < WORLD_SIZE, other=0)
+    wire_word = tl.load(line + WORLD_SIZE)
+    flag = tl.load(address(table, MIRROR_COMBINE_FLAGS, rank, WORLD_SIZE, tl.int32) + rank)
+    weights = tl.load(address(table, MIRROR_WEIGHT_EPOCHS, rank, WORLD_SIZE, tl.int32) + rank)
+    for node in range(NODES):
+        start = start_of(table, region, node, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+        words = start.to(tl.pointer_type(tl.int64))
+        tl.store(words + lanes, counts, mask=lanes < WORLD_SIZE)
+        tl.store(words + WORLD_SIZE, wire_word)
+        head = words_at(start, marks, tl.int32)
+        tl.store(head, flag)
+        tl.store(head + 1, weights)
+        tl.store(head + 2, poison)
+
+
+@portable
+def end_packing(
+    table, region: tl.constexpr, num_chunks, poison, rank, HEAD_WORDS: tl.constexpr, RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+):  # fmt: skip
+    """Writes the heads in the program that is done last: chunks that a failed program left out must not pass for whole.
 
     Args:
-        rows: [NUM_NODES, stride, HIDDEN] of DTYPE as ELEMENT (integers); weight_rows: [NUM_NODES, stride, TOPK] int32.
-        visits: from pack_kernel.
-        bias_0, bias_1: as of combine_kernel.
-        result: [num_tokens, HIDDEN] of DTYPE; result_weights: float32 [num_tokens, TOPK] when HAS_WEIGHTS.
+        poison: this program's poison word.
     """
-    num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    for unit in range(tl.program_id(0), num_tokens * num_blocks, tl.num_programs(0)):
-        token = unit // num_blocks
-        first = (unit % num_blocks) * BLOCK
-        total = sum_over_nodes(rows, visits, token, first, stride, HIDDEN, BLOCK, NUM_NODES, DTYPE, ELEMENT)
-        offsets = first + tl.arange(0, BLOCK)
-        total = plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN)
-        target = result + tl.cast(token, tl.int64) * HIDDEN + offsets
-        tl.store(target, round_to(total, DTYPE), mask=offsets < HIDDEN)
+    is_last, any_poisoned = arrive_last(table, rank, tl.num_programs(0), poison, WORLD_SIZE)
+    if is_last:
+        told = tl.full((), 0, tl.int32)
+        if any_poisoned:
+            told += poison_of(table, rank, WORLD_SIZE)
+        write_heads(table, region, num_chunks, told, rank, HEAD_WORDS, RINGS, WORLD_SIZE, WORLD_LANES)
+
+
+@portable(
+    do_not_specialize=["num_tokens", "num_chunks", "rank"], do_not_specialize_on_alignment=["scales", "weights", "ids"]
+)
+def pack_kernel(
+    x, scales, weights, ids, table, num_tokens, num_chunks, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, HEAD_WORDS: tl.constexpr, ROW: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Packs what this rank sends to each node, its own included: a line for each token, and the head.
+
+    Args:
+        x, scales, weights, ids, num_tokens: as of dispatch_kernel.
+        num_chunks: those of a step.
+        ROW: as of exchange_kernel.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, DISPATCH_SEND, WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    for unit in range(program, num_chunks * NODES, num_programs):
+        if poison == 0:
+            chunk, peer = unit // NODES, (rank // GPUS + unit) % NODES
+            first, end = tokens_of_chunk(num_tokens, chunk, 0, RINGS)
+            slot = chunk_of(table, CHUNKS_SENT, peer, chunk, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+            write_chunk(
+                x, scales, weights, ids, table, slot, first, end, peer, end >= first, rank, GPU_LANES, RINGS, True, ROW,
+                SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, WORLD_SIZE,
+            )  # fmt: skip
+    end_packing(table, CHUNKS_SENT, num_chunks, poison, rank, HEAD_WORDS, RINGS, WORLD_SIZE, WORLD_LANES)
+    finish_stage(table, DISPATCH_SEND, program, num_programs, WORLD_SIZE)
+
+
+@portable(do_not_specialize=["num_chunks", "rank"])
+def pass_on_kernel(
+    table, num_chunks, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, GPU_LANES: tl.constexpr,
+    RINGS: tl.constexpr, HEAD_WORDS: tl.constexpr, BACK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Tells the ranks of this node what the head of another node's rank says; a program for each other node.
+
+    BACK: that the rank has begun its combine, HAS_WEIGHTS with weights; else its counts. Failures are always told.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    marks: tl.constexpr = 2 * (WORLD_SIZE + 1)
+    node = (rank // GPUS + 1 + tl.program_id(0)) % NODES
+    source = node * GPUS + rank % GPUS
+    start = start_of(table, CHUNKS_BACK if BACK else CHUNKS, node, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+    head = words_at(start, marks, tl.int32)
+    local_ranks = tl.arange(0, GPU_LANES)
+    present = local_ranks < GPUS
+    # compare-and-swap takes no mask: surplus lanes repeat this rank
+    members = tl.where(present, (rank // GPUS) * GPUS + local_ranks, rank)
+    poison = tl.load(head + 2)
+    if poison != 0:
+        poison_words = address(table, POISON, members, WORLD_SIZE, tl.int32)
+        tl.atomic_cas(poison_words, local_ranks * 0, local_ranks * 0 + poison, sem="relaxed", scope="sys")
+    elif BACK:
         if HAS_WEIGHTS:
-            if first == 0:
-                sums = sum_over_nodes(
-                    weight_rows, visits, token, 0, stride, TOPK, TOPK_LANES, NUM_NODES, tl.float32, tl.int32
-                )
-                choices = tl.arange(0, TOPK_LANES)
-                tl.store(result_weights + tl.cast(token, tl.int64) * TOPK + choices, sums, mask=choices < TOPK)
+            told = address(table, WEIGHT_EPOCHS, members, WORLD_SIZE, tl.int32) + source
+            tl.store(told, local_ranks * 0 + tl.load(head + 1), mask=present)
+        flags = address(table, COMBINE_FLAGS, members, WORLD_SIZE, tl.int32) + source
+        epoch = local_ranks * 0 + tl.load(head)
+        tl.debug_barrier()
+        tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
+    else:
+        lanes = tl.arange(0, WORLD_LANES)
+        sent = start.to(tl.pointer_type(tl.int64))
+        counts = tl.load(sent + lanes, mask=lanes < WORLD_SIZE, other=0)
+        wire_word = tl.load(sent + WORLD_SIZE)
+        lines = address(table, COUNTS, members, WORLD_SIZE, tl.int64) + source * (WORLD_SIZE + 1)
+        mask = present[:, None] & (lanes < WORLD_SIZE)[None, :]
+        copies = counts[None, :] + tl.cast(local_ranks * 0, tl.int64)[:, None]
+        tl.store(lines[:, None] + lanes[None, :], copies, mask=mask, cache_modifier=".wt")
+        tl.store(lines + WORLD_SIZE, tl.cast(local_ranks * 0, tl.int64) + wire_word, mask=present, cache_modifier=".wt")
+
+
+@portable(do_not_specialize=["num_chunks", "stride", "row_limit", "positions_per_rank", "rank"])
+def forward_kernel(
+    table, num_chunks, stride, row_limit, positions_per_rank, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    NODE_LANES: tl.constexpr, GPU_LANES: tl.constexpr, RINGS: tl.constexpr, HEAD_WORDS: tl.constexpr,
+    ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
+    COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Copies what has come from all nodes to the ranks of this one, and raises the flags of the lines' sources there.
+
+    Args:
+        num_chunks: those of a step.
+        stride, row_limit: as of dispatch_kernel. positions_per_rank, ROW: as of exchange_kernel.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, DISPATCH_RECEIVE, WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    if poison == 0:
+        # ranks of this node first: through them the counts of other nodes come
+        _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES, 1, GPUS)
+    if poison == 0:
+        _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+    for unit in range(program, num_chunks * NODES, num_programs):
+        if poison == 0:
+            chunk, peer = unit // NODES, (rank // GPUS + unit) % NODES
+            slot = chunk_of(table, CHUNKS, peer, chunk, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+            copy_lines(
+                table, slot, peer, chunk, stride, row_limit, positions_per_rank, rank, RINGS, ROW, SCALE_DTYPE, TOPK,
+                TOPK_LANES, HAS_WEIGHTS, COMPACT, WORLD_SIZE, WORLD_LANES,
+            )  # fmt: skip
+    if poison != 0:
+        late = (tl.arange(0, WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
+        fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
+    if is_last:
+        if not any_poisoned:
+            nodes, local_ranks = tl.arange(0, NODE_LANES)[:, None], tl.arange(0, GPU_LANES)[None, :]
+            present = (nodes < NODES) & (local_ranks < GPUS)
+            members = (rank // GPUS) * GPUS + tl.where(present, local_ranks, 0)
+            flags = address(table, DISPATCH_FLAGS, members, WORLD_SIZE, tl.int32) + nodes * GPUS + rank % GPUS
+            tl.debug_barrier()
+            tl.atomic_xchg(flags, members * 0 + epoch, mask=present, sem="release", scope="sys")
+
+
+@portable(do_not_specialize=["num_chunks", "rank"])
+def pack_sums_kernel(
+    table, num_chunks, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    RINGS: tl.constexpr, HEAD_WORDS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, QUANTIZED: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Packs the sums of this node's results for what this rank has forwarded in the step.
+
+    Args:
+        num_chunks: those of a step.
+        The others: as of return_kernel.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    GPUS: tl.constexpr = RINGS[1]
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    if poison == 0:
+        poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True, 1, GPUS)
+    for unit in range(program, num_chunks * NODES, num_programs):
+        if poison == 0:
+            chunk, peer = unit // NODES, (rank // GPUS + unit) % NODES
+            slot = chunk_of(table, CHUNKS_SENT_BACK, peer, chunk, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE)
+            add_ranks(
+                table, slot, peer, chunk, rank, RINGS, TOPK, TOPK_LANES, HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT,
+                QUANTIZED, SCALE_GROUP, HAS_WEIGHTS, WORLD_SIZE,
+            )  # fmt: skip
+    if poison != 0:
+        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+        fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    end_packing(table, CHUNKS_SENT_BACK, num_chunks, poison, rank, HEAD_WORDS, RINGS, WORLD_SIZE, WORLD_LANES)
+
+
+@portable(do_not_specialize=["num_tokens", "num_chunks", "rank"], do_not_specialize_on_alignment=["ids"])
+def sum_nodes_kernel(
+    result, ids, bias_0, bias_1, table, num_tokens, num_chunks, rank,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    RINGS: tl.constexpr, HEAD_WORDS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BACK_WORDS: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    CHECK_INDICES: tl.constexpr, POISON_LANES: tl.constexpr,
+):  # fmt: skip
+    """Adds the nodes' sums of this rank's tokens, in ascending order of nodes.
+
+    Args:
+        num_chunks: those of a step.
+        The others: as of return_kernel.
+    """
+    NODES: tl.constexpr = RINGS[0]
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    if poison == 0:
+        poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
+    for chunk in range(program, num_chunks, num_programs):
+        if poison == 0:
+            slots = ()
+            for node in tl.static_range(NODES):
+                slots = slots + (
+                    chunk_of(table, CHUNKS_BACK, node, chunk, num_chunks, rank, HEAD_WORDS, RINGS, WORLD_SIZE),
+                )  # fmt: skip
+            add_nodes(
+                table, slots, result, ids, bias_0, bias_1, num_tokens, chunk, 0, epoch, rank, RINGS, TOPK, TOPK_LANES,
+                HIDDEN, BLOCK, BACK_WORDS, DTYPE, ELEMENT, HAS_WEIGHTS, CHECK_INDICES, WORLD_SIZE,
+            )  # fmt: skip
+        else:
+            clear_results(result, num_tokens, chunk, RINGS, HIDDEN, BLOCK, DTYPE)
+    if poison != 0:
+        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
+        fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    finish_stage(table, COMBINE_RECEIVE, program, num_programs, WORLD_SIZE)
+
+
+@portable(do_not_specialize=["poison", "phase", "rank"])
+def tell_failure_kernel(table, poison, phase, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """Records a failure that the host has found, and poisons the ranks of this node; one program."""
+    epoch, _ = begin_stage(table, COMBINE_RECEIVE, WORLD_SIZE)
+    # what a rank of this node has told before counts
+    told = tl.atomic_cas(address(table, POISON, rank, WORLD_SIZE, tl.int32), 0, poison, sem="relaxed", scope="sys")
+    poison = tl.where(told == 0, poison, told)
+    late = (tl.arange(0, WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
+    fail(table, poison, phase, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)

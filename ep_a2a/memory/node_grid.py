@@ -1,4 +1,4 @@
-"""A group's ranks as a grid of nodes and local ranks: rows are nodes, columns are rails."""
+"""A group's ranks as a grid: a row for each node, a column for each local rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NodeGrid:
         num_nodes, gpus_per_node: size of the grid; the group has num_nodes * gpus_per_node ranks.
         node, local_rank: place of this rank, which is node * gpus_per_node + local_rank.
         node_ranks: ranks of the group on this node, by local rank.
-        rail_ranks: ranks of the group with this local rank, by node: with these it exchanges across nodes.
+        partners: ranks of the group with this local rank, by node: with these it exchanges across nodes.
     """
 
     num_nodes: int
@@ -29,7 +29,7 @@ class NodeGrid:
     node: int
     local_rank: int
     node_ranks: tuple[int, ...]
-    rail_ranks: tuple[int, ...]
+    partners: tuple[int, ...]
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> NodeGrid:
@@ -61,5 +61,5 @@ class NodeGrid:
             node,
             local_rank,
             node_ranks=tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)),
-            rail_ranks=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
+            partners=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
         )

@@ -1,7 +1,8 @@
-"""Rails over torch.distributed: fixed blocks exchanged among the ranks that have the same local rank on each node."""
+"""Moves blocks between nodes by torch.distributed: among the ranks that have the same local rank on each node."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ContiguityError, ShapeError, StateError
 from ep_a2a.memory.device_groups import DeviceGroups, wait_for
+from ep_a2a.memory.streams import is_capturing
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_arrivals import RailArrivals
+from ep_a2a.memory.transport_arrivals import Arrivals
 
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid
@@ -20,10 +22,26 @@ GLOO_PATIENCE_SECS = 5.0
 """What gloo waits beyond our own bound before it closes its connections: those of ranks that came later, too."""
 
 
-class TorchDistributedRail:
-    """Moves blocks between this rank and its rail peers, the ranks of the same local rank on the other nodes.
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange that has begun.
 
-    By all_to_all_single: NCCL for CUDA tensors, gloo for CPU tensors. Making one is collective over the rail.
+    Attributes:
+        work: what torch returned; None where the exchange is a part of the stream already.
+        tensors: what it reads and writes, kept alive.
+        number: counts this rank's exchanges.
+    """
+
+    work: dist.Work | None
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    number: int
+
+
+class NodeAllToAll:
+    """Moves blocks between this rank and its partners, the ranks of the same local rank on the other nodes.
+
+    By all_to_all_single: NCCL for CUDA tensors, gloo for CPU tensors. Making one is collective over the partners, and
+    so is every exchange: partners make the same ones in the same order, whichever op each is for.
 
     Args:
         group: the group that `grid` is of.
@@ -32,66 +50,110 @@ class TorchDistributedRail:
         reason: why there is one.
 
     Raises:
-        RankTimeoutError: a rank of the rail did not come to make its group.
+        RankTimeoutError: a partner did not come to make the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
         self.grid = grid
         self.timeout_secs = timeout_secs
         self.reason = reason
-        self._group = make_subgroup(group, grid.rail_ranks)
+        self._parent = group
+        self._connect()
+
+    def _connect(self) -> None:
+        self._group = make_subgroup(self._parent, self.grid.partners)
         self._device_groups = DeviceGroups(self._group)
-        self._arrivals = RailArrivals(self._group, grid.rail_ranks)
+        self._arrivals = Arrivals(self._group, self.grid.partners)
         self._state = "open"
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
-        """Sends block n of `sent` to the peer on node n, and puts its block for this rank into block n of `received`.
+    @property
+    def is_open(self) -> bool:
+        """Whether exchanges can be made: none has failed."""
+        return self._state == "open"
 
-        Collective over the rail, in the same order and with the same block size on all its ranks. This node's own
-        block is copied. On CUDA it is a part of the current stream, and of a graph that is being captured; nothing
-        waits on the host. The first exchange on a device must come before a capture: it connects.
+    def require_open(self) -> None:
+        """Raises StateError where an exchange has failed, or this is closed."""
+        if not self.is_open:
+            raise StateError(
+                "a transport between nodes that works", f"one that is {self._state}",
+                "Call reset() of the op on all ranks.",
+            )  # fmt: skip
+
+    def begin(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> Exchange:
+        """Begins to send block n of `sent` to the partner on node n, whose block for this rank comes to `received`.
+
+        This node's own block is copied. Nothing waits on the host. On CUDA the exchange comes behind what the current
+        stream does now; while a graph is captured it ends in the stream, too. The first exchange on a device must come
+        before a capture: it connects.
 
         Args:
-            received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping.
-            timeout_secs: bound of this exchange on CPU; None for the rail's. It may differ between ranks. With NCCL
-                its own holds.
+            received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping. Until
+                the exchange has ended they are its own.
+            timeout_secs: bound of this exchange on CPU; None for the transport's.
 
         Raises:
             ShapeError, ContiguityError: the tensors are not so; nothing was sent.
-            RankTimeoutError: on CPU, peers did not come in time; the rail cannot be used afterwards.
-            StateError: an exchange has failed before, or the rail is closed.
+            StateError: an exchange has failed before, or this is closed.
         """
-        if self._state != "open":
-            raise StateError("a rail that works", f"one that is {self._state}", "Make a new one on all ranks.")
+        self.require_open()
         check_blocks(received, sent, self.grid.num_nodes)
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
+        work, number = None, 0
         if self.grid.num_nodes == 1:
             received.copy_(sent)
         elif received.is_cuda:
-            dist.all_to_all_single(received, sent, group=self._device_groups.of(received.device))
+            group = self._device_groups.of(received.device)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            if is_capturing(received.device):
+                # the halves of a split call may be captured in graphs of their own
+                work.wait()
+                work = None
         else:
-            self._exchange_on_host(received, sent, self.timeout_secs if timeout_secs is None else timeout_secs)
+            options = dist.AllToAllOptions()
+            # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
+            options.timeout = timedelta(seconds=self._bound(timeout_secs) + GLOO_PATIENCE_SECS)
+            number = self._arrivals.announce()
+            work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
+        return Exchange(work, (received, sent), number)
 
-    def _exchange_on_host(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> None:
-        options = dist.AllToAllOptions()
-        # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
-        options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
-        self._arrivals.announce()
-        ranks = self.grid.rail_ranks
+    def end(self, exchange: Exchange, timeout_secs: float | None = None) -> None:
+        """Waits for an exchange: on CPU until it has ended, on CUDA by making the current stream wait.
+
+        Raises:
+            RankTimeoutError: on CPU, partners did not come in time; no exchange can be made until `renew`.
+        """
+        if exchange.work is None:
+            return
+        ranks = self.grid.partners
         who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
         try:
-            work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
             wait_for(
-                work, received.device, timeout_secs, ranks[self.grid.node],
-                who=who, find_missing=self._arrivals.missing,
+                exchange.work, exchange.tensors[0].device, self._bound(timeout_secs), ranks[self.grid.node],
+                who=who, find_missing=lambda: self._arrivals.missing(exchange.number),
             )  # fmt: skip
         except BaseException:
-            # The peers may be one exchange ahead or behind now.
+            # The partners may be one exchange ahead or behind now.
             self._state = "broken by a failed exchange"
             raise
 
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
+        """`begin` and `end` in one."""
+        self.end(self.begin(received, sent, timeout_secs), timeout_secs)
+
+    def _bound(self, timeout_secs: float | None) -> float:
+        return self.timeout_secs if timeout_secs is None else timeout_secs
+
+    def renew(self) -> None:
+        """Connects anew after a failed exchange. Collective over the partners; no exchange may be running.
+
+        Raises:
+            RankTimeoutError: a partner did not come.
+        """
+        self.close()
+        self._connect()
+
     def close(self) -> None:
-        """Gives up the rail's group; local, no exchange may be running. A second call does nothing.
+        """Gives up the group; local, no exchange may be running. A second call does nothing.
 
         After a failed exchange it may take GLOO_PATIENCE_SECS.
         """

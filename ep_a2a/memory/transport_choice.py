@@ -1,4 +1,4 @@
-"""Which transport a rail gets, and over which network devices."""
+"""Which transport carries tokens between nodes, and over which network devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ep_a2a import env
 from ep_a2a.config.enums import RAILS
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.memory.node_transport import TorchDistributedRail
+from ep_a2a.memory.node_transport import NodeAllToAll
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +32,8 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
         why_not: transports that cannot be used here, and why.
 
     Returns:
-        (name, reason): "torch.distributed" has a rail; with the others kernels do all. "nvshmem" only if asked for: no
-            network of real nodes has been had to compare it with.
+        (name, reason): over "torch.distributed" the host exchanges what kernels pack; with the others kernels do all.
+            "nvshmem" only if asked for: no network of real nodes has been had to compare it with.
 
     Raises:
         UnknownNameError: there is no transport of this name; the error lists those there are.
@@ -42,10 +42,12 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     asked = name if name != "auto" else env.RAIL.get()
     if asked not in RAILS:
         known = ", ".join(map(repr, RAILS))
-        raise UnknownNameError(f"a rail transport out of {known}", repr(asked))
+        raise UnknownNameError(f"a transport between nodes out of {known}", repr(asked))
     if asked in why_not:
         raise UnsupportedError(
-            "a rail transport that works here", f"{asked!r}, and {why_not[asked]}", "Use 'torch.distributed' or 'auto'."
+            "a transport between nodes that works here",
+            f"{asked!r}, and {why_not[asked]}",
+            "Use 'torch.distributed' or 'auto'.",
         )
     if asked != "auto":
         return asked, "asked for by name"
@@ -54,25 +56,25 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     return "torch.distributed", why_not["peer_memory"]
 
 
-def make_rail(
+def make_all_to_all(
     reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
-) -> TorchDistributedRail:
-    """The rail on torch.distributed, made together with its other ranks.
+) -> NodeAllToAll:
+    """The transport over torch.distributed, made together with the partners.
 
     Args:
         reason: why it was chosen, for the log.
-        group, grid, timeout_secs: as in TorchDistributedRail; timeout_secs may differ between ranks.
+        group, grid, timeout_secs: as in NodeAllToAll; timeout_secs may differ between ranks.
         device: where the blocks will lie.
 
     Raises:
-        RankTimeoutError: a rank of the rail did not come.
+        RankTimeoutError: a partner did not come.
     """
     if device.type == "cuda":
         name_network_devices()
     library = "NCCL" if device.type == "cuda" else "gloo"
-    rail = TorchDistributedRail(group, grid, timeout_secs, f"torch.distributed on {library}: {reason}")
-    logger.info("rail of ranks %s: %s", ", ".join(map(str, grid.rail_ranks)), rail.reason)
-    return rail
+    transport = NodeAllToAll(group, grid, timeout_secs, f"torch.distributed on {library}: {reason}")
+    logger.info("transport of ranks %s: %s", ", ".join(map(str, grid.partners)), transport.reason)
+    return transport
 
 
 def name_network_devices() -> None:

@@ -1,4 +1,4 @@
-"""Which class serves an op's configuration on a topology, and what ops across nodes share."""
+"""Which transport and which memory serve an op's configuration on a topology, and what ops across nodes share."""
 
 from __future__ import annotations
 
@@ -8,51 +8,22 @@ from typing import TYPE_CHECKING
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import EpA2AError
+from ep_a2a.kernels.ring_shape import BY_HOST, BY_PUTS
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_choice import choose_transport, make_rail, name_network_devices
+from ep_a2a.memory.node_memory import NodeArena
+from ep_a2a.memory.transport_choice import choose_transport, make_all_to_all, name_network_devices
 from ep_a2a.ops.base import agree_on_config
 
 if TYPE_CHECKING:
-    import torch
-
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.ops.staged import InterNodeDispatchCombineOp
     from ep_a2a.topology import Topology
 
-    NativeOp = EpDispatchCombineOp | InterNodeDispatchCombineOp
+    NativeOp = EpDispatchCombineOp
 
 logger = logging.getLogger(__name__)
-
-
-class Nodes:
-    """What ops across nodes share: the rail between them, and an arena of the ranks of this one. Collective.
-
-    Args:
-        rendezvous: all ranks.
-        grid: the nodes, and where this rank is.
-        device: where tensors lie.
-        timeout_secs: bound of a hop between nodes.
-        reason: why there is a rail.
-    """
-
-    def __init__(
-        self, rendezvous: Rendezvous, grid: NodeGrid, device: torch.device, timeout_secs: float, reason: str
-    ) -> None:
-        self._group = make_subgroup(rendezvous.group, grid.node_ranks)
-        self.rail = make_rail(reason, rendezvous.group, grid, device, timeout_secs)
-        self.arena = Arena(self._group, device)
-
-    def close(self) -> None:
-        """Gives everything back; to be called on every rank."""
-        # the manager's own arena, which all ranks share, is where they meet
-        self.arena.close(alone=True)
-        self.rail.close()
-        destroy_subgroup(self._group)
 
 
 class OpFactory:
@@ -60,11 +31,11 @@ class OpFactory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._nodes: dict[int, Nodes] = {}
+        self._nodes: dict[int, NodeArena] = {}
         self._puts: Arena | None = None
 
-    def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> NativeOp:
-        """The op of a config: kernels that write to all ranks where they can, else a hop over a rail and one inside.
+    def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> EpDispatchCombineOp:
+        """The op of a config, over the transport that it names or that suits the topology.
 
         Args:
             config: its kernel_type is IntraNode on one node, and one of the others on several. InterNode, the flat
@@ -73,7 +44,7 @@ class OpFactory:
             index: as of EpDispatchCombineOp.
 
         Raises:
-            UnsupportedError: nodes are of unlike sizes, or the rail is not to be had; see choose_transport.
+            UnsupportedError: nodes are of unlike sizes, or the transport is not to be had; see choose_transport.
         """
         # Triton is loaded when the first op is made, not when a manager is
         from ep_a2a.ops.op import EpDispatchCombineOp
@@ -82,14 +53,12 @@ class OpFactory:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         config, grid, reason = self._agree_on_transport(config, topology, index)
         logger.info("%s through %s: %s", config.kernel_type.name, config.rail, reason)
-        if config.rail != "torch.distributed":
-            arena = self.arena if config.rail == "peer_memory" else self._put_arena()
-            return EpDispatchCombineOp(config, arena=arena, index=index)
-        from ep_a2a.ops.staged import InterNodeDispatchCombineOp
-
-        nodes = self._nodes_of(grid, config.timeout, reason)
-        index = nodes.arena.unshared_index() if index is None else index
-        return InterNodeDispatchCombineOp(config, grid, nodes.rail, nodes.arena, self.arena.rendezvous, index)
+        arena = self.arena
+        if config.rail == BY_PUTS:
+            arena = self._put_arena()
+        elif config.rail == BY_HOST:
+            arena = self._node_arena(grid, config.timeout, reason)
+        return EpDispatchCombineOp(config, arena=arena, index=index)
 
     def _agree_on_transport(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
@@ -128,23 +97,26 @@ class OpFactory:
             self._puts = Arena(self.arena.group, self.arena.device, nvshmem.allocate_symmetric)
         return self._puts
 
-    def _nodes_of(self, grid: NodeGrid, timeout_secs: float, reason: str) -> Nodes:
+    def _node_arena(self, grid: NodeGrid, timeout_secs: float, reason: str) -> NodeArena:
+        """Memory that the ranks of a node share, and what moves blocks between nodes."""
         if grid.num_nodes not in self._nodes:
-            rendezvous, device = self.arena.rendezvous, self.arena.device
-            self._nodes[grid.num_nodes] = Nodes(rendezvous, grid, device, timeout_secs, reason)
+            group, device = self.arena.group, self.arena.device
+            between = make_all_to_all(reason, group, grid, device, timeout_secs)
+            self._nodes[grid.num_nodes] = NodeArena(group, grid, device, between)
         return self._nodes[grid.num_nodes]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arenas that are not the factory's own."""
-        arenas = [nodes.arena for nodes in self._nodes.values()]
-        return sum(arena.num_bytes for arena in (arenas if self._puts is None else [*arenas, self._puts]))
+        return sum(arena.num_bytes for arena in self._own_arenas)
+
+    @property
+    def _own_arenas(self) -> list[Arena]:
+        return [*self._nodes.values(), *([] if self._puts is None else [self._puts])]
 
     def close(self) -> None:
         """Gives back what ops across nodes share, not the arena; to be called on every rank."""
-        for nodes in self._nodes.values():
-            nodes.close()
-        self._nodes.clear()
-        if self._puts is not None:
+        for arena in self._own_arenas:
             # the manager's own arena, which all ranks share, is where they meet
-            self._puts.close(alone=True)
+            arena.close(alone=True)
+        self._nodes.clear()

@@ -23,6 +23,8 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.kernels.layout import WORD_BYTES
+from ep_a2a.kernels.ring_shape import BY_HOST, BY_PUTS
+from ep_a2a.memory.node_memory import NodeArena
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -45,15 +47,16 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
         )  # fmt: skip
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
-    if between_nodes and config.rail == "torch.distributed":
+    if between_nodes and config.rail == BY_HOST and not isinstance(arena, NodeArena):
         return UnsupportedError(
-            "a rail that kernels use themselves: 'peer_memory' or 'nvshmem'", repr(config.rail),
-            "Get the op from a manager, which makes the rail.",
+            "an arena that exchanges blocks between nodes, with internode_transport 'torch.distributed'",
+            type(arena).__name__, "Get the op from a manager, which makes the arena.",
         )  # fmt: skip
-    if between_nodes and config.rail == "nvshmem" and not config.uses_rings:
+    if between_nodes and config.rail in (BY_HOST, BY_PUTS) and not config.uses_rings:
         return UnsupportedError(
-            f"rail 'peer_memory' with {config.kernel_type.name}", "'nvshmem'", "Use InterNodeV1, which puts."
-        )
+            f"internode_transport 'peer_memory' with {config.kernel_type.name}", repr(config.rail),
+            "Use InterNodeV1, which needs no addresses of other nodes.",
+        )  # fmt: skip
     if arena.in_use(config.digest(), index):
         return StateError(
             f"no living op of this config and index {index} in the arena", "one that has not been closed",

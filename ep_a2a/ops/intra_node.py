@@ -213,7 +213,7 @@ class IntraNodeKernels:
             variant, values = variants[(position + self.config.rank) % len(variants)]
             variant.compile(values)
 
-    def settle(self) -> None:
+    def quiet(self) -> None:
         """Launches what ends when all that was sent is where it belongs: nothing, where kernels store it themselves."""
 
     def record_spans(self) -> None:

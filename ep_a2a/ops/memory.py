@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
-from ep_a2a.kernels.layout import FAR_COPIES, RECORD_HEADER_WORDS, Field, OpLayout, Region, Stage, State
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, Field, OpLayout, Region, Stage, State
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
@@ -98,17 +98,18 @@ class BoundMemory:
                 for rank, address in enumerate(addresses):
                     table[field.region, rank] = address + field.offset_bytes if address else 0
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
-        if Rings.of(self.config).by_puts:
-            self._lead_far_ranks_to_copies(table)
+        rings = Rings.of(self.config)
+        if rings.by_puts or rings.by_host:
+            self._lead_to_mirrors(table, by_puts=rings.by_puts)
         words = torch.cat([table.flatten(), table.new_zeros(len(Stage) + 1)])
         return outside_pools(lambda: words.to(device), device)
 
-    def _lead_far_ranks_to_copies(self, table: torch.Tensor) -> None:
-        """Other nodes are reached by puts: their columns have what is to be put there, and nothing else."""
+    def _lead_to_mirrors(self, table: torch.Tensor, *, by_puts: bool) -> None:
+        """No store reaches other nodes: their columns lead to mirrors of what is to come there, and nowhere else."""
         config, own = self.config, self.memory.symmetric["own"]
-        if own.local.is_cuda and own.kind != NVSHMEM_KIND:
+        if by_puts and own.local.is_cuda and own.kind != NVSHMEM_KIND:
             raise UnsupportedError(
-                "memory of NVSHMEM's heap, with rail 'nvshmem'", own.kind,
+                "memory of NVSHMEM's heap, with internode_transport 'nvshmem'", own.kind,
                 "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
             )  # fmt: skip
         nodes = torch.arange(config.world_size) // config.gpu_per_node
@@ -118,8 +119,8 @@ class BoundMemory:
             if unreachable:
                 raise PeerAccessError("memory of this node's ranks to be mapped", f"none of ranks {unreachable}")
         table[:, is_far] = 0
-        for region, copy in FAR_COPIES.items():
-            table[region, is_far] = table[copy, config.rank]
+        for region, mirror in REMOTE_MIRRORS.items():
+            table[region, is_far] = table[mirror, config.rank]
         table[Region.ELEMENTS] = torch.tensor(own.elements)
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
@@ -198,6 +199,7 @@ class BoundMemory:
 
     def set_bounds(self, bounds: WaitBounds) -> None:
         """Bounds the waits of launches from now on, those of captured graphs included."""
+        self.bounds = bounds
         limits = self.view(Region.LIMITS)
         for place, nanoseconds in enumerate(bounds.in_nanoseconds()):
             limits[place].fill_(nanoseconds)

@@ -15,11 +15,11 @@ from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import NO_BIASES, RECEIVE, SEND, CombineArguments, DispatchArguments
 from ep_a2a.ops.base import DispatchCombineBase, DispatchResult, agree_on_config
+from ep_a2a.ops.engines import kernels_of
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.memo import Remembered
 from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import Dispatches
-from ep_a2a.ops.rings import kernels_of
 from ep_a2a.ops.timeouts import WaitBounds
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         self._memory = BoundMemory(config, arena, self.index)
         self._memory.memory.user = weakref.ref(self)
         self._streams = self._memory.memory.slot.streams
-        self._kernels = kernels_of(config, self._memory.table, arena.device)
+        self._kernels = kernels_of(config, self._memory, arena)
         self._combines: Remembered[None] = Remembered()
         self._stage = Stage.DISPATCH_SEND
         self._sent: DispatchArguments | CombineArguments | None = None
@@ -375,7 +375,7 @@ class EpDispatchCombineOp(DispatchCombineBase):
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        self._kernels.settle()
+        self._kernels.quiet()
         self._end_step()
         self.arena.together("resetting the op", lambda: self._memory.initialize(self._bounds, refill=True))
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
-from ep_a2a.kernels.put_kernels import settle_kernel
-from ep_a2a.kernels.remote_mirror_kernels import tell_far_kernel
+from ep_a2a.kernels.put_kernels import quiet_kernel
+from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
@@ -38,11 +38,6 @@ ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
 OFFER_ELEMENTS = 8192
 """Elements of a row that a program offers at once."""
-
-
-def kernels_of(config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> IntraNodeKernels:
-    """The kernels of an op. InterNode, the flat form, takes those of IntraNode: every rank writes to every other."""
-    return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, table, device)
 
 
 class InterNodeKernels(IntraNodeKernels):
@@ -82,7 +77,7 @@ class InterNodeKernels(IntraNodeKernels):
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
             yield self._number_variant(finishes), values, self._num_programs(args.num_tokens, block_num)
-            yield from self._tell_far(counts=True)
+            yield from self._put_mirrors(counts=True)
         sends, forwards = stages.send, stages.receive
         if not self._holds_a_step:
             sends = forwards = stages.receive
@@ -90,36 +85,39 @@ class InterNodeKernels(IntraNodeKernels):
             variant = self._exchange_variant(args, stages, sends=sends, forwards=forwards)
             yield variant, self._exchange_values(args), self.num_channel_programs
         if stages.receive:
-            # what the rows are is nothing to it, and one variant serves all
-            plain = args._replace(x=args.ids, scales=None, weights=None)
-            receiving = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
-            yield receiving, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
-        yield from self._tell_far()
+            yield self._receiving(args)
+        yield from self._put_mirrors()
 
-    def settle(self) -> None:
+    def _receiving(self, args: DispatchArguments) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+        """The receiving stage of IntraNode. What the rows are is nothing to it, and one variant serves all."""
+        plain = args._replace(x=args.ids, scales=None, weights=None)
+        variant = self._dispatch_variant(plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
+        return variant, self._dispatch_values(plain, Phase.DISPATCH, RECEIVING), 1
+
+    def quiet(self) -> None:
         """Launches what ends when all that was put has come to other nodes."""
         if self._rings.by_puts and not self._interpreted:
-            key = ("settle",)
+            key = ("quiet",)
             if key not in self._variants:
-                self._variants[key] = CompiledKernel(settle_kernel, {}, 1, **self._linked)
+                self._variants[key] = CompiledKernel(quiet_kernel, {}, 1, **self._linked)
             self._variants[key].run(1, (self.table,), self.device)
 
-    def _tell_far(
+    def _put_mirrors(
         self, *, counts: bool = False, flags: bool = False, weights: bool = False
     ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
-        """What tells ranks that only puts reach of a failure, and of what is said; see tell_far_kernel."""
+        """What tells ranks that only puts reach of a failure, and of what is said; see put_mirrors_kernel."""
         if not self._rings.by_puts:
             return
-        key = "tell far", counts, flags, weights
+        key = "put mirrors", counts, flags, weights
         if key not in self._variants:
             constants = {
                 "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
                 "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
             }  # fmt: skip
-            self._variants[key] = CompiledKernel(tell_far_kernel, constants, 1, **self._linked)
-        num_far = self.config.world_size - self._rings.gpus_per_node
-        if num_far:
-            yield self._variants[key], (self.table, self.config.rank), num_far
+            self._variants[key] = CompiledKernel(put_mirrors_kernel, constants, 1, **self._linked)
+        num_remote = self.config.world_size - self._rings.gpus_per_node
+        if num_remote:
+            yield self._variants[key], (self.table, self.config.rank), num_remote
 
     def _num_programs(self, num_rows: int, block_num: int, per_sm: int = 1) -> int:
         most = self._most_programs(per_sm) or INTERPRETED_PROGRAMS
@@ -129,19 +127,22 @@ class InterNodeKernels(IntraNodeKernels):
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         config = self.config
-        words = self.table if args.weights is None else args.weights.view(torch.int32)
         if stages.send:
-            rows = self._results.for_kernels(args.rows)
-            offered = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
-            most_rows = self.config.world_size * args.max_num_tokens
-            num_programs = self._num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
-            yield self._offer_variant(args), offered, num_programs
-            yield from self._tell_far(flags=True, weights=args.weights is not None)
+            yield self._offering(args, block_num)
+            yield from self._put_mirrors(flags=True, weights=args.weights is not None)
         if stages.receive:
             ids = self.table if args.ids is None else args.ids
             values = (args.result, ids, *args.biases, self.table, args.num_tokens, config.rank)
             yield self._return_variant(args), values, self.num_channel_programs
-            yield from self._tell_far()
+            yield from self._put_mirrors()
+
+    def _offering(self, args: CombineArguments, block_num: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+        rows, config = self._results.for_kernels(args.rows), self.config
+        words = self.table if args.weights is None else args.weights.view(torch.int32)
+        values = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
+        most_rows = config.world_size * args.max_num_tokens
+        num_programs = self._num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
+        return self._offer_variant(args), values, num_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         for dispatch in stand_in_dispatches(self.config, self.device):
@@ -222,20 +223,30 @@ class InterNodeKernels(IntraNodeKernels):
     def _return_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "return", args.weights is None, args.ids is None, args.given_biases
         if key not in self._variants:
-            config, results = self.config, self._results
             constants = {
-                **self._topk, **self._world, **self._ring_constants(back=True), "HIDDEN": config.hidden_dim,
-                "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
-                "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
-                "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
-                "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
-                "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-                "POISON_LANES": 32 * RING_WARPS,
+                **self._topk, **self._world, **self._ring_constants(back=True), **self._sum_constants(args),
+                "QUANTIZED": self._results.quantized, "SCALE_GROUP": self._scale_group,
+                "CHECK_INDICES": args.ids is not None,
             }  # fmt: skip
             self._variants[key] = CompiledKernel(
                 return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked
             )
         return self._variants[key]
+
+    @property
+    def _scale_group(self) -> int:
+        """Elements of an offered row that share a scale; 0 without scales."""
+        return FP8_GROUP_SIZE if self._results.scaled else 0
+
+    def _sum_constants(self, args: CombineArguments) -> dict[str, Any]:
+        """Of kernels that add rows of results."""
+        config, results = self.config, self._results
+        return {
+            "HIDDEN": config.hidden_dim, "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+            "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
+            "DTYPE": results.dtype, "ELEMENT": results.plain_element, "HAS_WEIGHTS": args.weights is not None,
+            "POISON_LANES": 32 * RING_WARPS,
+        }  # fmt: skip
 
     def _ring_constants(self, *, back: bool) -> dict[str, Any]:
         rings = self._rings

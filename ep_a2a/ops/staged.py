@@ -1,281 +1,230 @@
-"""The op interface across nodes: one hop between nodes, to the peer of the same local rank, and one inside a node."""
+"""InterNodeV1 and its kin over torch.distributed: launches around the exchanges between nodes that the host makes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ep_a2a.errors import AlternationError, ClosedError, UnsupportedError
-from ep_a2a.ops import inputs
-from ep_a2a.ops.base import DispatchCombineBase, DispatchResult, agree_on_config
-from ep_a2a.ops.halves import FirstHalfDoesAll
-from ep_a2a.ops.op import EpDispatchCombineOp
-from ep_a2a.ops.staged_kernels import RailKernels, RailTokens, zeros
-from ep_a2a.ops.staged_layout import RailLayout, in_node_config
-from ep_a2a.ops.timeouts import WaitBounds
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.layout import Region, Stage, padded
+from ep_a2a.kernels.primitives import NOBODY, TIMEOUT
+from ep_a2a.kernels.staged_kernels import (
+    forward_kernel,
+    pack_kernel,
+    pack_sums_kernel,
+    pass_on_kernel,
+    sum_nodes_kernel,
+    tell_failure_kernel,
+)
+from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
+from ep_a2a.ops.rings import RING_WARPS, InterNodeKernels
+from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.arena import Arena
-    from ep_a2a.memory.node_grid import NodeGrid
-    from ep_a2a.memory.node_transport import TorchDistributedRail
-    from ep_a2a.memory.rendezvous import Rendezvous
+    from ep_a2a.memory.node_memory import NodeArena
+    from ep_a2a.memory.node_transport import Exchange
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.ops.memory import BoundMemory
+
+PROGRAMS_PER_SM = 2
+"""Programs that share the chunks; each has one line in flight."""
 
 
-class InterNodeDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
-    """EpDispatchCombineOp's interface on several nodes of G ranks each (MORI's InterNodeV1).
+class StagedKernels(InterNodeKernels):
+    """Compiles and launches the kernels of one op whose tokens the host moves between nodes.
 
-    A token crosses to another node once, to the rank there that has this rank's local number, which forwards it to the
-    ranks of its node by an IntraNode op. Combine goes back the same way: each node adds its ranks' rows first and
-    rounds them to combine_dtype, one row per token crosses back, and the token's own rank adds the nodes' rows in
-    ascending order. Both sums are in float32.
+    A dispatch packs lines for all nodes, the host exchanges them, and what has come is copied to the ranks of this
+    node. A combine offers results to the node, packs the node's sums, the host exchanges them, and the token's own rank
+    adds the nodes. Every exchange has the lines of max_num_tokens tokens for each node, whatever the routing: sizes are
+    known on the host, and a graph can hold it.
 
-    Received rows are arranged by the local rank through which they came: in layout rank_major
-    [G, N * max_num_tokens, ·], block g having the tokens of all ranks with local number g, ascending by (source node,
-    source token); recv_counts is [G]. In layout compact they are dense, ascending by (local rank, source node, source
-    token). Every step sends max_num_tokens lines to each node, whatever the routing: sizes are fixed, so that it can be
-    captured in a CUDA graph where the transport can.
-
-    Construction is collective. All ranks must pass the same max_num_tokens. After a RankTimeoutError between nodes the
-    rail is broken, which `reset` does not mend: destroy the manager and make a new one.
+    In halves a dispatch begins its exchange in the first and ends it in the second, so that it overlaps what is
+    launched in between; but not while a graph is captured. A combine exchanges in its second half.
 
     Args:
-        config: of the whole group; kernel_type InterNodeV1, InterNodeV1LL or AsyncLL, which are one here: each sends a
-            whole step at once.
-        grid: the nodes, and where this rank is.
-        rail: moves lines between the ranks of one local number.
-        arena: of the ranks of this node.
-        rendezvous: of the whole group.
-        index: as of EpDispatchCombineOp.
-
-    Raises:
-        ConfigMismatchError, RankTimeoutError: as of EpDispatchCombineOp.
-        UnsupportedError: kernel_type is another one.
+        config: the op's. memory: bound to it.
+        arena: of this node, with what moves blocks between nodes.
     """
 
-    def __init__(
-        self, config: EpDispatchCombineConfig, grid: NodeGrid, rail: TorchDistributedRail, arena: Arena,
-        rendezvous: Rendezvous, index: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(config, arena.device)
-        error = None
-        if not config.uses_rings:
-            error = UnsupportedError(
-                "kernel_type InterNodeV1, InterNodeV1LL or AsyncLL on several nodes", config.kernel_type.name,
-                "Leave it to the manager.",
-            )  # fmt: skip
-        agree_on_config(config, rendezvous, index, error)
-        self._grid, self._rail = grid, rail
-        self._bounds, self._has_combined = WaitBounds.of(config), False
-        self._in_node = EpDispatchCombineOp(in_node_config(config, grid), arena=arena, index=index)
-        self._kernels = RailKernels(config, grid.num_nodes, self.device)
-        layout = RailLayout.of(config, grid.num_nodes)
-        self._sent, self._received = (
-            RailTokens.allocate(lines, self.device) for lines in (layout.sent, layout.received)
-        )
-        self._back_sent, self._back_received, self._weights_back = (
-            zeros(field, self.device) for field in (layout.sums_sent, layout.sums_received, layout.sum_weights)
-        )
-        self._output, self._output_weights, self._visits = (
-            zeros(field, self.device) for field in (layout.output, layout.output_weights, layout.visits)
-        )
-        self._kernels.compile(self._sent, self._visits, self._output)
-        if self.device.type == "cuda":
-            # the first exchange connects, which could not be captured
-            self._exchange(self._back_received[: grid.num_nodes], self._back_sent[: grid.num_nodes])
-        self._num_tokens, self._max_num_tokens = 0, config.max_num_inp_token_per_rank
-        self._closed = False
+    def __init__(self, config: EpDispatchCombineConfig, memory: BoundMemory, arena: NodeArena) -> None:
+        super().__init__(config, memory.table, arena.device)
+        self._memory, self._rendezvous = memory, arena.rendezvous
+        self._between = arena.between_nodes
+        self._running: Exchange | None = None
+        self._is_connected = self._interpreted
 
-    @property
-    def _bound_secs(self) -> float:
-        """Of an exchange now: no combine has ended in a first step, as for the kernels inside of the node."""
-        return self._bounds.of_step(is_first=not self._has_combined)
+    def _dispatch_launches(
+        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        """Launches in order; what stands between two of them here happens between them."""
+        if stages.send:
+            self._between.require_open()
+            yield from self._packing(args, block_num)
+            self._running = self._begin(args.max_num_tokens, back=False)
+        if stages.receive:
+            self._end()
+            yield from self._forwarding(args, block_num)
 
-    def dispatch(
-        self,
-        input: torch.Tensor,  # noqa: A002  MORI's name
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-        call_local_expert_count: bool = False,
-        *,
-        max_num_tokens: int | None = None,
-        pad_id: int = -1,
-    ) -> DispatchResult:
-        """Brings each token once to every distinct rank that owns one of its experts; see EpDispatchCombineOp.dispatch.
+    def _combine_launches(
+        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        if stages.send:
+            yield self._offering(args, block_num)
+        if stages.receive:
+            self._between.require_open()
+            yield from self._packing_sums(args, block_num)
+            self._running = self._begin(args.max_num_tokens, back=True)
+            self._end(back=True)
+            yield from self._adding(args, block_num)
 
-        Returns:
-            (tokens, weights or None, scales or None, indices, total_recv), arranged as the class says.
+    def _begin(self, max_num_tokens: int, *, back: bool) -> Exchange:
+        num_words = self._rings.node_words(max_num_tokens, back=back)
+        regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
+        received, sent = (self._memory.view(region, (self._rings.num_nodes, num_words)) for region in regions)
+        return self._between.begin(received, sent, self._bound_secs(back=back))
 
-        Raises:
-            InputError: an argument does not fit; nothing was sent.
-            AlternationError: the step before has not been combined.
-            RankTimeoutError: a rank of this rail did not come within timeout_secs (in the op's first step
-                first_timeout_secs), on CPU. One of this node that does not come is recorded by the kernels, and raised
-                by the next call.
+    def _end(self, *, back: bool = False) -> None:
+        """Ends the running exchange; tells the ranks of this node of one that fails."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            self._between.end(running, self._bound_secs(back=back))
+        except RankTimeoutError as error:
+            accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
+            phase = COMBINE_PHASE if back else DISPATCH_PHASE
+            values = (self.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
+            self._run(self._variant("tell failure", tell_failure_kernel, self._world), 1, values)
+            raise
+
+    def _bound_secs(self, *, back: bool) -> float:
+        """Of an exchange on CPU. In combine ranks come to it that have waited for others of their node, so it is twice.
+
+        Ranks of a node in which one is missing are the first to name it.
         """
-        self.check()
-        self._no_open_half("dispatch")
-        if self._in_node.has_open_step:
-            raise AlternationError("combine after dispatch", "dispatch again")
-        config = self.config
-        limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        inputs.check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
-        inputs.check_dispatch_addresses(input, scales)
-        inputs.check_launch(block_num, warp_per_block)
-        scales = inputs.travelling_scales(config, scales)
-        self._streams.follow(self.device)
-        self._num_tokens, self._max_num_tokens = input.shape[0], limit
-        self._kernels.pack(input, scales, weights, indices, self._sent, self._visits, limit)
-        has_scales = config.casts_in_dispatch or scales is not None
-        num_lines = self._grid.num_nodes * limit
-        sent, received = (
-            lines.of_step(num_lines, has_weights=weights is not None, has_scales=has_scales)
-            for lines in (self._sent, self._received)
-        )
-        for into, lines in zip(received, sent, strict=True):
-            self._exchange(into, lines)
-        return self._in_node.dispatch(
-            self._received.tokens[:num_lines],
-            None if weights is None else self._received.weights[:num_lines],
-            None if not has_scales or self._received.scales is None else self._received.scales[:num_lines],
-            self._received.ids[:num_lines], block_num, -1, warp_per_block, call_local_expert_count,
-            max_num_tokens=num_lines, pad_id=pad_id,
+        ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self._interpreted else 0
+        return self._memory.bounds.of_step(is_first=ended == 0) * (2 if back else 1)
+
+    def quiet(self) -> None:
+        """Connects anew where an exchange has failed, or not ended, on any rank. Collective."""
+        is_well = self._between.is_open and self._running is None
+        self._running = None
+        if not all(self._rendezvous.exchange("exchanges between nodes", is_well)):
+            self._between.renew()
+            self._is_connected = self._interpreted
+
+    def compile(self) -> None:
+        """Compiles all launches of whole calls; the first time this is collective on GPUs, where it connects nodes."""
+        super().compile()
+        if not self._is_connected:
+            # an exchange that connects could not be captured
+            self._is_connected = True
+            self._between.exchange(
+                self._memory.view(Region.CHUNKS, (self._rings.num_nodes, self._rings.head_words)),
+                self._memory.view(Region.STAGED_CHUNKS, (self._rings.num_nodes, self._rings.head_words)),
+            )
+
+    def _packing(
+        self, args: DispatchArguments, block_num: int
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        numbering = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
+        yield self._number_variant(finishes=False), numbering, self._num_programs(args.num_tokens, block_num)
+        key = "pack", args.x.dtype, args.scales is None, args.weights is None
+        row, scale_dtype = self._row(args)
+        constants = self._chunks(back=False) | {
+            "GPU_LANES": padded(self._rings.gpus_per_node), "ROW": row, "SCALE_DTYPE": scale_dtype,
+            "HAS_WEIGHTS": args.weights is not None, "POISON_LANES": 32 * RING_WARPS,
+        }  # fmt: skip
+        x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
+        num_chunks = self._rings.chunks_of_step(args.max_num_tokens)
+        values = (x, scales, weights, ids, table, args.num_tokens, num_chunks, self.config.rank)
+        yield self._variant(key, pack_kernel, constants), values, self._programs(args.max_num_tokens, block_num)
+
+    def _forwarding(
+        self, args: DispatchArguments, block_num: int
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        config, rings = self.config, self._rings
+        yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
+        row, scale_dtype = self._row(args)
+        count_words, threads = config.world_size * (config.world_size + 1), 32 * RING_WARPS
+        constants = self._chunks(back=False) | {
+            "NODE_LANES": padded(rings.num_nodes), "GPU_LANES": padded(rings.gpus_per_node), "ROW": row,
+            "SCALE_DTYPE": scale_dtype, "HAS_WEIGHTS": args.weights is not None, **self._compact,
+            "COUNT_LANES": max(padded(count_words), threads), "POISON_LANES": threads,
+        }  # fmt: skip
+        key = "forward", args.x.dtype, args.scales is None, args.weights is None
+        values = (
+            self.table, rings.chunks_of_step(args.max_num_tokens), args.max_num_tokens, args.row_limit,
+            config.world_size * config.max_num_inp_token_per_rank, config.rank,
         )  # fmt: skip
+        yield self._variant(key, forward_kernel, constants), values, self._programs(args.max_num_tokens, block_num)
+        yield self._receiving(args)
 
-    def combine(
-        self,
-        input: torch.Tensor,  # noqa: A002  MORI's name
-        weights: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-        use_external_inp_buf: int = -1,
-        call_reset: bool = False,
-        *,
-        out: torch.Tensor | None = None,
-        bias_0: torch.Tensor | None = None,
-        bias_1: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
+    def _packing_sums(
+        self, args: CombineArguments, block_num: int
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        results = self._results
+        constants = self._chunks(back=True) | self._sum_constants(args) | {
+            "QUANTIZED": results.quantized, "SCALE_GROUP": self._scale_group,
+        }  # fmt: skip
+        variant = self._variant(("pack sums", args.weights is None), pack_sums_kernel, constants)
+        values = (self.table, self._rings.chunks_of_step(args.max_num_tokens), self.config.rank)
+        yield variant, values, self._programs(args.max_num_tokens, block_num)
 
-        Of `indices` only the shape is looked at.
-
-        Returns:
-            (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None).
-
-        Raises:
-            InputError, ForeignIndicesError: an argument does not fit; nothing was sent, combine can be repeated.
-            AlternationError: there is no dispatch to combine.
-            RankTimeoutError: a rank of this rail did not come within timeout_secs (in the op's first step
-                first_timeout_secs), on CPU. One of this node that does not come is recorded by the kernels, and raised
-                by the next call.
-        """
-        self.check()
-        self._no_open_half("combine")
-        inputs.check_own_indices(self.config, self.device, indices, self._num_tokens)
-        result = self._output
-        if out is not None:
-            inputs.check_out(self.config, self.device, out, self._num_tokens)
-            result = out
-        inputs.check_biases(self.config, self.device, (bias_0, bias_1), self._num_tokens)
-        self._streams.follow(self.device)
-        num_lines = self._grid.num_nodes * self._max_num_tokens
-        rows = self._back_sent[:num_lines]
-        _, sums = self._in_node.combine(input, weights, None, block_num, -1, warp_per_block, out=rows)
-        self._exchange(self._back_received[:num_lines], rows)
-        weight_rows = None
-        if sums is not None:
-            weight_rows = self._weights_back[:num_lines]
-            self._exchange(weight_rows, sums[:num_lines])
-        self._kernels.add_nodes(
-            self._back_received, weight_rows, self._visits, (bias_0, bias_1), result, self._output_weights,
-            self._num_tokens, self._max_num_tokens,
+    def _adding(self, args: CombineArguments, block_num: int) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
+        constants = self._chunks(back=True) | self._sum_constants(args) | {"CHECK_INDICES": args.ids is not None}
+        key = "sum nodes", args.weights is None, args.ids is None, args.given_biases
+        values = (
+            args.result, self.table if args.ids is None else args.ids, *args.biases, self.table, args.num_tokens,
+            self._rings.chunks_of_step(args.max_num_tokens), self.config.rank,
         )  # fmt: skip
-        self._has_combined = True
-        return result, None if sums is None else self._output_weights
+        num_programs = self._programs(args.max_num_tokens, block_num, num_nodes=1)
+        yield self._variant(key, sum_nodes_kernel, constants), values, num_programs
 
-    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Moves lines [N * max_num_tokens, ...] between nodes."""
-        shape = (self._grid.num_nodes, -1)
-        blocks = [lines.view(torch.uint8).view(shape) for lines in (received, sent)]
-        self._rail.exchange(blocks[0], blocks[1], self._bound_secs)
+    def _passing_on(
+        self, max_num_tokens: int, *, back: bool, has_weights: bool
+    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+        if self._rings.num_nodes == 1:
+            return
+        constants = {
+            **self._world, "GPU_LANES": padded(self._rings.gpus_per_node), "RINGS": self._shape(back=back),
+            "HEAD_WORDS": self._rings.head_words, "BACK": back, "HAS_WEIGHTS": has_weights,
+        }  # fmt: skip
+        variant = self._variant(("pass on", back, has_weights), pass_on_kernel, constants)
+        values = (self.table, self._rings.chunks_of_step(max_num_tokens), self.config.rank)
+        yield variant, values, self._rings.num_nodes - 1
 
-    @property
-    def recv_counts(self) -> torch.Tensor:
-        """Rows received through each local rank in the last dispatch, int32 [G], fixed address."""
-        return self._in_node.recv_counts
+    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+        for dispatch in stand_in_dispatches(self.config, self.device):
+            for variant, values, _ in (*self._packing(dispatch, -1), *self._forwarding(dispatch, -1)):
+                yield variant, values
+        for combine in stand_in_combines(self.config, self.device):
+            sums = (*self._packing_sums(combine, -1), *self._adding(combine, -1))
+            for variant, values, _ in (self._offering(combine, -1), *sums):
+                yield variant, values
+        failing = (self.table, 0, DISPATCH_PHASE, self.config.rank)
+        yield self._variant("tell failure", tell_failure_kernel, self._world), failing
+        yield from self._other_variants()
 
-    @property
-    def local_expert_count(self) -> torch.Tensor:
-        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
-        return self._in_node.local_expert_count
+    def _variant(self, key: Any, kernel: Any, constants: dict[str, Any]) -> CompiledKernel:
+        if key not in self._variants:
+            self._variants[key] = CompiledKernel(kernel, constants, RING_WARPS)
+        return self._variants[key]
 
-    @property
-    def expert_recv_count(self) -> torch.Tensor:
-        """Rows of each local expert in the last dispatch of layout expert_major, int32 [E], fixed address."""
-        return self._in_node.expert_recv_count
+    def _shape(self, *, back: bool) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self._ring_constants(back=back)["RINGS"]
+        return shape
 
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """See EpDispatchCombineOp.get_registered_combine_input_buffer."""
-        return self._in_node.get_registered_combine_input_buffer(dtype, hidden_dim)
+    def _chunks(self, *, back: bool) -> dict[str, Any]:
+        """Constants of all kernels that work on chunks."""
+        return {**self._topk, **self._world, "RINGS": self._shape(back=back), "HEAD_WORDS": self._rings.head_words}
 
-    @property
-    def num_own_bytes(self) -> int:
-        """Bytes of the lines between nodes, and of what combine returns."""
-        others = (
-            self._back_sent,
-            self._back_received,
-            self._weights_back,
-            self._output,
-            self._output_weights,
-            self._visits,
-        )
-        return self._sent.num_bytes + self._received.num_bytes + sum(tensor.nbytes for tensor in others)
-
-    def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
-        grid, most = self._grid, self.config.world_size * self.config.max_num_inp_token_per_rank
-        positions = self._in_node.get_dispatch_src_token_pos()
-        # inside of the node a row comes from a line of the rank with its source's local number
-        local_ranks, lines = positions // most, positions % most
-        nodes, tokens = lines // self._max_num_tokens, lines % self._max_num_tokens
-        return (nodes * grid.gpus_per_node + local_ranks) * most + tokens
-
-    def set_max_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of the launches inside of a node from now on; 0 = all. Local."""
-        self._in_node.set_max_sms(max_sms)
-
-    def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds the waits of calls from now on, those of a first step included. Local."""
-        self._in_node.set_timeout(timeout_secs)
-        self._bounds = WaitBounds.same(timeout_secs)
-
-    @property
-    def has_open_step(self) -> bool:
-        """Whether a dispatch has not been combined, or a half not been finished."""
-        return self._in_node.has_open_step or self._open_call is not None
-
-    def check(self) -> None:
-        """Raises what the kernels have recorded; does not wait for kernels that still run."""
-        if self._closed:
-            raise ClosedError("an open op", "a closed one")
-        self._in_node.check()
-
-    def reset(self) -> None:
-        """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
-        if self._closed:
-            raise ClosedError("an open op", "a closed one")
-        self._drop_half()
-        self._in_node.reset()
-        self._has_combined = False
-
-    def close(self) -> None:
-        """Ends the use of the op; local and idempotent."""
-        self._closed = True
-        self._in_node.close()
+    def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
+        """Programs that share the chunks of a step."""
+        num_nodes = self._rings.num_nodes if num_nodes is None else num_nodes
+        num_chunks = self._rings.chunks_of_step(max_num_tokens) * num_nodes
+        return self._num_programs(num_chunks, block_num, PROGRAMS_PER_SM)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.cases.inter_node_cases import run_inter_node
-from tests.cases.op_cases import Case
+from tests.cases.op_cases import Case, run_case
 from tests.cases.op_matrix import UNEVEN
+from tests.cases.staged_cases import staged
 from tests.markers import needs_gpus
 
 FORMS = {
@@ -16,7 +16,8 @@ FORMS = {
     "rank_major": {"layout": "rank_major", "routing": "out_of_range"},
     "cast": {"layout": "rank_major", "quant_type": "fp8_per_1x128", "hidden_dim": 256},
     "biases": {"layout": "rank_major", "num_biases": 2},
-    "direct": {"layout": "rank_major", "options": {"flagged_max_tokens": 0}},
+    "halves": {"layout": "rank_major", "split": "mixed"},
+    "expert_major": {"layout": "expert_major"},
 }
 
 
@@ -30,5 +31,7 @@ FORMS = {
 )  # fmt: skip
 def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
     world_size = num_nodes * per_node
-    case = Case(world_size=world_size, num_experts=2 * world_size + 1, topk=3, tokens=UNEVEN, **changes)
-    ranks(run_inter_node, world_size, case, num_nodes, device="cuda")
+    case = Case(
+        world_size=world_size, num_nodes=num_nodes, num_experts=2 * world_size + 1, topk=3, tokens=UNEVEN, **changes
+    )
+    ranks(staged, world_size, run_case, case, device="cuda")

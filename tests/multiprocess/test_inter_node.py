@@ -1,4 +1,7 @@
-"""Ops across virtual nodes on CPU processes: gloo between nodes, shared memory inside, against the oracle."""
+"""Ops across virtual nodes of CPU processes over torch.distributed: gloo between nodes, shared memory inside.
+
+The bodies are those of the op inside a node; only the kernels differ.
+"""
 
 from __future__ import annotations
 
@@ -11,63 +14,69 @@ import torch
 
 from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.ops.op import EpDispatchCombineOp
-from tests.cases.inter_node_cases import Nodes, run_inter_node, run_inter_node_step
 from tests.cases.manager_cases import kwargs_of
-from tests.cases.op_cases import Case, make_inputs
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
 from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised
 from tests.cases.op_matrix import CASES, UNEVEN
+from tests.cases.op_special import BODIES
+from tests.cases.ring_cases import REPLAYED, SPECIAL, of_two_ranks
+from tests.cases.staged_cases import node_arena, over_torch_distributed, staged
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 CASE = Case(layout="rank_major", tokens=UNEVEN)
-FULL = replace(CASE, tokens=((3,),))
+FULL = Case(layout="rank_major", tokens=((3,),), num_nodes=2)
 OF_FOUR_RANKS = (
     "rank_major-uniform", "rank_major-zipf", "rank_major-all_to_one", "rank_major-all_dropped", "rank_major-repeated",
-    "rank_major-some_dropped", "compact-uniform", "compact-out_of_range", "no-weights", "combine-without-weights",
-    "max-num-tokens-rank-major",
-    "pad-id-compact", "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
-    "cast-fp16-odd-hidden", "fp8_blockwise-four-ranks", "unusual-four-ranks",
+    "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
+    "combine-without-weights", "bias", "biases-in-halves", "max-num-tokens-compact", "max-num-tokens-rank-major",
+    "pad-id", "cap", "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
+    "fp8_per_1x128-float32_power_of_two", "fp8_blockwise-four-ranks", "biases-fp8", "cast-fp16-odd-hidden",
+    "unusual-four-ranks", "epoch-2**32",
 )  # fmt: skip
-"""Cases of the op tests that a hop between nodes may change; that the op inside a node is right, those show."""
-
-
 GRIDS = {
-    f"{num_nodes}x{per_node}-{layout}": (
-        Case(
-            world_size=num_nodes * per_node, num_experts=2 * num_nodes * per_node + 1, topk=3, hidden_dim=40,
-            tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range",
-        ),
-        num_nodes,
+    f"{num_nodes}x{per_node}-{layout}": Case(
+        world_size=num_nodes * per_node, num_nodes=num_nodes, num_experts=2 * num_nodes * per_node + 1, topk=3,
+        hidden_dim=40, tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range",
     )
-    for num_nodes, per_node in ((2, 3), (3, 2), (4, 1), (2, 4), (1, 3))
-    for layout in ("compact", "rank_major")
+    for num_nodes, per_node, layout in (
+        (2, 3, "rank_major"), (3, 2, "compact"), (4, 1, "rank_major"), (2, 4, "compact"), (2, 1, "expert_major"),
+    )
+}  # fmt: skip
+SHAPES = GRIDS | {
+    # 4, 3, 3, 3 experts
+    "uneven-experts": Case(
+        num_nodes=2, num_experts=13, topk=5, tokens=UNEVEN, num_steps=3, layout="rank_major", seed=9
+    ),
+    "halves": Case(num_nodes=2, tokens=UNEVEN, topk=3, num_experts=9, split="mixed", num_steps=4),
+    # chunks of two tokens, of which a step of fewer tokens has fewer
+    "many-tokens": Case(
+        world_size=2, num_nodes=2, num_experts=5, max_tokens=400, tokens=((270, 3),), max_num_tokens=(None, 271),
+        hidden_dim=8, num_steps=2, routing="some_dropped", layout="rank_major",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name) for name in OF_FOUR_RANKS])
-def test_two_nodes_of_two(ranks: Any, case: Case) -> None:
-    ranks(run_inter_node, 4, case, 2)
+@pytest.mark.parametrize("name", OF_FOUR_RANKS)
+def test_two_nodes_of_two(ranks: Any, name: str) -> None:
+    ranks(staged, 4, run_case, replace(CASES[name], num_nodes=2, num_steps=min(CASES[name].num_steps, 4)))
 
 
-@pytest.mark.parametrize(("case", "num_nodes"), [pytest.param(*pair, id=name) for name, pair in GRIDS.items()])
-def test_grids(ranks: Any, case: Case, num_nodes: int) -> None:
-    ranks(run_inter_node, case.world_size, case, num_nodes)
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(ranks: Any, name: str) -> None:
+    ranks(staged, SHAPES[name].world_size, run_case, SHAPES[name])
 
 
-def test_uneven_experts_whose_nodes_own_different_numbers(ranks: Any) -> None:
-    """13 experts on 2 x 2 ranks: 4, 3, 3, 3."""
-    case = Case(num_experts=13, topk=5, tokens=UNEVEN, num_steps=3, layout="rank_major", seed=9)
-    ranks(run_inter_node, 4, case, 2)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special(ranks: Any, name: str) -> None:
+    body, case = BODIES[name]
+    few = of_two_ranks(case)
+    ranks(staged, few.world_size, body, few)
 
 
-def test_more_tokens_than_a_program_looks_at_at_once(ranks: Any) -> None:
-    case = Case(
-        world_size=2, num_experts=5, max_tokens=280, tokens=((270, 3),), hidden_dim=8, num_steps=1,
-        routing="some_dropped", layout="rank_major",
-    )  # fmt: skip
-    ranks(run_inter_node, 2, case, 2)
+def test_replayed_steps(ranks: Any) -> None:
+    ranks(staged, REPLAYED.world_size, BODIES["graph-rank-major"][0], REPLAYED)
 
 
 def through_the_manager(context: RankContext, rail: str) -> tuple[str, int, bool]:
@@ -86,8 +95,7 @@ def through_the_manager(context: RankContext, rail: str) -> tuple[str, int, bool
             expected = mine.tokens.float() * (mine.weights * (mine.ids >= 0)).sum(-1, keepdim=True)
             torch.testing.assert_close(result[: len(mine.tokens)].float(), expected, rtol=3e-2, atol=3e-2)
         same = manager.get_handle({**kwargs, "gpu_per_node": 2, "rail": rail}) is across
-        by_rings = isinstance(across, EpDispatchCombineOp)
-        assert by_rings == (rail == "auto")
+        assert across.config.rail == ("peer_memory" if rail == "auto" else rail)
         explained = manager.explain(2, kwargs["max_num_tokens_per_dp_rank"])["kernel"]
         assert explained == across.config.kernel_type.name
         return explained, manager.num_buffer_bytes, same
@@ -103,11 +111,10 @@ def test_the_manager_picks_it_for_several_nodes(ranks: Any, rail: str) -> None:
 
 def wrong_calls(context: RankContext) -> None:
     """Each is an error on all ranks before anything is sent, and the next step works."""
-    nodes = Nodes.of(context, 2)
-    with nodes.arena:
-        op = nodes.op(FULL, context.rank)
+    with node_arena(context, 2) as arena:
+        op = make_op(context, over_torch_distributed(FULL), arena)
         mine = make_inputs(FULL, 0, context.rank)
-        rows = torch.zeros(4 * FULL.max_tokens, FULL.hidden_dim, dtype=torch.bfloat16)
+        rows = torch.zeros(4, FULL.max_tokens, FULL.hidden_dim, dtype=torch.bfloat16)
         raised(errors.AlternationError, lambda: op.combine(rows, None, None), "dispatch")
         raised(errors.HiddenSizeError, lambda: op.dispatch(mine.tokens[:, :8].clone(), mine.weights, None, mine.ids))
         raised(errors.DtypeError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids.long()))
@@ -118,65 +125,97 @@ def wrong_calls(context: RankContext) -> None:
         raised(errors.ShapeError, lambda: op.combine(rows[:1], None, None))
         raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, mine.ids[:1]))
         op.combine(rows, None, mine.ids)
-        run_inter_node_step(FULL, nodes, op, 1, context.device)
+        run_step(FULL, op, 1, context.device)
         op.close()
         raised(errors.ClosedError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids))
-    nodes.rail.close()
 
 
 def test_wrong_calls(ranks: Any) -> None:
     ranks(wrong_calls, 4)
 
 
-def a_rank_that_does_not_come(context: RankContext) -> tuple[bool, float]:
-    """Whether the error is a timeout, and after how many seconds it came."""
-    nodes = Nodes.of(context, 2)
-    with nodes.arena:
-        op = nodes.op(FULL, context.rank)
-        run_inter_node_step(FULL, nodes, op, 0, context.device)
+ABSENT = 3
+
+
+def a_rank_that_does_not_come(context: RankContext, phase: str, num_nodes: int) -> float:
+    """The last rank skips a call: all others name it; reset makes the op usable. Seconds until the error."""
+    case = replace(FULL, num_nodes=num_nodes)
+    secs = 0.0
+    with node_arena(context, num_nodes) as arena:
+        op = make_op(context, over_torch_distributed(case), arena)
+        run_step(case, op, 0, context.device)
         op.set_timeout(SHORT_TIMEOUT_SECS)
-        mine = make_inputs(FULL, 1, context.rank)
-        start = time.monotonic()
-        timed_out = context.rank == 3
-        if not timed_out:
-            # its rail peer waits between nodes; the others wait for a rank of their node, which kernels record
-            def dispatch() -> None:
-                op.dispatch(mine.tokens, mine.weights, None, mine.ids)
+        step = Step.dispatch(case, op, 1, context.device) if phase == "combine" else None
+        arena.rendezvous.barrier("before one is missing")
+        if context.rank != ABSENT:
+            start = time.monotonic()
+
+            def call() -> None:
+                if step is None:
+                    mine = make_inputs(case, 1, context.rank)
+                    op.dispatch(mine.tokens, mine.weights, None, mine.ids)
+                else:
+                    op.combine(step.before_combine()[0], None, step.ids)
                 op.check()
 
-            timed_out = raised(errors.RankTimeoutError, dispatch, "rank") is not None
-        secs = time.monotonic() - start
-        nodes.rendezvous.barrier("all have given up")
-        op.close()
-    nodes.rail.close()
-    return timed_out, secs
+            error = raised(errors.RankTimeoutError, call, f"rank {ABSENT}")
+            secs = time.monotonic() - start
+            assert isinstance(error, errors.RankTimeoutError)
+            assert error.missing_ranks == (ABSENT,)
+            # the record says so, too, until the reset
+            raised(errors.RankTimeoutError, op.check, f"rank {ABSENT}")
+        arena.rendezvous.barrier("all have given up")
+        op.reset()
+        for number in range(2, 4):
+            run_step(case, op, number, context.device)
+        op.check()
+    return secs
 
 
-def test_a_rank_that_does_not_come_is_an_error_on_all_others(ranks: Any) -> None:
-    for timed_out, secs in ranks(a_rank_that_does_not_come, 4):
-        assert timed_out
-        assert secs < 6 * SHORT_TIMEOUT_SECS
+@pytest.mark.parametrize("num_nodes", [2, 4])
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come_is_named_by_all_others(ranks: Any, phase: str, num_nodes: int) -> None:
+    # ranks that share no node with it learn of it in combine through others, or wait twice as long
+    bounds = 1 if phase == "dispatch" else 2
+    for secs in ranks(a_rank_that_does_not_come, 4, phase, num_nodes):
+        assert secs < (bounds + 1) * SHORT_TIMEOUT_SECS
+
+
+def begun_by_some(context: RankContext) -> None:
+    """A dispatch that only one rank has begun is lost with a reset."""
+    case = replace(FULL, world_size=2)
+    with node_arena(context, 2) as arena:
+        op = make_op(context, over_torch_distributed(case), arena)
+        run_step(case, op, 0, context.device)
+        if context.rank == 0:
+            mine = make_inputs(case, 1, context.rank)
+            op.dispatch_send(mine.tokens, mine.weights, None, mine.ids)
+        op.reset()
+        run_step(case, op, 2, context.device)
+
+
+def test_reset_of_a_step_that_some_have_begun(ranks: Any) -> None:
+    ranks(begun_by_some, 2)
 
 
 LATE = replace(FULL, world_size=2, options={"timeout_secs": BRIEF_TIMEOUT_SECS, "first_timeout_secs": 60.0})
 
 
 def late_in_the_first_step(context: RankContext) -> None:
-    """A rank comes late to each hop between nodes: nobody minds in the op's first step, the other one in the second."""
-    nodes = Nodes.of(context, 2)
-    with nodes.arena:
-        op = nodes.op(LATE, context.rank)
+    """A rank comes late to each exchange: nobody minds in the op's first step, the other one in the second."""
+    with node_arena(context, 2) as arena:
+        op = make_op(context, over_torch_distributed(LATE), arena)
         mine = make_inputs(LATE, 0, context.rank)
-        nodes.rendezvous.barrier("before one is late")
+        arena.rendezvous.barrier("before one is late")
         is_late = context.rank == 1
         for call in (
             lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
-            lambda: op.combine(torch.zeros(2 * LATE.max_tokens, LATE.hidden_dim, dtype=torch.bfloat16), None, None),
+            lambda: op.combine(torch.zeros(2, LATE.max_tokens, LATE.hidden_dim, dtype=torch.bfloat16), None, None),
         ):
             if is_late:
                 time.sleep(1.5 * BRIEF_TIMEOUT_SECS)
             call()
-        run_inter_node_step(LATE, nodes, op, 1, context.device)
+        run_step(LATE, op, 1, context.device)
         if not is_late:
             start = time.monotonic()
             error = raised(
@@ -187,9 +226,8 @@ def late_in_the_first_step(context: RankContext) -> None:
             assert isinstance(error, errors.RankTimeoutError)
             assert error.missing_ranks == (1,)
             assert time.monotonic() - start < 6 * BRIEF_TIMEOUT_SECS
-        nodes.rendezvous.barrier("the other has given up")
+        arena.rendezvous.barrier("the other has given up")
         op.close()
-    nodes.rail.close()
 
 
 def test_a_first_step_has_the_longer_bound_between_nodes_too(ranks: Any) -> None:

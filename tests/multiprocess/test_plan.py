@@ -119,7 +119,7 @@ def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | No
         )  # fmt: skip
         # between virtual nodes of one host the default would be peer_memory
         op = manager.get_handle({"gpu_per_node": 2, "rail": "torch.distributed", **kwargs})
-        assert type(op).__name__ == "InterNodeDispatchCombineOp"
+        assert op.config.rail == "torch.distributed"
         return int(manager.num_buffer_bytes)
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.transport_arrivals import ASK_SECS
-from tests.cases.inter_node_cases import Nodes, run_inter_node_step
-from tests.cases.op_cases import Case
+from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
+from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
@@ -33,19 +33,19 @@ def _hosts_are_possible():
         pytest.skip(reason)
 
 
-def case_of(context: RankContext) -> Case:
-    return replace(CASE, world_size=context.world_size, num_experts=2 * context.world_size + 1)
+def case_of(context: RankContext, num_hosts: int) -> Case:
+    sizes = replace(CASE, world_size=context.world_size, num_experts=2 * context.world_size + 1, num_nodes=num_hosts)
+    return over_torch_distributed(sizes)
 
 
 def take_steps(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> None:
     """Steps of an op across hosts, each against the oracle."""
-    nodes, case = Nodes.of(context, num_hosts), case_of(context)
-    with nodes.arena:
-        op = nodes.op(case, context.rank)
+    case = case_of(context, num_hosts)
+    with node_arena(context, num_hosts) as arena:
+        op = make_op(context, case, arena)
         for step in range(num_steps):
-            run_inter_node_step(case, nodes, op, step, context.device)
+            run_step(case, op, step, context.device)
         op.check()
-    nodes.rail.close()
 
 
 @pytest.mark.parametrize(("num_hosts", "ranks_per_host"), [(2, 2), (3, 1)])
@@ -58,17 +58,17 @@ def take_steps_across_a_cut(
     context: RankContext, directory: Path, timeout_secs: float
 ) -> tuple[tuple[int, ...] | None, str, float]:
     """A step, then more once the link is cut: the ranks that were missed, the error, the seconds until then."""
-    nodes, case = Nodes.of(context, context.world_size), case_of(context)
-    with nodes.arena:
-        op = nodes.op(case, context.rank)
+    case = case_of(context, context.world_size)
+    with node_arena(context, context.world_size) as arena:
+        op = make_op(context, case, arena)
         op.set_timeout(timeout_secs)
-        run_inter_node_step(case, nodes, op, 0, context.device)
+        run_step(case, op, 0, context.device)
         signal(directory, f"ready_{context.rank}")
         wait_for_file(directory / "cut", START_SECS)
         start = time.monotonic()
         try:
             for step in range(1, 4):
-                run_inter_node_step(case, nodes, op, step, context.device)
+                run_step(case, op, step, context.device)
         except RankTimeoutError as error:
             return error.missing_ranks, str(error), time.monotonic() - start
         return None, "", time.monotonic() - start

@@ -19,15 +19,15 @@ def test_every_rank_has_its_node_and_its_rail(num_nodes, gpus_per_node):
     for rank, grid in enumerate(grids):
         assert (grid.num_nodes, grid.gpus_per_node) == (num_nodes, gpus_per_node)
         assert rank == grid.node * gpus_per_node + grid.local_rank
-        assert grid.node_ranks[grid.local_rank] == grid.rail_ranks[grid.node] == rank
+        assert grid.node_ranks[grid.local_rank] == grid.partners[grid.node] == rank
         assert grid.node_ranks == topology.ranks_of_node(grid.node)
-        assert [grids[peer].node for peer in grid.rail_ranks] == list(range(num_nodes))
-        assert {grids[peer].local_rank for peer in grid.rail_ranks} == {grid.local_rank}
+        assert [grids[peer].node for peer in grid.partners] == list(range(num_nodes))
+        assert {grids[peer].local_rank for peer in grid.partners} == {grid.local_rank}
 
 
 def test_virtual_nodes():
     topology = classify(cluster("a" * 6), gpu_per_node=2)
-    assert NodeGrid.of(topology, 3) == NodeGrid(3, 2, 1, 1, node_ranks=(2, 3), rail_ranks=(1, 3, 5))
+    assert NodeGrid.of(topology, 3) == NodeGrid(3, 2, 1, 1, node_ranks=(2, 3), partners=(1, 3, 5))
 
 
 def test_uneven_nodes_are_refused():

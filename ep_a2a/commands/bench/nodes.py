@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from ep_a2a.commands.bench.native import OpContender, OpSession
 from ep_a2a.config import EpDispatchCombineKernelType
@@ -111,8 +111,7 @@ class MadeByFactory(OpSession):
         self._factory = OpFactory(self._arena)
         topology = classify(gather_report(context.group, context.device), self._workload.gpus_per_node)
         try:
-            # of all that a session calls the interface is the same
-            return cast("EpDispatchCombineOp", self._factory.make(config, topology, None))
+            return self._factory.make(config, topology, None)
         except Exception:
             self._factory.close()
             raise

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Field
-    from ep_a2a.ops.staged_layout import RailField
 
 WEIGHT_BYTES = 4
 PART_OF_REGION = {
@@ -40,8 +39,16 @@ PART_OF_REGION = {
     Region.CHUNKS: "rings",
     Region.CHUNKS_BACK: "rings",
     Region.STAGED_CHUNKS: "rings",
+    Region.CHUNKS_SENT_BACK: "rings",
 }
 """Regions of the control and the local block that are not named here are parts of their own."""
+PART_BY_HOST = {
+    Region.STAGED_CHUNKS: "lines_sent",
+    Region.CHUNKS: "lines_received",
+    Region.CHUNKS_BACK: "sums_between_nodes",
+    Region.CHUNKS_SENT_BACK: "sums_between_nodes",
+}
+"""Where the host moves chunks between nodes: these regions hold what all nodes send in a step, and are no rings."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,14 @@ class Part:
         num_bytes: with what alignment adds.
         holds: what lies there, in words.
         is_shared: with other ops of the same manager and index.
-        fields: the regions, or buffers around a hop between nodes, that it is made of; () for what is allocated later.
+        fields: the regions that it is made of; () for what is allocated later.
     """
 
     name: str
     num_bytes: int
     holds: str
     is_shared: bool
-    fields: tuple[Field | RailField, ...] = ()
+    fields: tuple[Field, ...] = ()
 
 
 RINGS_ASSUMED = (
@@ -119,9 +126,10 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
     """
     config, layout = configs[0], OpLayout.of(configs[0])
     made_of: dict[str, list[Field]] = {name: [] for name in _descriptions(config)}
+    part_of = PART_OF_REGION | (PART_BY_HOST if Rings.of(config).by_host else {})
     for name in ("control", "dispatch", "combine", "result", "expert", "local"):
         for field in getattr(layout, name).fields:
-            made_of[PART_OF_REGION.get(field.region, name)].append(field)
+            made_of[part_of.get(field.region, name)].append(field)
     parts = tuple(
         Part(name, num_bytes, holds, is_shared, tuple(made_of[name]))
         for name, (holds, is_shared) in _descriptions(config).items()
@@ -155,6 +163,8 @@ def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]
     scales = f"{config.num_scales} scales and " if config.num_scales else ""
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
     by_source = " of every rank" if config.world_size > 1 else ""
+    rings = Rings.of(config)
+    lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
     return {
         "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), True),
         "scales_and_weights": (f"{scales}{config.topk} weights for each", True),
@@ -164,7 +174,10 @@ def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]
         "result": (rows_of(layout.result[Region.RESULT]) + ", with weights", True),
         "expert_rows": (rows_of(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
         "reduced_rows": (rows_of(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
-        "rings": (_rings(Rings.of(config)), True),
+        "rings": (_rings(rings), True),
+        "lines_sent": (f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes", True),
+        "lines_received": (f"{lines}, of {rings.num_nodes} nodes", True),
+        "sums_between_nodes": (f"{lines}, sent back and received, with weights", True),
         "local": ("counters and the routing record", False),
     }
 
@@ -189,7 +202,7 @@ def _rings(rings: Rings) -> str:
     return f"{count} of {rings.chunk_tokens} tokens, to experts and back"
 
 
-def rows_of(field: Field | RailField) -> str:
+def rows_of(field: Field) -> str:
     """A field's shape and dtype, in words."""
     return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.plan.sizes import Part, Plan
     from ep_a2a.kernels.layout import Field
-    from ep_a2a.ops.staged_layout import RailField
 
 MIB = 1 << 20
 TITLES = {
@@ -35,7 +34,6 @@ TITLES = {
     "lines_sent": "lines to nodes",
     "lines_received": "lines from nodes",
     "sums_between_nodes": "sums between nodes",
-    "sum_of_nodes": "sum of nodes",
     "combine_input": "combine input buffer",
     "combine_rows_copy": "copy of the rows",
     "combine_weights_copy": "copy of the weights",
@@ -115,7 +113,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _shape(field: Field | RailField) -> str:
+def _shape(field: Field) -> str:
     dtype = str(field.dtype).removeprefix("torch.")
     return f"{' x '.join(map(str, field.shape))} {dtype}, {field.padded_bytes:,} bytes"
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ep_a2a.commands.plan.sizes import op_facts, plan_of
-from ep_a2a.commands.plan.staged import plan_over_rail
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
@@ -23,7 +22,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 """vLLM's for `vllm serve` on GPUs like H100 and H200."""
 PADDED_MULTIPLE = 256
 GPUS_PER_NODE = 8
-RAIL = "torch.distributed"
+TRANSPORT = "torch.distributed"
 """What ops take between hosts unless EP_A2A_RAIL says otherwise."""
 
 
@@ -103,7 +102,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
         )
     hidden_dim = options.hidden_dim or model.hidden_dim
     wire = _wire(model, options, hidden_dim)
-    between = {"gpu_per_node": options.node_size, "rail": RAIL} if options.num_nodes > 1 else {}
+    between = {"gpu_per_node": options.node_size, "rail": TRANSPORT} if options.num_nodes > 1 else {}
     return [
         config_from_handle_kwargs(
             between | handle_kwargs(
@@ -120,8 +119,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
 
 def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     """What that op takes, as the engine's log says it when the op is made; raises what vllm_configs does."""
-    configs = vllm_configs(model, options)
-    return plan_over_rail(configs) if options.num_nodes > 1 else plan_of(configs, brings_own_rows=True)
+    return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
 def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> WireFormat:
@@ -166,5 +164,6 @@ def _about_nodes(options: VllmOptions) -> list[str]:
         return [f"all {world_size} GPUs on one node (NVLink){else_say}"]
     return [
         f"{num_nodes} nodes with {node_size} of the {world_size} GPUs each{else_say}",
-        f"nodes joined over {RAIL}, which is EP_A2A_RAIL's default between hosts; NCCL's own buffers are not counted",
+        f"nodes joined over {TRANSPORT}, which is EP_A2A_RAIL's default between hosts; NCCL's own buffers are not "
+        "counted",
     ]

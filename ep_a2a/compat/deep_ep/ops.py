@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -124,8 +124,8 @@ class Ops:
         """The op of this shape on the memory of this index; collective where it does not exist yet."""
         op = self._ops.get((shape, index))
         if op is None:
-            made = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
-            op = self._ops[shape, index] = cast("EpDispatchCombineOp", made)
+            op = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+            self._ops[shape, index] = op
         return op
 
     def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:

@@ -15,7 +15,7 @@ from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class World:
         self._report: TopologyReport | None = None
         self._factory = OpFactory(arena)
 
-    def make_op(self, config: EpDispatchCombineConfig) -> NativeOp:
+    def make_op(self, config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
         """The op for a configuration of any of MORI's kernel types. Collective.
 
         Raises:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.ops.factory import NativeOp
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.telemetry.counters import CountedExchange, StepCounters
 
@@ -38,7 +37,7 @@ class LayerCounters:
         num_kept_steps = env.COUNTERS.get()
         return cls(num_kept_steps) if num_kept_steps else None
 
-    def exchange_of(self, op: NativeOp, moe: Any) -> CountedExchange:
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> CountedExchange:
         """What counts the dispatches and combines of a layer.
 
         Args:

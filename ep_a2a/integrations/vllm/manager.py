@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ep_a2a.memory.rendezvous import Rendezvous
-    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.ops.peer_failures import ToldFailures
     from ep_a2a.telemetry.counters import CountedExchange
 
@@ -41,13 +41,12 @@ def _group_timeout_secs(group: Any) -> float:
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
-def told_failures(op: NativeOp) -> ToldFailures:
-    """Of an op; of one across nodes those of this rank's node, where a replica's tensor-parallel ranks should be."""
+def told_failures(op: EpDispatchCombineOp) -> ToldFailures:
+    """What other ranks have recorded of an op's failures."""
     # Triton is loaded when the first op is made
-    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.ops.peer_failures import ToldFailures
 
-    return ToldFailures(op if isinstance(op, EpDispatchCombineOp) else op._in_node)
+    return ToldFailures(op)
 
 
 class VllmAll2AllManager(NativeAll2AllManager):
@@ -80,7 +79,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
-        self._kept: list[NativeOp] = []
+        self._kept: list[EpDispatchCombineOp] = []
         self._told: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_setting()
@@ -89,7 +88,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.combines_in_halves = self._unreadable is None and env.SHARED_EXPERTS.get() == "halves"
         worker.managers.add(self)
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
         """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does.
 
         Raises:
@@ -123,7 +122,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         rendezvous.timeout_secs = _group_timeout_secs(self.cpu_group)
         return rendezvous
 
-    def exchange_of(self, op: NativeOp, moe: Any) -> NativeOp | CountedExchange:
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | CountedExchange:
         """What a layer calls dispatch and combine of: the op itself, or where steps are counted, what counts its own.
 
         Args:
@@ -137,8 +136,10 @@ class VllmAll2AllManager(NativeAll2AllManager):
         Tensor-parallel ranks gather each other's results, and vLLM looks at the errors of one of them only. So with
         them also what kernels of other ranks have recorded.
         """
-        for each in (*self._kept, *self._told):
-            each.check()
+        for op in self._kept:
+            op.check()
+        for told in self._told:
+            told.check()
 
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine: later calls must not wait for its end."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.telemetry.counters import CountedExchange
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
@@ -52,8 +52,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._max_num_tokens = max_num_tokens
         self._combines_in_halves = manager.combines_in_halves
         self._wire: WireFormat = RAW
-        self._op: NativeOp | None = None
-        self._exchange: NativeOp | CountedExchange | None = None
+        self._op: EpDispatchCombineOp | None = None
+        self._exchange: EpDispatchCombineOp | CountedExchange | None = None
 
     @property
     def activation_format(self) -> Any:
@@ -142,7 +142,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 self._op.close()
             raise
 
-    def _ready(self) -> NativeOp | CountedExchange:
+    def _ready(self) -> EpDispatchCombineOp | CountedExchange:
         if self._exchange is None:
             raise StateError("post_init_setup before a step", "none", "Build a FusedMoEKernel of this object.")
         return self._exchange
@@ -195,7 +195,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         import torch
 
         if self._wire.by_whole_tensor:
-            counts = cast("NativeOp", self._op).recv_counts
+            counts = cast("EpDispatchCombineOp", self._op).recv_counts
             is_token = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             tokens = torch.where(is_token[:, :, None], tokens, 0)
         options = {

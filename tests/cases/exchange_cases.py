@@ -1,4 +1,4 @@
-"""Rail exchanges with checked data, for processes of one host and of several."""
+"""Exchanges with checked data, for processes of one host and of several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ep_a2a.memory.node_grid import NodeGrid
 
 if TYPE_CHECKING:
-    from ep_a2a.memory.node_transport import TorchDistributedRail
+    from ep_a2a.memory.node_transport import NodeAllToAll
 
 GUARD_BYTES = 64
 POISON = 0xA5
@@ -25,7 +25,7 @@ def grid_of(num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
         node,
         local_rank,
         node_ranks=tuple(range(first, first + gpus_per_node)),
-        rail_ranks=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
+        partners=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
     )
 
 
@@ -35,20 +35,20 @@ def block(source: int, target: int, step: int, num_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def exchange_and_check(rail: TorchDistributedRail, rank: int, step: int, num_bytes: int, device: torch.device) -> None:
+def exchange_and_check(transport: NodeAllToAll, rank: int, step: int, num_bytes: int, device: torch.device) -> None:
     """One exchange into poisoned memory, between guards, checked bit for bit; what was sent must be as before."""
-    peers = rail.grid.rail_ranks
+    peers = transport.grid.partners
     sent = torch.stack([block(rank, peer, step, num_bytes) for peer in peers]).to(device)
     before = sent.clone()
     memory = torch.full((GUARD_BYTES + sent.numel() + GUARD_BYTES,), POISON, dtype=torch.uint8, device=device)
-    rail.exchange(memory[GUARD_BYTES:-GUARD_BYTES].view(sent.shape), sent)
-    check(rail, rank, step, num_bytes, memory)
+    transport.exchange(memory[GUARD_BYTES:-GUARD_BYTES].view(sent.shape), sent)
+    check(transport, rank, step, num_bytes, memory)
     assert torch.equal(sent, before)
 
 
-def check(rail: TorchDistributedRail, rank: int, step: int, num_bytes: int, memory: torch.Tensor) -> None:
+def check(transport: NodeAllToAll, rank: int, step: int, num_bytes: int, memory: torch.Tensor) -> None:
     """Whether `memory` holds what the peers sent in this step, between two guards."""
-    wanted = torch.stack([block(peer, rank, step, num_bytes) for peer in rail.grid.rail_ranks])
+    wanted = torch.stack([block(peer, rank, step, num_bytes) for peer in transport.grid.partners])
     received = memory.cpu()
     assert torch.equal(received[GUARD_BYTES:-GUARD_BYTES].view(wanted.shape), wanted)
     for guard in (received[:GUARD_BYTES], received[-GUARD_BYTES:]):

@@ -1,4 +1,4 @@
-"""Rails among hosts of their own addresses: over a slow and lossy network, and over one that is cut."""
+"""Transports among hosts of their own addresses: over a slow and lossy network, and over one that is cut."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.node_transport import TorchDistributedRail
+from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.memory.transport_arrivals import ASK_SECS
-from tests.cases.rail_cases import exchange_and_check, grid_of
+from tests.cases.exchange_cases import exchange_and_check, grid_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
@@ -36,16 +36,16 @@ def _hosts_are_possible():
 
 def exchange_blocks(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> float:
     """Seconds of the exchanges alone."""
-    rail = TorchDistributedRail(
+    transport = NodeAllToAll(
         context.group, grid_of(num_hosts, context.world_size // num_hosts, context.rank), TIMEOUT_SECS
     )
-    node = make_subgroup(context.group, rail.grid.node_ranks)
+    node = make_subgroup(context.group, transport.grid.node_ranks)
     torch.distributed.barrier(node)
     start = time.monotonic()
     for step in range(num_steps):
-        exchange_and_check(rail, context.rank, step, (1, 4096, 100_003, NUM_BYTES)[step % 4], CPU)
+        exchange_and_check(transport, context.rank, step, (1, 4096, 100_003, NUM_BYTES)[step % 4], CPU)
     secs = time.monotonic() - start
-    rail.close()
+    transport.close()
     return secs
 
 
@@ -68,17 +68,17 @@ def exchange_across_a_cut(
     context: RankContext, directory: Path, timeout_secs: float
 ) -> tuple[tuple[int, ...] | None, str, float]:
     """An exchange, then another once the link is cut: the ranks that it missed, the error, its seconds."""
-    rail = TorchDistributedRail(context.group, grid_of(context.world_size, 1, context.rank), timeout_secs)
-    exchange_and_check(rail, context.rank, 0, NUM_BYTES, CPU)
+    transport = NodeAllToAll(context.group, grid_of(context.world_size, 1, context.rank), timeout_secs)
+    exchange_and_check(transport, context.rank, 0, NUM_BYTES, CPU)
     signal(directory, f"ready_{context.rank}")
     wait_for_file(directory / "cut", START_SECS)
     start = time.monotonic()
     try:
-        exchange_and_check(rail, context.rank, 1, NUM_BYTES, CPU)
+        exchange_and_check(transport, context.rank, 1, NUM_BYTES, CPU)
     except RankTimeoutError as error:
         return error.missing_ranks, str(error), time.monotonic() - start
     secs = time.monotonic() - start
-    exchange_and_check(rail, context.rank, 2, NUM_BYTES, CPU)
+    exchange_and_check(transport, context.rank, 2, NUM_BYTES, CPU)
     return None, "", secs
 
 

@@ -1,4 +1,4 @@
-"""Blocks exchanged along rails: every byte, order of calls, and peers that do not come."""
+"""Blocks exchanged along transports: every byte, order of calls, and peers that do not come."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.memory import transport_choice
-from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, TorchDistributedRail
+from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, NodeAllToAll
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_choice import choose_transport, make_rail
+from ep_a2a.memory.transport_choice import choose_transport, make_all_to_all
 from ep_a2a.testing import RankFailure, RankPool
-from tests.cases.rail_cases import exchange_and_check, grid_of
+from tests.cases.exchange_cases import exchange_and_check, grid_of
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -27,23 +27,23 @@ SLACK_SECS = 8.0
 CPU = torch.device("cpu")
 
 
-def rail_of(
+def transport_of(
     context: RankContext, num_nodes: int, gpus_per_node: int, timeout_secs: float = TIMEOUT_SECS
-) -> TorchDistributedRail:
-    return TorchDistributedRail(context.group, grid_of(num_nodes, gpus_per_node, context.rank), timeout_secs)
+) -> NodeAllToAll:
+    return NodeAllToAll(context.group, grid_of(num_nodes, gpus_per_node, context.rank), timeout_secs)
 
 
 # --- every byte ---
 
 
 def exchange_blocks(context: RankContext, num_nodes: int, gpus_per_node: int) -> None:
-    rail = rail_of(context, num_nodes, gpus_per_node)
+    transport = transport_of(context, num_nodes, gpus_per_node)
     for step, num_bytes in enumerate((1, 4096, 100_003, 16, 4096)):
-        # rails are independent of each other, and one rank comes late
+        # transports are independent of each other, and one rank comes late
         if context.rank == step % context.world_size:
             time.sleep(0.1)
-        exchange_and_check(rail, context.rank, step, num_bytes, CPU)
-    rail.close()
+        exchange_and_check(transport, context.rank, step, num_bytes, CPU)
+    transport.close()
 
 
 @pytest.mark.parametrize(("num_nodes", "gpus_per_node"), [(2, 2), (2, 3), (3, 2), (4, 1), (1, 4)])
@@ -52,19 +52,19 @@ def test_every_block_arrives(ranks, num_nodes, gpus_per_node):
 
 
 def exchange_shapes(context: RankContext) -> None:
-    rail = rail_of(context, 2, 1)
+    transport = transport_of(context, 2, 1)
     for dtype in (torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64):
         sent = (torch.arange(2 * 3 * 4).view(2, 3, 4) + 50 * context.rank).to(dtype)
         received = torch.zeros_like(sent)
-        rail.exchange(received, sent)
+        transport.exchange(received, sent)
         for node in range(2):
             wanted = (torch.arange(12).view(3, 4) + 12 * context.rank + 50 * node).to(dtype)
             assert torch.equal(received[node].view(torch.uint8), wanted.view(torch.uint8))
     # of one shape and another dtype, as long as the bytes are as many
     as_bytes = torch.zeros(2, 24, dtype=torch.uint8)
-    rail.exchange(as_bytes, torch.full((2, 6), 7, dtype=torch.int32))
+    transport.exchange(as_bytes, torch.full((2, 6), 7, dtype=torch.int32))
     assert as_bytes.view(torch.int32).eq(7).all()
-    rail.close()
+    transport.close()
 
 
 def test_any_dtype_and_shape(ranks):
@@ -72,18 +72,18 @@ def test_any_dtype_and_shape(ranks):
 
 
 def exchange_beside_another_generation(context: RankContext) -> None:
-    """Two rails at once, then a third after one is closed: no block of one may come to another."""
-    first, second = rail_of(context, 2, 2), rail_of(context, 2, 2)
+    """Two transports at once, then a third after one is closed: no block of one may come to another."""
+    first, second = transport_of(context, 2, 2), transport_of(context, 2, 2)
     node = make_subgroup(context.group, grid_of(2, 2, context.rank).node_ranks)
     for step in range(3):
-        for number, rail in enumerate((first, second)):
-            exchange_and_check(rail, context.rank, 10 * step + number, 512, CPU)
+        for number, transport in enumerate((first, second)):
+            exchange_and_check(transport, context.rank, 10 * step + number, 512, CPU)
     first.close()
     first.close()
-    third = rail_of(context, 2, 2)
-    for number, rail in enumerate((third, second)):
-        exchange_and_check(rail, context.rank, 100 + number, 512, CPU)
-        rail.close()
+    third = transport_of(context, 2, 2)
+    for number, transport in enumerate((third, second)):
+        exchange_and_check(transport, context.rank, 100 + number, 512, CPU)
+        transport.close()
     destroy_subgroup(node)
     with pytest.raises(StateError, match="closed"):
         first.exchange(torch.zeros(2, 1), torch.zeros(2, 1))
@@ -97,18 +97,18 @@ def test_generations_of_rails(ranks):
 
 
 def refuse_blocks(context: RankContext) -> None:
-    rail = rail_of(context, 2, 1)
+    transport = transport_of(context, 2, 1)
     good = torch.zeros(2, 8, dtype=torch.uint8)
     for wrong in (torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(()), torch.zeros(0)):
         with pytest.raises(ShapeError, match="one block for each of 2 nodes"):
-            rail.exchange(wrong, good)
+            transport.exchange(wrong, good)
     with pytest.raises(ShapeError, match="received of 8 bytes"):
-        rail.exchange(good, good[:, :4].contiguous())
+        transport.exchange(good, good[:, :4].contiguous())
     with pytest.raises(ContiguityError, match="sent to be contiguous"):
-        rail.exchange(good, torch.zeros(8, 2, dtype=torch.uint8).t())
+        transport.exchange(good, torch.zeros(8, 2, dtype=torch.uint8).t())
     # nothing was sent
-    exchange_and_check(rail, context.rank, 0, 8, CPU)
-    rail.close()
+    exchange_and_check(transport, context.rank, 0, 8, CPU)
+    transport.close()
 
 
 def test_tensors_that_do_not_fit(ranks):
@@ -119,32 +119,32 @@ def test_tensors_that_do_not_fit(ranks):
 
 
 def wait_in_vain(context: RankContext, absent: int) -> tuple[tuple[int, ...], str, float] | None:
-    rail = rail_of(context, 3, 2, SHORT_TIMEOUT_SECS)
-    exchange_and_check(rail, context.rank, 0, 256, CPU)
+    transport = transport_of(context, 3, 2, SHORT_TIMEOUT_SECS)
+    exchange_and_check(transport, context.rank, 0, 256, CPU)
     if context.rank == absent:
         # it must not leave before the others have looked
         time.sleep(SHORT_TIMEOUT_SECS + 3)
         return None
     start = time.monotonic()
     if context.rank % 2 != absent % 2:
-        exchange_and_check(rail, context.rank, 1, 256, CPU)
-        rail.close()
+        exchange_and_check(transport, context.rank, 1, 256, CPU)
+        transport.close()
         return (), "", time.monotonic() - start
     with pytest.raises(RankTimeoutError) as caught:
-        exchange_and_check(rail, context.rank, 1, 256, CPU)
+        exchange_and_check(transport, context.rank, 1, 256, CPU)
     secs = time.monotonic() - start
     with pytest.raises(StateError, match="broken by a failed exchange"):
-        exchange_and_check(rail, context.rank, 1, 256, CPU)
+        exchange_and_check(transport, context.rank, 1, 256, CPU)
     start = time.monotonic()
-    rail.close()
-    del rail
+    transport.close()
+    del transport
     assert time.monotonic() - start < GLOO_PATIENCE_SECS + SLACK_SECS
     return caught.value.missing_ranks, str(caught.value), secs
 
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
-    """By its rank in the whole group; other rails go on."""
+    """By its rank in the whole group; other transports go on."""
     with RankPool(6, timeout_secs=60) as pool:
         answers = pool.run(wait_in_vain, absent)
     for rank, answer in enumerate(answers):
@@ -162,11 +162,11 @@ def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
 
 
 def die_before_the_second(context: RankContext) -> None:
-    rail = rail_of(context, 3, 1)
-    exchange_and_check(rail, context.rank, 0, 256, CPU)
+    transport = transport_of(context, 3, 1)
+    exchange_and_check(transport, context.rank, 0, 256, CPU)
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    exchange_and_check(rail, context.rank, 1, 256, CPU)
+    exchange_and_check(transport, context.rank, 1, 256, CPU)
 
 
 def test_a_killed_peer_is_named_at_once():
@@ -182,15 +182,15 @@ def test_a_killed_peer_is_named_at_once():
 
 
 def come_late(context: RankContext) -> None:
-    rail = rail_of(context, 2, 1, TIMEOUT_SECS)
+    transport = transport_of(context, 2, 1, TIMEOUT_SECS)
     if context.rank == 1:
         time.sleep(SHORT_TIMEOUT_SECS)
-    exchange_and_check(rail, context.rank, 0, 256, CPU)
-    rail.timeout_secs = 0.2
+    exchange_and_check(transport, context.rank, 0, 256, CPU)
+    transport.timeout_secs = 0.2
     if context.rank == 1:
         return
     with pytest.raises(RankTimeoutError, match=r"within 0\.2 s"):
-        exchange_and_check(rail, context.rank, 1, 256, CPU)
+        exchange_and_check(transport, context.rank, 1, 256, CPU)
 
 
 def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
@@ -206,10 +206,10 @@ def choose(context: RankContext) -> list[str]:
     for name in ("auto", "torch.distributed"):
         chosen_name, reason = choose_transport(name, {"peer_memory": "these are nodes of several hosts"})
         assert chosen_name == "torch.distributed"
-        rail = make_rail(reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
-        exchange_and_check(rail, context.rank, 0, 64, CPU)
-        chosen.append(rail.reason)
-        rail.close()
+        transport = make_all_to_all(reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+        exchange_and_check(transport, context.rank, 0, 64, CPU)
+        chosen.append(transport.reason)
+        transport.close()
     return chosen
 
 

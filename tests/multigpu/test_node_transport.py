@@ -1,4 +1,4 @@
-"""Rails over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
+"""Transports over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.arena import allocate_symmetric
-from ep_a2a.memory.node_transport import TorchDistributedRail
+from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from tests.cases.rail_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
+from tests.cases.exchange_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
 from tests.markers import needs_gpus
 
 if TYPE_CHECKING:
@@ -23,25 +23,25 @@ NUM_REPLAYS = 5
 def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int) -> int:
     """Exchanges of several sizes, then one that a graph replays with new data each time."""
     grid, device = grid_of(num_nodes, gpus_per_node, context.rank), context.device
-    rail = TorchDistributedRail(context.group, grid, 30.0)
+    transport = NodeAllToAll(context.group, grid, 30.0)
     for step, num_bytes in enumerate((1, 4096, NUM_BYTES, 16)):
-        exchange_and_check(rail, context.rank, step, num_bytes, device)
+        exchange_and_check(transport, context.rank, step, num_bytes, device)
     sent = torch.zeros(num_nodes, NUM_BYTES, dtype=torch.uint8, device=device)
     memory = torch.full((GUARD_BYTES + sent.numel() + GUARD_BYTES,), POISON, dtype=torch.uint8, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # beginning a process's first capture allocates, too
         before = torch.cuda.memory_allocated(device)
-        rail.exchange(memory[GUARD_BYTES:-GUARD_BYTES].view(sent.shape), sent)
+        transport.exchange(memory[GUARD_BYTES:-GUARD_BYTES].view(sent.shape), sent)
         allocated = torch.cuda.memory_allocated(device) - before
     for step in range(NUM_REPLAYS):
-        sent.copy_(torch.stack([block(context.rank, peer, step, NUM_BYTES) for peer in grid.rail_ranks]))
+        sent.copy_(torch.stack([block(context.rank, peer, step, NUM_BYTES) for peer in grid.partners]))
         memory.fill_(POISON)
         graph.replay()
-        check(rail, context.rank, step, NUM_BYTES, memory)
+        check(transport, context.rank, step, NUM_BYTES, memory)
     del graph
     torch.cuda.synchronize(device)
-    rail.close()
+    transport.close()
     return allocated
 
 

@@ -1,0 +1,41 @@
+"""What tests of ops over torch.distributed share: an arena of virtual nodes, and bodies of op tests on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from ep_a2a.memory.node_memory import NodeArena
+from ep_a2a.memory.node_transport import NodeAllToAll
+from tests.cases import op_cases, op_special
+from tests.cases.exchange_cases import grid_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.testing import RankContext
+    from tests.cases.op_cases import Case
+
+TIMEOUT_SECS = 60.0
+
+
+def over_torch_distributed(case: Case) -> Case:
+    """A case of several nodes, with the transport by name."""
+    return replace(case, options=case.options | {"rail": "torch.distributed"})
+
+
+def node_arena(context: RankContext, num_nodes: int) -> NodeArena:
+    """Memory of virtual nodes into which the context's ranks are cut."""
+    grid = grid_of(num_nodes, context.world_size // num_nodes, context.rank)
+    return NodeArena(context.group, grid, context.device, NodeAllToAll(context.group, grid, TIMEOUT_SECS))
+
+
+def staged(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+    """A body of an op test with an op over torch.distributed."""
+
+    def make(*_: Any) -> NodeArena:
+        return node_arena(context, case.num_nodes)
+
+    with mock.patch.object(op_cases, "Arena", make), mock.patch.object(op_special, "Arena", make):
+        return body(context, over_torch_distributed(case), *more)

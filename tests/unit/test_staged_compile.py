@@ -1,0 +1,67 @@
+"""The kernels around an exchange of the host compile for GPUs, without spilling, and move rows in vectors."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.ops.staged import StagedKernels
+from ep_a2a.testing.offline_compile import compile_offline, resources
+from tests.markers import first_is_quick
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_SMS = 132
+FORMS = {
+    "bf16": {},
+    "cast": {"quant_type": "fp8_per_1x128", "layout": "compact"},
+    "combine-cast": {"quant_type": "fp8_blockwise"},
+    "scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 56, "scale_type_size": 4},
+    "fp32": {"data_type": torch.float32},
+}
+
+
+def config_of(**changes: Any) -> EpDispatchCombineConfig:
+    """DeepSeek-V3 on 4 nodes of 8."""
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16, "rank": 0, "world_size": 32, "hidden_dim": 7168, "scale_dim": 0,
+        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096, "num_experts_per_rank": 8,
+        "num_experts_per_token": 8, "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "gpu_per_node": 8,
+        "layout": "rank_major", "compiled_calls": "serving", "rail": "torch.distributed",
+    }  # fmt: skip
+    return EpDispatchCombineConfig(**{**values, **changes})
+
+
+class MadeUp:
+    """An arena, and memory bound to it, of which no launch is made."""
+
+    device = torch.device("cpu")
+    rendezvous = between_nodes = None
+    table = torch.zeros(64, 32, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
+def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
+    arena = cast("Any", MadeUp())
+    kernels = StagedKernels(config_of(**changes), arena, arena)
+    kernels.num_sms = NUM_SMS
+    moving = {"pack_kernel", "forward_kernel", "pack_sums_kernel", "sum_nodes_kernel"}
+    others = {"pass_on_kernel", "tell_failure_kernel"}
+    for variant, values in kernels.variants():
+        name = variant.kernel.__name__
+        if name not in moving | others:
+            continue  # of rings, or of an op inside a node
+        asm = compile_offline(
+            variant.kernel, values, variant.constants, variant.num_warps, max_registers=variant.max_registers
+        )  # fmt: skip
+        assert resources(asm["cubin"], tmp_path)["STACK"] == 0, name
+        if name in moving:
+            moving.remove(name)
+            assert re.search(r"ld\.global\S*\.v4", asm["ptx"]), name
+            assert re.search(r"st\.global\S*\.v4", asm["ptx"]), name
+    assert not moving
