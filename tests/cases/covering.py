@@ -16,9 +16,9 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
-from tests.cases.inter_node_cases import run_inter_node
 from tests.cases.op_cases import Case, run_case
 from tests.cases.ring_cases import SMALL_RINGS, by_puts
+from tests.cases.staged_cases import staged
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -55,8 +55,6 @@ IMPOSSIBLE: set[Pair] = {
     *((("world_size", 1), ("transport", transport)) for transport in (STORES, PUTS, STAGED)),
     # tokens that come as fp8 are not cast again
     *((("dtype", "fp8"), ("cast", cast)) for cast in ("fp8_per_token", "fp8_per_1x128")),
-    # its body has no rows by expert; tests/multiprocess/test_inter_node.py
-    (("layout", "expert_major"), ("transport", STAGED)),
 }
 
 
@@ -110,7 +108,7 @@ def case_of(choice: Choice, number: int) -> Case:
     )  # fmt: skip
     if choice.dtype == "fp8":
         case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])
-    if choice.transport in (STORES, PUTS):
+    if choice.transport in (STORES, PUTS, STAGED):
         kernel = RING_KERNELS[number % len(RING_KERNELS)]
         return replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=kernel, options=SMALL_RINGS)
     if choice.transport == "shared-memory" and number % 2:
@@ -122,7 +120,7 @@ def run_choice(context: RankContext, choice: Choice, number: int) -> None:
     """The steps of a choice against the oracle, over its transport."""
     case = case_of(choice, number)
     if choice.transport == STAGED:
-        run_inter_node(context, case, NUM_NODES[choice.world_size])
+        staged(context, run_case, case)
     elif choice.transport == PUTS:
         by_puts(context, run_case, case)
     else:

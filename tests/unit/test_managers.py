@@ -433,15 +433,13 @@ def test_every_backend_names_its_kernels_without_its_library():
 
 def test_every_op_has_the_same_interface():
     from ep_a2a.ops import EpDispatchCombineOp
-    from ep_a2a.ops.staged import InterNodeDispatchCombineOp
 
     for name, member in inspect.getmembers(EpDispatchCombineOp):
         if name.startswith("_") or name == "get_launch_config":
             continue
-        for kind in (CollectiveDispatchCombineOp, InterNodeDispatchCombineOp):
-            other = getattr(kind, name)
-            if inspect.isfunction(member):
-                assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
+        other = getattr(CollectiveDispatchCombineOp, name)
+        if inspect.isfunction(member):
+            assert list(inspect.signature(member).parameters) == list(inspect.signature(other).parameters), name
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
