@@ -1,6 +1,6 @@
-"""Every place where this integration changes vLLM: what, why, what upstream offers, and when to remove it.
+"""The registry of patches: every place where ep_a2a.integrations.vllm changes vLLM, why, and until when.
 
-tests/integration/test_vllm_contract.py fails when a target moves; docs/vllm.md shows this table.
+tests/integration/test_vllm_contract.py fails when a target moves. docs/vllm.md shows this table.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patch:
-    """One change.
+    """One change of vLLM.
 
     Attributes:
-        name: as the code's docstrings call it.
-        target: what is changed, "module:attribute".
-        applied: when, and by whom.
+        name: its name in the docstring of the function that applies it.
+        target: the attribute that is replaced, "module:attribute".
+        applied: in which processes, and when.
         what: the change.
-        why: what would happen without it.
-        remove_when: the upstream change that makes it superfluous.
+        why: what happens without it.
+        remove_when: the upstream change that makes it unnecessary.
     """
 
     name: str
@@ -33,9 +33,9 @@ REGISTRY = "vLLM has a registry of prepare/finalize factories (PR #50556, open; 
 CHOSEN = "in processes of users who chose the backend"
 MODEL = "in processes that run a model with the backend active"
 ENGINE = "in processes of users who chose the backend, an engine's own and those of its clients"
-TOLD = "vLLM tells clients why an engine has ended"
+CAUSE = "vLLM tells clients why an engine has ended"
 
-LEDGER = (
+PATCHES = (
     Patch(
         "backend-name", "vllm.config.parallel:All2AllBackend", "at plugin load, for everybody",
         "the name ep_a2a is added to the names that ParallelConfig.all2all_backend takes; where that cannot be done, "
@@ -101,19 +101,19 @@ LEDGER = (
         "engine-cause", "vllm.v1.engine.core:EngineCoreProc._send_engine_dead", ENGINE,
         "the message that ends an engine carries the text of the error if it is ours",
         "the error stands in the engine's log only",
-        TOLD,
+        CAUSE,
     ),
     Patch(
         "client-cause", "vllm.v1.engine.core_client:BackgroundResources.validate_alive", ENGINE,
         "a client takes the longer message for what it is, and remembers the text",
         "it would take the message for an output that it cannot decode",
-        TOLD,
+        CAUSE,
     ),
     Patch(
         "dead-error", "vllm.v1.engine.exceptions:EngineDeadError.__init__", ENGINE,
         "an EngineDeadError has the remembered text behind vLLM's own, also in the message for HTTP clients",
         "clients make these errors anew in several places, with a fixed text",
-        TOLD,
+        CAUSE,
     ),
     Patch(
         "cpu-runner", "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",

@@ -14,7 +14,7 @@ import pytest
 
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
-from ep_a2a.testing.patch_registry import LEDGER
+from ep_a2a.testing.patch_registry import PATCHES
 from tests.vllm_contract.config_checks import WITHOUT_CHOICE
 from tests.vllm_contract.program import CHOSEN
 from tests.vllm_contract.reports import require_passed
@@ -67,7 +67,7 @@ def test_its_torch_is_one_of_ours(wheel, version):
     assert pinned in TORCH_VERSIONS
 
 
-@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_the_target_of_every_patch_is_there(wheel, patch):
     assert read_signatures(wheel / "vllm")[symbol_of(patch.target)] != MISSING
 

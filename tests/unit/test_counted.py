@@ -10,8 +10,8 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import StateError, UnsupportedError
-from ep_a2a.integrations.vllm import counters as vllm_counters
-from ep_a2a.integrations.vllm.counters import LayerCounters, read_counters
+from ep_a2a.integrations.vllm.counters import LayerCounters
+from ep_a2a.integrations.vllm.worker import RPC_METHOD, read_counters
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.counter_kernels import Counter
 from ep_a2a.kernels.layout import Region
@@ -221,4 +221,4 @@ def test_layers_are_read_by_their_names_in_the_order_in_which_they_were_built():
 
 
 def test_the_method_has_the_name_that_the_documents_give():
-    assert vllm_counters.RPC_METHOD == "ep_a2a_counters"
+    assert RPC_METHOD == "ep_a2a_counters"

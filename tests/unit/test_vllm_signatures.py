@@ -1,4 +1,4 @@
-"""What the vLLM integration stands on: how it is read from source, told apart, and kept in a table and a ledger."""
+"""What the vLLM integration stands on: how it is read from source, told apart, and kept in a table and a registry."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import vllm as integration
 from ep_a2a.integrations.vllm import signatures, support
 from ep_a2a.integrations.vllm.signatures import MISSING, SYMBOLS, read_signatures
-from ep_a2a.testing.patch_registry import LEDGER
+from ep_a2a.testing.patch_registry import PATCHES
 from tests.vllm_contract.wheels import VERSIONS, symbol_of
+from tools.vllm_signatures import TABLE, json_of
 
 PACKAGE = Path(integration.__file__).parent
 ALL_SYMBOLS = [f"{path}:{name}" for path, names in SYMBOLS.items() for name in names]
@@ -164,6 +165,21 @@ def test_the_table_covers_all_symbols_and_versions():
         assert set(VERSIONS) <= set(versions), symbol
 
 
+def test_the_table_is_as_its_tool_writes_it():
+    assert TABLE.read_text() == json_of(support.known_signatures())
+
+
+def test_a_written_table_reads_as_it_was(monkeypatch, tmp_path):
+    """Also a signature that comes back, a symbol that versions lack, and one without parameters."""
+    known = {
+        "a.py:f": {"self, x": ["0.24.0", "0.33.0"], "self, *, y, **z": ["0.28.0", "0.30.0"]},
+        "a.py:g": {"": ["0.28.0"], "there": ["0.33.0"]},
+    }
+    (tmp_path / support.SIGNATURES).write_text(json_of(known))
+    monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
+    assert support.known_signatures() == known
+
+
 def test_the_table_covers_the_declared_range():
     assert [f"0.{minor}" for minor in range(support.OLDEST[1], support.NEWEST[1] + 1)] == MINORS
     assert f"{MINORS[0]} to {MINORS[-1]}" == support.SUPPORTED
@@ -213,23 +229,23 @@ def test_no_vllm_is_a_clear_error(monkeypatch):
         support._package()
 
 
-# --- the ledger ---
+# --- the registry of patches ---
 
 
 def test_patches_have_names_of_their_own_and_say_everything():
-    assert len({patch.name for patch in LEDGER}) == len(LEDGER)
-    for patch in LEDGER:
+    assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+    for patch in PATCHES:
         assert all(vars(patch).values()), patch.name
         # parts of a text that was wrapped in the source
         assert not re.search(r"\w- \w|  ", " ".join(vars(patch).values())), patch.name
 
 
-@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_the_target_of_every_patch_is_watched(patch):
     assert symbol_of(patch.target) in ALL_SYMBOLS
 
 
-@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_the_code_of_every_patch_names_it(patch):
-    sources = [path.read_text() for path in PACKAGE.glob("*.py") if path.name != "ledger.py"]
+    sources = [path.read_text() for path in PACKAGE.glob("*.py")]
     assert any(f"`{patch.name}`" in source for source in sources)

@@ -79,7 +79,7 @@ class Messages(logging.Handler):
 
 
 def is_patched(target: str) -> bool:
-    """Whether a ledger entry's target is ours instead of vLLM's."""
+    """Whether a registry entry's target is ours instead of vLLM's."""
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     *path, last = name.split(".")

@@ -56,11 +56,11 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
         parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
         assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
         assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
-    assert our_modules() == {"common", "name"}
+    assert our_modules() == {"common", "plugin"}
     assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.plugin"])
-    from ep_a2a.testing.patch_registry import LEDGER
+    from ep_a2a.testing.patch_registry import PATCHES
 
-    changed = {patch.name for patch in LEDGER if patch.name != "backend-name" and is_patched(patch.target)}
+    changed = {patch.name for patch in PATCHES if patch.name != "backend-name" and is_patched(patch.target)}
     assert changed == {"chosen-config"}, changed
     assert messages.texts == []
 
@@ -166,7 +166,8 @@ def unpickle(path: str) -> None:
 def the_platform_is_patched_once() -> None:
     from vllm.platforms import current_platform
 
-    from ep_a2a.integrations.vllm.patches import COMMUNICATOR_FACTORY, original_communicator_class
+    from ep_a2a.integrations.vllm.communicator import original_communicator_class
+    from ep_a2a.integrations.vllm.parallel_config import COMMUNICATOR_FACTORY
 
     chosen()
     before = dict(vars(current_platform))
@@ -189,7 +190,7 @@ def options_that_cannot_work_are_refused() -> None:
     from vllm.platforms import current_platform
 
     from ep_a2a.errors import UnsupportedError
-    from ep_a2a.integrations.vllm.patches import check_options
+    from ep_a2a.integrations.vllm.parallel_config import check_options
 
     chosen()
     for option, (field, value) in OPTIONS.items():
@@ -212,11 +213,11 @@ def it_is_said_once_where_the_backend_has_no_effect() -> None:
     from vllm.config import VllmConfig
 
     from ep_a2a.integrations.vllm import common
-    from ep_a2a.integrations.vllm.patches import ONE_REPLICA, WITHOUT_EP
+    from ep_a2a.integrations.vllm.parallel_config import ONE_REPLICA, WITHOUT_EP
 
     said: dict[tuple[bool, int], list[str]] = {}
     for ep, size in itertools.product((False, True), (1, 2)):
-        common._said.clear()
+        common._warnings.clear()
         messages = Messages("vllm.ep_a2a")
         for _ in range(2):
             VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))

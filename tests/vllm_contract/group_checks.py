@@ -98,30 +98,6 @@ def a_vllm_with_other_signatures_is_refused() -> None:
             pass
 
 
-def a_vllm_with_a_registry_is_not_patched() -> None:
-    """PR #50556, as its branch has it. Must run before the layers are patched."""
-    from vllm.model_executor.layers.fused_moe import all2all_utils, prepare_finalize
-
-    from ep_a2a.integrations.vllm.patches import patch_prepare_finalize
-
-    original, factories = all2all_utils.maybe_make_prepare_finalize, {}
-    with (
-        replaced(prepare_finalize, "MoEPrepareFinalizeFactory", object),
-        replaced(all2all_utils, "_PREPARE_FINALIZE_FACTORIES", factories),
-        replaced(
-            all2all_utils, "register_moe_prepare_finalize_factory",
-            lambda factory: factories.update({factory.backend_name: factory}),
-        ),
-    ):  # fmt: skip
-        patch_prepare_finalize()
-        first = dict(factories)
-        patch_prepare_finalize()
-    assert first == factories
-    assert list(factories) == [NAME]
-    assert factories[NAME].supports_sequence_parallel
-    assert all2all_utils.maybe_make_prepare_finalize is original
-
-
 def the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
@@ -267,13 +243,13 @@ def refusals_when_made(make: Any) -> None:
     import vllm.distributed
 
     from ep_a2a.errors import StateError, UnsupportedError
-    from ep_a2a.integrations.vllm.patches import _wrapped
+    from ep_a2a.integrations.vllm.communicator import _replacing
 
     assert type(make(moe_of(), None, None, True)).__name__ == "EpA2APrepareAndFinalize"
     assert make(moe_of(), None) is None, "a method that asks so up to vLLM 0.27 would refuse a modular kernel"
     with refused(UnsupportedError, "monolithic", "--moe-backend"):
         make(moe_of(), None, allow_new_interface=True, use_monolithic=True)
-    vllms_own = _wrapped(lambda moe, quant_config, **_: (moe, quant_config))
+    vllms_own = _replacing(lambda moe, quant_config, **_: (moe, quant_config))
     for others in (moe_of(use_all2all_kernels=False), moe_of(all2all_backend=VLLM_BACKEND)):
         assert vllms_own(others, "quant", allow_new_interface=True) == (others, "quant")
     stranger = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=VllmManager()))
@@ -299,7 +275,7 @@ def our_methods_take_what_vllm_passes() -> None:
 GROUP_CHECKS = {
     check.__name__: check
     for check in (
-        a_vllm_with_other_signatures_is_refused, a_vllm_with_a_registry_is_not_patched,
+        a_vllm_with_other_signatures_is_refused,
         the_communicator_of_experts_carries_our_manager, other_communicators_are_the_platforms_own,
         without_replicas_or_experts_it_is_the_platforms_own, destroying_a_communicator_makes_no_manager,
         the_manager_has_all_that_vllm_asks_of_one, hidden_states_travel_by_vllms_own_manager, checkpoints_are_refused,

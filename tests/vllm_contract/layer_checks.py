@@ -401,7 +401,7 @@ def rows_of(case: Layer, source: int, destination: int) -> int:
 
 def steps_are_counted_layer_by_layer(context: RankContext) -> None:
     """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
-    from ep_a2a.integrations.vllm import worker
+    from ep_a2a.integrations.vllm.manager import live_managers
 
     rank, peer = context.rank, 1 - context.rank
     cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
@@ -421,7 +421,7 @@ def steps_are_counted_layer_by_layer(context: RankContext) -> None:
         assert manager.arena.num_bytes == num_bytes
         modules = {f"layers.{i}.experts": moe_holder(kernel) for i, kernel in enumerate(kernels)}
         found = manager.counters.read(modules)
-    assert manager not in worker.managers
+    assert manager not in live_managers
     assert manager.counters is None, "of an engine that has ended"
     assert [each["layer"] for each in found] == list(modules)
     assert [each["num_steps"] for each in found] == [2, 4, 2]

@@ -48,18 +48,19 @@ def with_manager(check: Callable[[Manager], None]) -> Callable[[], None]:
     def checked() -> None:
         from vllm.v1.worker import cpu_worker  # noqa: F401 - loaded before the patch, as in an engine on CPU
 
-        from ep_a2a.integrations.vllm import worker
+        from ep_a2a.integrations.vllm.manager import live_managers
+        from ep_a2a.integrations.vllm.worker import patch_worker
 
         manager = Manager()
-        worker.patch_worker()
-        before = list(worker.managers)
-        worker.managers.clear()
-        worker.managers.add(manager)  # type: ignore[arg-type]
+        patch_worker()
+        before = list(live_managers)
+        live_managers.clear()
+        live_managers.add(manager)  # type: ignore[arg-type]
         try:
             check(manager)
         finally:
-            worker.managers.clear()
-            worker.managers.update(before)
+            live_managers.clear()
+            live_managers.update(before)
 
     return checked
 

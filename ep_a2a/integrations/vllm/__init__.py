@@ -1,7 +1,8 @@
 """vLLM's plugin: `--all2all-backend ep_a2a` on an unpatched vLLM.
 
-vLLM loads `register` through the entry point group `vllm.general_plugins` in each of its processes. It teaches vLLM the
-name and does nothing else: all other patches (see `ledger`) are applied by the processes of a user who chose it.
+vLLM calls `register` through the entry point group `vllm.general_plugins` in each of its processes. `register` adds the
+backend's name. All other patches are applied only in processes whose configuration names the backend.
+ep_a2a/testing/patch_registry.py lists every patch; docs/vllm.md lists the modules from the flag to `op.dispatch`.
 """
 
 from ep_a2a.integrations.vllm.plugin import register

@@ -1,19 +1,51 @@
-"""The backend's name in vLLM, and how the integration speaks to its users."""
+"""The backend's name in vLLM, its logger, the variables that workers read, and the mark of replaced functions."""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ep_a2a import env
+from ep_a2a.errors import EnvironmentVariableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    F = TypeVar("F", bound=Callable[..., Any])
 
 BACKEND_NAME = "ep_a2a"
 
 logger = logging.getLogger("vllm.ep_a2a")
 """vLLM configures loggers below its own name only."""
 
-_said: set[str] = set()
+WORKER_VARIABLES = (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS)
+
+_warnings: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Says a fallback once in a process."""
-    if message not in _said:
-        _said.add(message)
+    """Logs a warning once per process."""
+    if message not in _warnings:
+        _warnings.add(message)
         logger.warning(message)
+
+
+def unreadable_variable() -> EnvironmentVariableError | None:
+    """The error of the first of WORKER_VARIABLES that cannot be parsed in this process; None if all can."""
+    for variable in WORKER_VARIABLES:
+        try:
+            variable.get()
+        except EnvironmentVariableError as error:
+            return error
+    return None
+
+
+def ours(function: F) -> F:
+    """Marks a function that replaces one of vLLM's, so that patches are applied once."""
+    function.is_ours = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether `ours` has marked this function."""
+    return getattr(function, "is_ours", False)

@@ -1,56 +1,31 @@
-"""Communicators of vLLM's groups, made by our factory: the expert-parallel one carries our manager."""
+"""Makes vLLM's communicators: the expert-parallel group's carries our manager, and its MoE layers get our exchange.
+
+vLLM calls `make_communicator` in every process that runs a model. The first expert-parallel group applies the patches
+to layers and workers there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
+from ep_a2a.integrations.vllm import support
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
 from ep_a2a.integrations.vllm.cpu import patch_runner
-from ep_a2a.integrations.vllm.patches import original_communicator_class, patch_prepare_finalize
+from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.worker import patch_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+    from collections.abc import Callable, Iterator
 
 VLLM_BACKEND = "allgather_reducescatter"
 """vLLM's default, whose manager every platform can make."""
 
 
-class CarriesManager:
-    """Mixed into the platform's communicator class for the expert-parallel group."""
-
-    _vllm_manager: Any = None
-    """vLLM's own, for hidden states."""
-    _manager: VllmAll2AllManager | None = None
-    _destroyed = False
-
-    @property
-    def all2all_manager(self) -> VllmAll2AllManager | None:
-        """Made on first access; allocates no device memory."""
-        if self._manager is None and not self._destroyed:
-            from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-
-            self._manager = VllmAll2AllManager(self, self._vllm_manager)
-        return self._manager
-
-    @all2all_manager.setter
-    def all2all_manager(self, manager: VllmAll2AllManager | None) -> None:
-        self._manager = manager
-
-    def destroy(self) -> None:
-        """Gives back what the manager holds, then what the platform's communicator does. Idempotent."""
-        manager, self._manager, self._destroyed = self._manager, None, True
-        for one in (manager, self._vllm_manager):
-            if one is not None:
-                one.destroy()
-        super().destroy()  # type: ignore[misc]
-
-
 def make_communicator(*args: Any, **kwargs: Any) -> Any:
-    """The platform's communicator for one of vLLM's groups; arguments are its class's."""
+    """Returns the platform's communicator for one of vLLM's groups; arguments are those of the platform's class."""
     from vllm.config import get_current_vllm_config_or_none
 
     original = original_communicator_class()
@@ -75,11 +50,84 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     return communicator
 
 
+def original_communicator_class() -> Any:
+    """Returns the communicator class of the platform itself."""
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return resolve_obj_by_qualname(type(current_platform).get_device_communicator_cls())
+
+
 @contextlib.contextmanager
 def _named(parallel: Any, name: str) -> Iterator[None]:
-    """While the platform's class is built it must know the backend's name: it makes that backend's manager at once."""
+    """Renames the backend while the platform's class is built: that class knows only vLLM's names."""
     chosen, parallel.all2all_backend = parallel.all2all_backend, name
     try:
         yield
     finally:
         parallel.all2all_backend = chosen
+
+
+class CarriesManager:
+    """Mixin for the platform's communicator class, of the expert-parallel group."""
+
+    _vllm_manager: Any = None
+    """vLLM's own, for hidden states."""
+    _manager: VllmAll2AllManager | None = None
+    _destroyed = False
+
+    @property
+    def all2all_manager(self) -> VllmAll2AllManager | None:
+        """Our manager, made on first access; making it allocates no device memory. None after `destroy`."""
+        if self._manager is None and not self._destroyed:
+            self._manager = VllmAll2AllManager(self, self._vllm_manager)
+        return self._manager
+
+    @all2all_manager.setter
+    def all2all_manager(self, manager: VllmAll2AllManager | None) -> None:
+        self._manager = manager
+
+    def destroy(self) -> None:
+        """Destroys both managers, then the platform's communicator. Idempotent."""
+        manager, self._manager, self._destroyed = self._manager, None, True
+        for one in (manager, self._vllm_manager):
+            if one is not None:
+                one.destroy()
+        super().destroy()  # type: ignore[misc]
+
+
+def patch_prepare_finalize() -> None:
+    """Patch `prepare-finalize`: MoE layers whose tokens travel get our prepare/finalize. Imports vLLM's layers.
+
+    Raises:
+        UnsupportedError: a class or function that ours build on has a signature of no supported version.
+    """
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    original = all2all_utils.maybe_make_prepare_finalize
+    if is_ours(original):
+        return
+    support.check_signatures()
+    replacement = _replacing(original)
+    # modules' dictionaries, because reading an attribute of a lazy module would import others
+    for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]:
+        if names.get("maybe_make_prepare_finalize") is original:
+            names["maybe_make_prepare_finalize"] = replacement
+
+
+def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @ours
+    @functools.wraps(original)
+    def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
+        parallel = moe.moe_parallel_config
+        if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:
+            return original(moe, quant_config, *args, **kwargs)
+        from ep_a2a.integrations.vllm.prepare_finalize import make_prepare_finalize
+
+        bound = support.bind(original, moe, quant_config, *args, **kwargs)
+        if bound.get("allow_new_interface", False):
+            return make_prepare_finalize(moe, use_monolithic=bound.get("use_monolithic", False))
+        # up to vLLM 0.27, methods without a modular kernel ask too, and would refuse one
+        return None
+
+    return maybe_make_prepare_finalize

@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend needs beside: it cannot run expert-parallel models by itself."""
+"""What vLLM's CPU backend needs in addition: by itself it cannot run expert-parallel models."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 import torch
 
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, ours
+
 
 def patch_runner() -> None:
-    """Patch `cpu-runner`: MoE layers are the opaque operators that they are on GPUs. Idempotent.
+    """Patch `cpu-runner`: calls MoE layers as opaque operators, as on GPUs. Idempotent.
 
-    On CPU vLLM calls them as Python, for torch.compile to trace; it cannot trace an exchange between processes.
+    On CPU vLLM calls them as Python, for torch.compile to trace. An exchange between processes cannot be traced.
     """
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     original = MoERunner._select_forward
-    if getattr(original, "is_ours", False):
+    if is_ours(original):
         return
 
+    @ours
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
-        from ep_a2a.integrations.vllm.common import BACKEND_NAME
-
         parallel = self.moe_config.moe_parallel_config
         if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:
             return original(self)
         return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
 
-    _select_forward.is_ours = True  # type: ignore[attr-defined]
     MoERunner._select_forward = _select_forward
 
 
 def local_ids(
     ids: torch.Tensor, weights: torch.Tensor, expert_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights [rows, K] for experts that take local ids and do not look at expert_map.
+    """Returns ids and weights [rows, K] for experts that take local ids and ignore expert_map.
 
     A slot of another rank's expert, or of none (-1), becomes one of expert 0 with weight 0.
     """

@@ -1,17 +1,16 @@
-"""Our manager as vLLM's expert-parallel communicator carries it."""
+"""The manager that vLLM's expert-parallel communicator carries."""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm import worker
-from ep_a2a.integrations.vllm.common import logger, warn_once
+from ep_a2a.integrations.vllm.common import logger, unreadable_variable, warn_once
 from ep_a2a.integrations.vllm.counters import LayerCounters
-from ep_a2a.integrations.vllm.settings import unreadable_setting
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
@@ -24,9 +23,12 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
+live_managers: weakref.WeakSet[VllmAll2AllManager] = weakref.WeakSet()
+"""Those of this process that have not been destroyed; a worker has one."""
+
 
 def _refusal(method: str, purpose: str) -> Callable[..., NoReturn]:
-    """A method that vLLM's managers have and ours does not: calling it raises UnsupportedError."""
+    """Returns a method that raises UnsupportedError; vLLM's managers have it and ours does not."""
 
     def refuse(*_: Any) -> NoReturn:
         raise UnsupportedError(
@@ -37,12 +39,12 @@ def _refusal(method: str, purpose: str) -> Callable[..., NoReturn]:
 
 
 def _group_timeout_secs(group: Any) -> float:
-    """How long vLLM lets the ranks of a group (gloo) wait for each other."""
+    """The time-out that vLLM gave to a process group (gloo)."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def told_failures(op: EpDispatchCombineOp) -> ToldFailures:
-    """What other ranks have recorded of an op's failures."""
+    """Returns the failures of an op that other ranks report."""
     # Triton is loaded when the first op is made
     from ep_a2a.ops.peer_failures import ToldFailures
 
@@ -50,15 +52,15 @@ def told_failures(op: EpDispatchCombineOp) -> ToldFailures:
 
 
 class VllmAll2AllManager(NativeAll2AllManager):
-    """Ops for layers that run as modular kernels; hidden states of others travel by vLLM's own manager.
+    """Makes ops for layers with a modular kernel; hidden states of other layers travel by vLLM's own manager.
 
     Args:
         communicator: vLLM's, of the expert-parallel group.
         vllm_manager: vLLM's allgather_reducescatter manager of the same group.
 
     Attributes:
-        counters: of the layers; None where nothing is counted, the default.
-        combines_in_halves: shared experts run between the halves of combine; by default they do not.
+        counters: of the layers; None without EP_A2A_COUNTERS.
+        combines_in_halves: whether shared experts run between the halves of combine; False by default.
     """
 
     support_fault_tolerance = False
@@ -82,20 +84,22 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self._kept: list[EpDispatchCombineOp] = []
         self._told: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
-        self._unreadable = unreadable_setting()
-        # where one cannot be read, all ranks learn of it together, when the first op is made
+        self._unreadable = unreadable_variable()
+        # raised on all ranks together, when the first op is made
         self.counters = None if self._unreadable else LayerCounters.wanted()
         self.combines_in_halves = self._unreadable is None and env.SHARED_EXPERTS.get() == "halves"
-        worker.managers.add(self)
+        live_managers.add(self)
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """The op for these kwargs, kept until `destroy`: CUDA graphs hold its addresses when no layer does.
+        """Returns the op for these kwargs. Collective when it is new; kept until `destroy`.
+
+        CUDA graphs hold the op's addresses when no layer does.
 
         Raises:
-            EnvironmentVariableError: a variable cannot be read here; a ConfigMismatchError says so on the others.
+            EnvironmentVariableError: a variable cannot be parsed here; the other ranks raise ConfigMismatchError.
         """
-        # Also after warm-up, or layers that are built again, with new weights, would get another op than the one that
-        # graphs have captured.
+        # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
+        # new weights, must get the op that graphs have captured.
         rendezvous = self._wait_as_vllm_does()
         if not self._kept:
             rendezvous.agree("settings", self._unreadable)
@@ -117,13 +121,13 @@ class VllmAll2AllManager(NativeAll2AllManager):
         return op
 
     def _wait_as_vllm_does(self) -> Rendezvous:
-        """Where ranks meet; with vLLM's patience, since they load, compile and capture at their own pace."""
+        """Returns the rendezvous, with vLLM's time-out: ranks load, compile and capture at their own pace."""
         rendezvous = self.arena.rendezvous
         rendezvous.timeout_secs = _group_timeout_secs(self.cpu_group)
         return rendezvous
 
     def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | CountedExchange:
-        """What a layer calls dispatch and combine of: the op itself, or where steps are counted, what counts its own.
+        """Returns what a layer dispatches and combines with: the op, or with EP_A2A_COUNTERS its counting wrapper.
 
         Args:
             op: the layer's. moe: its FusedMoEConfig.
@@ -133,8 +137,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
     def check(self) -> None:
         """Raises what the kernels of finished steps have recorded.
 
-        Tensor-parallel ranks gather each other's results, and vLLM looks at the errors of one of them only. So with
-        them also what kernels of other ranks have recorded.
+        With tensor parallelism, also what kernels of other ranks have recorded: these ranks gather each other's
+        results, and vLLM looks at the errors of one of them only.
         """
         for op in self._kept:
             op.check()
@@ -142,13 +146,13 @@ class VllmAll2AllManager(NativeAll2AllManager):
             told.check()
 
     def close_open_steps(self) -> None:
-        """Closes ops that an error has left between dispatch and combine: later calls must not wait for its end."""
+        """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""
         for op in self._kept:
             if op.has_open_step:
                 op.close()
 
     def end_warm_up(self, timeout_secs: float) -> None:
-        """Bounds waits by `timeout_secs` once all ranks have warmed up, and begins to count anew. Collective."""
+        """Bounds waits by `timeout_secs` once all ranks have warmed up, and clears the counters. Collective."""
         if self._step_timeout_secs is not None or not self._kept:
             return
         self.arena.rendezvous.barrier("the end of warm-up")
@@ -159,15 +163,15 @@ class VllmAll2AllManager(NativeAll2AllManager):
             self.counters.clear()
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own exchange of hidden states, for layers that do not run as modular kernels."""
+        """Dispatches hidden states by vLLM's own manager, for layers without a modular kernel."""
         return self._by_vllm("dispatch", *args, **kwargs)
 
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """See `dispatch`."""
+        """Dispatches router logits by vLLM's own manager, for layers without a modular kernel."""
         return self._by_vllm("dispatch_router_logits", *args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """See `dispatch`."""
+        """Combines hidden states by vLLM's own manager, for layers without a modular kernel."""
         return self._by_vllm("combine", *args, **kwargs)
 
     def _by_vllm(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +184,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
     def _release(self) -> None:
         self._kept.clear()
         self._told.clear()
-        # whoever still has this manager must not be told of its layers in place of another engine's
+        # a reader that still holds this manager must find the counters of the next engine
         self.counters = None
-        worker.managers.discard(self)
+        live_managers.discard(self)
         super()._release()

@@ -1,7 +1,7 @@
-"""The parallel configuration of a user who chose this backend.
+"""The parallel configuration of a user who chose this backend: it activates the patches, and checks the options.
 
-Its class is what activates the rest: vLLM sends the configuration to its processes by pickle, and to unpickle this
-class is to import this module there. So there is no environment variable, and nothing happens to other users.
+vLLM sends its configuration to engines and workers by pickle. Unpickling EpA2AParallelConfig in such a process imports
+this module and applies the patches. No environment variable is needed, and other users are not affected.
 """
 
 from __future__ import annotations
@@ -10,18 +10,31 @@ from typing import Any
 
 from vllm.config.parallel import ParallelConfig
 
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, unreadable_variable, warn_once
 from ep_a2a.integrations.vllm.engine_error import patch_engine
-from ep_a2a.integrations.vllm.patches import activate
+from ep_a2a.memory.transport_choice import name_network_devices
+
+COMMUNICATOR_FACTORY = "ep_a2a.integrations.vllm.communicator.make_communicator"
+
+ONE_REPLICA = (
+    "--all2all-backend ep_a2a has no effect here: with data parallel size 1 vLLM has all tokens on each of its "
+    "tensor-parallel ranks, and adds up with an all-reduce. "
+    "--data-parallel-size N (N > 1) with --enable-expert-parallel activates it."
+)
+WITHOUT_EP = (
+    "--all2all-backend ep_a2a has no effect without --enable-expert-parallel: every rank keeps a slice of all "
+    "experts, and tokens travel by vLLM's allgather_reducescatter."
+)
 
 
 class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
-    """vLLM's ParallelConfig with all2all_backend "ep_a2a"."""
+    """vLLM's ParallelConfig with all2all_backend "ep_a2a". Unpickling it in a worker applies the patches."""
 
     @property
     def use_sequence_parallel_moe(self) -> bool:
-        """As for the backends on vLLM's own list: tensor-parallel ranks bring distinct tokens, not copies."""
+        """Whether tensor-parallel ranks bring distinct tokens; as for the backends on vLLM's own list."""
         if self.all2all_backend != BACKEND_NAME:
             return bool(super().use_sequence_parallel_moe)
         return bool(self.enable_expert_parallel and self.tensor_parallel_size > 1 and self.data_parallel_size > 1)
@@ -29,12 +42,12 @@ class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         activate()
-        # this may be the process of an engine, or of a client that was given a configuration made elsewhere
+        # this process may be an engine's, or a client's that was given a configuration made elsewhere
         patch_engine()
 
 
 def choose(config: ParallelConfig) -> None:
-    """Makes a ParallelConfig with our backend's name one that activates it, in this process and where it is sent to.
+    """Turns a ParallelConfig with our backend's name into an EpA2AParallelConfig, and activates it in this process.
 
     Raises:
         UnsupportedError: this vLLM is too old.
@@ -42,3 +55,76 @@ def choose(config: ParallelConfig) -> None:
     support.check_version()
     config.__class__ = EpA2AParallelConfig
     activate()
+
+
+def activate() -> None:
+    """Applies `communicator-class` and `config-check` to this process's platform. Idempotent; imports no layers."""
+    from vllm.platforms import current_platform
+
+    if "get_device_communicator_cls" in vars(current_platform):
+        return
+    # NCCL reads the names when vLLM makes its first communicator
+    name_network_devices()
+    check_and_update_config = current_platform.check_and_update_config
+
+    def check_options_too(vllm_config: Any) -> Any:
+        check_options(vllm_config)
+        result = check_and_update_config(vllm_config)
+        # a process that makes such a configuration becomes the client of an engine
+        if vllm_config.parallel_config.all2all_backend == BACKEND_NAME:
+            patch_engine()
+        return result
+
+    # on the platform object, in front of its class, which keeps the original
+    current_platform.get_device_communicator_cls = lambda: COMMUNICATOR_FACTORY
+    current_platform.check_and_update_config = check_options_too
+
+
+def check_options(vllm_config: Any) -> None:
+    """Refuses options that the backend cannot work with, and warns where it has no effect, before processes start.
+
+    Raises:
+        UnsupportedError: naming the option.
+        EnvironmentVariableError: a variable that workers will inherit cannot be parsed here.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.all2all_backend != BACKEND_NAME:
+        return
+    if unreadable := unreadable_variable():
+        raise unreadable
+    if parallel.data_parallel_rank == 0 and (why := _why_inactive(parallel)):
+        warn_once(why)
+    if parallel.enable_expert_parallel:
+        _check_parallel(vllm_config)
+
+
+def _why_inactive(parallel: Any) -> str:
+    if parallel.data_parallel_size == 1:
+        return ONE_REPLICA
+    return "" if parallel.enable_expert_parallel else WITHOUT_EP
+
+
+def _check_parallel(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    refused = {
+        "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
+        "--enable-elastic-ep": (
+            getattr(parallel, "enable_elastic_ep", False), "groups that change their size need vLLM's own communicator"
+        ),
+        "--enable-dbo": (
+            getattr(parallel, "enable_dbo", False), "vLLM runs two micro-batches with the backends on its own list only"
+        ),
+        "--prefill-context-parallel-size": (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its ranks bring different numbers of tokens"
+        ),
+        "--pipeline-parallel-size": (
+            parallel.pipeline_parallel_size > 1,
+            "vLLM does not ask stages before the last one whether their step has failed, and would hand out its tokens",
+        ),
+    }  # fmt: skip
+    for option, (is_used, why) in refused.items():
+        if is_used:
+            raise UnsupportedError(
+                f"no {option} with --all2all-backend {BACKEND_NAME}: {why}", option,
+                f"Leave {option} out, or use --all2all-backend allgather_reducescatter.",
+            )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Teaches vLLM the name `ep_a2a`; imported by every vLLM process of an environment that has this package installed."""
+"""The entry point: adds the name `ep_a2a` to vLLM's backends. Every vLLM process of the environment imports this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +20,10 @@ CONFIG_LINE = re.compile(rf"^\s*['\"]?all2all[-_]backend['\"]?\s*:\s*['\"]?{BACK
 
 
 def register() -> None:
-    """The entry point. Idempotent; raises only for users whose command line, or its --config, names this backend.
+    """Adds the backend's name. Idempotent; raises only if the command line, or its --config, names this backend.
 
     Raises:
-        UnsupportedError: this vLLM's ParallelConfig is not built as any supported version's is.
+        UnsupportedError: this vLLM's ParallelConfig differs from that of every supported version.
     """
     try:
         _add_name()
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def names_backend(arguments: Sequence[str]) -> bool:
-    """Whether a command line chooses this backend, itself or by the YAML file of its --config."""
+    """Whether a command line, or the YAML file of its --config, chooses this backend."""
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         option, _, value = argument.partition("=")
         value = value or following
@@ -47,7 +47,7 @@ def names_backend(arguments: Sequence[str]) -> bool:
 
 
 def _text_of(path: Path) -> str:
-    """A file's text, none where it cannot be read: to say so is vLLM's business."""
+    """The file's text, or "" if it cannot be read: vLLM reports that itself."""
     try:
         return path.read_text("utf-8", errors="replace")
     except OSError:
@@ -66,32 +66,33 @@ def _refusal(error: Exception) -> UnsupportedError:
 
 
 def _refuse_when_chosen(error: Exception) -> None:
-    """For those who choose the backend in Python: vLLM's own words would be that there is no such name."""
+    """Makes ParallelConfig(all2all_backend="ep_a2a") raise the refusal; vLLM's own error would be an unknown name."""
     parallel = sys.modules.get("vllm.config.parallel")
     config_class = getattr(parallel, "ParallelConfig", None)
-    if config_class is None or getattr(config_class.__init__, "is_ours", False):
+    if config_class is None or is_ours(config_class.__init__):
         return
     original = config_class.__init__
 
+    @ours
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("all2all_backend") == BACKEND_NAME:
             raise _refusal(error) from error
         original(self, *args, **kwargs)
 
-    init.is_ours = True  # type: ignore[attr-defined]
     config_class.__init__ = init
 
 
 def _add_name() -> None:
-    """Patches `backend-name` and `chosen-config` of the ledger."""
+    """Patches `backend-name` and `chosen-config`."""
     from vllm.config import parallel
 
     config_class = parallel.ParallelConfig
     original_post_init = config_class.__post_init__
-    if getattr(original_post_init, "is_ours", False):
+    if is_ours(original_post_init):
         return
 
+    @ours
     def post_init(self: Any, *args: Any) -> None:
         original_post_init(self, *args)
         if self.all2all_backend == BACKEND_NAME:
@@ -99,7 +100,6 @@ def _add_name() -> None:
 
             choose(self)
 
-    post_init.is_ours = True  # type: ignore[attr-defined]
     config_class.__post_init__ = post_init
     # a vLLM with a registry of backends (PR #50556) takes every name
     if get_origin(parallel.All2AllBackend) is Literal:
@@ -116,7 +116,7 @@ def _extend_literal(parallel: Any) -> None:
     config_class.__dataclass_fields__["all2all_backend"].type = names
     config_class.__pydantic_fields__["all2all_backend"].annotation = names
     rebuild_dataclass(config_class, force=True)
-    # where it is not loaded yet it has nothing cached
+    # a module that is not imported yet has cached nothing
     arg_utils = sys.modules.get("vllm.engine.arg_utils")
     if arg_utils is not None:
         arg_utils._compute_kwargs.cache_clear()

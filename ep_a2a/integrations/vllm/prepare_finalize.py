@@ -1,4 +1,4 @@
-"""vLLM's prepare/finalize of a MoE layer on an EpDispatchCombineOp."""
+"""Our prepare/finalize for vLLM's MoE layers: dispatch before the experts, combine after them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,59 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-from ep_a2a.errors import StateError, UnsupportedError
+from ep_a2a.errors import StateError, TooManyTokensError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
-from ep_a2a.integrations.vllm.token_bound import agreed_max_tokens
-from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, wire_format
+from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, tokens_per_rank, wire_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
-    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.telemetry.counters import CountedExchange
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 
 
-class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """Standard activation format: experts see W * t rows, t being the most tokens that any rank brings to the step.
+def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> EpA2APrepareAndFinalize:
+    """Returns the prepare/finalize of a layer whose tokens travel between ranks.
 
-    Rows without a token carry the id of another rank's expert, which expert_map filters out. The op is built when
-    vLLM pairs this object with its experts, after the weights are loaded and before memory is profiled; all layers of
-    one shape share it. Combine sends the experts' rows from where they lie, so vLLM's allocate_fused_expert_output
-    (from 0.32) is left as it is: no memory that experts could write to would save a copy.
+    Args:
+        moe: vLLM's FusedMoEConfig.
+        use_monolithic: the experts want router logits instead of ids.
+
+    Raises:
+        StateError: the expert-parallel group does not carry our manager.
+        UnsupportedError: monolithic experts.
+    """
+    from vllm.distributed import get_ep_group
+
+    manager = get_ep_group().device_communicator.all2all_manager
+    if not isinstance(manager, VllmAll2AllManager):
+        raise StateError(
+            "the ep_a2a manager on vLLM's expert-parallel group", type(manager).__name__,
+            "Choose the backend by --all2all-backend ep_a2a before the groups are made.",
+        )  # fmt: skip
+    if use_monolithic:
+        raise UnsupportedError(
+            "experts that work on dispatched ids (modular kernels)", "monolithic ones, which want router logits",
+            "Choose other experts, for example --moe-backend triton, or --all2all-backend allgather_reducescatter.",
+        )  # fmt: skip
+    most = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
+    return EpA2APrepareAndFinalize(manager, moe, most)
+
+
+class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """vLLM's prepare/finalize in its standard activation format, on an op that all layers of one shape share.
+
+    Experts see W * t rows, t being the most tokens that any rank brings to the step. Rows without a token carry the id
+    of another rank's expert, which expert_map filters out.
+
+    The op is built when vLLM pairs this object with its experts: after the weights are loaded, before memory is
+    profiled. Combine sends the experts' rows from where they lie. So vLLM's allocate_fused_expert_output (from 0.32)
+    is not overridden: memory of ours would save no copy.
 
     Args:
         manager: of the expert-parallel group.
@@ -57,33 +86,33 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     @property
     def activation_format(self) -> Any:
-        """One row per received token."""
+        """vLLM's standard format: one row per received token."""
         return mk.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """The ids that dispatch takes."""
+        """The dtype of the ids that `prepare` takes."""
         import torch
 
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int:
-        """The most tokens that a rank brings."""
+        """The most tokens that a rank brings to a step."""
         return self._max_num_tokens
 
     def num_dispatchers(self) -> int:
-        """Ranks that send tokens here."""
+        """The number of ranks that send tokens here."""
         return self._manager.world_size
 
     def output_is_reduced(self) -> bool:
-        """Combine adds over all ranks."""
+        """True: `finalize` returns sums over all ranks."""
         return True
 
     def supports_dbo(self) -> bool:
-        """vLLM runs two micro-batches with the backends on its own list only."""
+        """False: vLLM runs two micro-batches with the backends on its own list only."""
         return False
 
     def supports_async(self) -> bool:
-        """Whether vLLM runs shared experts between the halves of combine, in place of its second stream."""
+        """Whether vLLM runs shared experts between the halves of combine, instead of on its second stream."""
         return self._combines_in_halves
 
     def post_init_setup(self, fused_experts: Any) -> None:
@@ -105,16 +134,16 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         if self._combines_in_halves:
             self._op.compile_halves()
         self._exchange = self._manager.exchange_of(self._op, moe)
-        self._tell_experts_how_many_rows(fused_experts)
+        self._raise_row_limit(fused_experts)
         self._close_op_when_experts_fail(fused_experts)
 
-    def _tell_experts_how_many_rows(self, fused_experts: Any) -> None:
-        """Raises the limit of rows by which some experts size their scratch memory (CUTLASS, Humming; vLLM below 0.32).
+    def _raise_row_limit(self, fused_experts: Any) -> None:
+        """Raises the row limit by which CUTLASS's and Humming's experts size their scratch memory (vLLM below 0.32).
 
-        Other experts keep their config: FlashInfer's multiply its limit by the data-parallel ranks themselves. So do
-        Humming's of 0.30 and 0.31, which have to be told what comes to that many rows then.
+        Humming's experts of 0.30 and 0.31 multiply the limit by the data-parallel ranks, so theirs is divided by that.
+        Other experts keep their config: FlashInfer's multiply the limit themselves.
         """
-        # experts that choose between two kinds in each step hold both, with a reference to the config each
+        # experts that choose between two kinds in each step hold both, each with a reference to the config
         of_two_kinds = (getattr(fused_experts, name, None) for name in ("experts", "fallback_experts"))
         for experts in (fused_experts, *of_two_kinds):
             if hasattr(experts, "_get_permute_scratch"):
@@ -134,7 +163,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     @contextlib.contextmanager
     def _closing_op_on_error(self) -> Iterator[None]:
-        """An error between dispatch and combine leaves a step that nobody will finish; later calls must say so."""
+        """Closes the op on an error between dispatch and combine: its step stays open, and later calls must raise."""
         try:
             yield
         except BaseException:
@@ -158,7 +187,16 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Any:
-        """Dispatches a1 [T, H] with its ids and weights [T, K]; see vLLM's base class.
+        """Dispatches a1 [T, H] with its ids and weights [T, K].
+
+        Args:
+            a1: this rank's tokens.
+            topk_weights, topk_ids: [T, K], their router weights and global expert ids.
+            num_experts: over all ranks.
+            expert_map: global to local ids; used on CPU only.
+            apply_router_weight_on_input: multiply tokens by their weight first; K must be 1.
+            quant_config: how received rows are quantised, where dispatch does not cast them.
+            defer_input_quant: vLLM's; the wire format says it already.
 
         Returns:
             (rows [W * t, H], their scales or None, None, ids [W * t, K] int32 global, weights [W * t, K]).
@@ -186,12 +224,12 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         return rows, row_scales, None, row_ids, row_weights
 
     def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """`prepare`, whose result the returned function gives out: vLLM has no work to do in between."""
+        """Runs `prepare` to its end, and returns a function that returns its result."""
         result = self.prepare(*args, **kwargs)
         return lambda: result
 
     def _quantized(self, tokens: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Received rows [W, t, H] as vLLM's helper quantises them, [W * t, ...]."""
+        """Quantises received rows [W, t, H] by vLLM's helper; returns rows [W * t, ...] and their scales."""
         import torch
 
         if self._wire.by_whole_tensor:
@@ -220,9 +258,14 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Combines the experts' rows into output [T, H]; see vLLM's base class.
+        """Combines the experts' rows into output [T, H].
 
-        topk_weights and topk_ids are those of the received rows. What this rank had dispatched, the op remembers.
+        Args:
+            output: overwritten with the sums for the tokens that this rank dispatched.
+            fused_expert_output: the experts' rows, one per received row or one per slot.
+            topk_weights, topk_ids: [W * t, K], of the received rows.
+            apply_router_weight_on_input: the weights have been applied already.
+            weight_and_reduce_impl: vLLM's; how slots are weighed and added to one row per received row.
         """
         with self._closing_op_on_error():
             rows = self._reduced(
@@ -239,7 +282,10 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        """Sends the experts' rows back; the returned function waits for this rank's and adds them. See `finalize`."""
+        """Sends the experts' rows back. Returns a function that receives this rank's and adds them into `output`.
+
+        Arguments are those of `finalize`.
+        """
         exchange = self._ready()
         with self._closing_op_on_error():
             rows = self._reduced(
@@ -258,7 +304,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """One row per received token: the sum over its experts here, unless the experts have added them."""
+        """Returns one row per received token: the sum over its experts here, unless the experts have added them."""
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         rows: torch.Tensor = weight_and_reduce_impl.apply(
@@ -266,3 +312,27 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             apply_router_weight_on_input=apply_router_weight_on_input,
         )  # fmt: skip
         return rows
+
+
+def agreed_max_tokens(most: int, sequence_parallel_size: int) -> int:
+    """Returns the most tokens that any rank brings to this step: equal on all ranks, constant inside a CUDA graph.
+
+    vLLM exchanges the token counts of data-parallel ranks on the host before a forward pass. With sequence parallelism
+    each rank of a replica takes an equal share, rounded up.
+
+    Args:
+        most: the limit of every step; also the result where no forward pass is running.
+        sequence_parallel_size: ranks that share a replica's tokens.
+
+    Raises:
+        TooManyTokensError: a rank brings more than `most`. All ranks raise it, so none waits for another.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    if metadata is None:
+        return most
+    tokens = tokens_per_rank(int(metadata.num_tokens_across_dp_cpu.max()), sequence_parallel_size)
+    if tokens > most:
+        raise TooManyTokensError(f"at most {most} tokens of each rank", str(tokens), "Raise --max-num-batched-tokens.")
+    return max(1, tokens)

@@ -1,4 +1,4 @@
-"""What of vLLM this integration stands on, and how that is read from a vLLM package's source without importing it."""
+"""The symbols of vLLM that this integration uses, and a reader of their signatures that does not import vLLM."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "FusedMoEExpertsModular.apply", "FusedMoEExperts.expects_unquantized_inputs",
     ),
 }  # fmt: skip
-"""Names by file of the package vllm. Functions are known by their parameters, everything else by being there."""
+"""Symbols by file of the package vllm. A function is compared by its parameters, anything else by its presence."""
 
 OPTIONAL = ("v1/engine/",)
-"""How files begin without whose names, as they are known, only something of minor use is missing; nobody is refused."""
+"""Beginnings of files whose symbols may differ: without them only the text of errors is poorer (engine_error)."""
 
 MISSING = "missing"
 
 
 def read_signatures(package: Path) -> dict[str, str]:
-    """What each of SYMBOLS looks like in an installed or unpacked vLLM.
+    """Returns the signature of each of SYMBOLS in an installed or unpacked vLLM.
 
     Args:
         package: the folder `vllm`.
@@ -112,7 +112,7 @@ def _is_property(decorator: ast.expr) -> bool:
 
 @functools.lru_cache(maxsize=len(SYMBOLS))
 def _definitions(path: Path) -> dict[str, ast.AST]:
-    """Functions, classes and assigned names of a file, those of a class as "Class.name"."""
+    """Returns functions, classes and assigned names of a file; members of a class as "Class.name"."""
     if not path.exists():
         return {}
     found: dict[str, ast.AST] = {}

