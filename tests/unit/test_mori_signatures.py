@@ -164,7 +164,7 @@ def test_nothing_is_left_to_compile_before():
 
 
 def test_local_experts_are_counted():
-    from ep_a2a.compat.mori.ops.counting import count_local_experts
+    from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
 
     ids = torch.tensor([[4, 5], [5, 9], [3, 6], [-1, -1]], dtype=torch.int32)
     counts = torch.full((2,), 7, dtype=torch.int32)

@@ -1,8 +1,8 @@
 """MORI's Python package on our kernels: `import ep_a2a.compat.mori as mori`, or `install()` and then `import mori`.
 
-Of MORI it has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is
-the same, what differs and what is refused. Names under which MORI keeps something that has no counterpart here exist
-and raise UnsupportedError; its other submodules (io, ccl, ir, ...) cannot be imported.
+It has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is the
+same, what differs and what is refused. Functions without a counterpart exist and raise UnsupportedError. MORI's other
+submodules (io, ccl, ir, ...) cannot be imported.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _replaced: dict[str, ModuleType] = {}
 
 
 def install(*, replace: bool = False) -> None:
-    """Makes `import mori` in this process give this package. Local; a second call does nothing.
+    """Makes `import mori` in this process import this package. Local; a second call does nothing.
 
-    To be called on every rank, before anything imports `mori`: a module that has done so keeps what it got.
+    Must be called on every rank before anything imports `mori`: a module that has imported it keeps what it got.
 
     Args:
-        replace: also take the name from a MORI that is imported already. It stays as it is for whoever has it.
+        replace: also take the name from a MORI that is imported already. Modules that hold that one keep it.
 
     Raises:
         StateError: another `mori` is imported already.
@@ -48,7 +48,7 @@ def install(*, replace: bool = False) -> None:
             "Call install() before anything imports mori, or install(replace=True).",
         )  # fmt: skip
     others = {name: module for name, module in sys.modules.items() if _is_mori(name)}
-    # all of them, or `import mori.ops` would load the same files a second time under that name
+    # every module, or `import mori.ops` would load the same files a second time under that name
     below = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
     ours = {_NAME + name.removeprefix(__name__): importlib.import_module(name) for name in (__name__, *below)}
     for name in others:
@@ -58,7 +58,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Takes `import mori` back, and gives it to the MORI that `install(replace=True)` took it from, if any. Local."""
+    """Undoes `install`: `import mori` imports the MORI of before, if there was one. Local."""
     if sys.modules.get(_NAME) is not sys.modules[__name__]:
         return
     for name in [name for name in sys.modules if _is_mori(name)]:

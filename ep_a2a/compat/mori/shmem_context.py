@@ -1,4 +1,4 @@
-"""Which of our ops serves a configuration that names one of MORI's kernels."""
+"""MORI's symmetric world: what its ops share, and the choice of our op for one of MORI's kernel types."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IN_A_NODE = (KernelType.IntraNode, KernelType.IntraNodeLL)
-"""Kernel types that never leave a node. AsyncLL goes by where the ranks really are, the others by gpu_per_node."""
+"""Kernel types inside one node. AsyncLL goes by the hosts of the ranks, the others by gpu_per_node."""
 
 
 class World:
-    """What ops of one symmetric world share besides its arena.
+    """The topology and the op factory that ops of one symmetric world share.
 
     Args:
         arena: the world's.
@@ -36,7 +36,7 @@ class World:
         self._factory = OpFactory(arena)
 
     def make_op(self, config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
-        """The op for a configuration of any of MORI's kernel types. Collective.
+        """Returns an op for a configuration of any of MORI's kernel types. Collective.
 
         Raises:
             ConfigError: gpu_per_node would put ranks of two hosts on one node.
@@ -47,12 +47,12 @@ class World:
         if not topology.internode:
             ours = KernelType.IntraNode
         if config.kernel_type is not ours:
-            _say_once(config.kernel_type.name, ours.name)
+            _warn_once(config.kernel_type.name, ours.name)
             config = replace(config, kernel_type=ours)
         return self._factory.make(config, topology, None)
 
     def _topology(self, config: EpDispatchCombineConfig) -> Topology:
-        """The nodes that the op spans."""
+        """Returns the nodes that the op spans."""
         if self._report is None:
             self._report = gather_report(self.arena.rendezvous.group, self.arena.device)
         if config.kernel_type in IN_A_NODE:
@@ -60,7 +60,7 @@ class World:
         return classify(self._report, None if config.kernel_type is KernelType.AsyncLL else config.gpu_per_node)
 
     def close(self) -> None:
-        """Gives back what is not the arena's; to be called on every rank."""
+        """Closes the factory; must be called on every rank. The arena stays open."""
         self._factory.close()
 
 
@@ -68,7 +68,7 @@ _world: World | None = None
 
 
 def current_world() -> World:
-    """The world that shmem_torch_process_group_init has made; NotInitializedError before it."""
+    """Returns the world of shmem_torch_process_group_init; raises NotInitializedError before it."""
     global _world
     arena = shmem.default_arena()
     if _world is None or _world.arena is not arena:
@@ -78,7 +78,7 @@ def current_world() -> World:
 
 
 def close_world() -> None:
-    """Forgets the world, if there is one; its arena is `ep_a2a.shmem`'s. To be called on every rank."""
+    """Closes the world, if there is one; must be called on every rank. Its arena belongs to `ep_a2a.shmem`."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -86,5 +86,5 @@ def close_world() -> None:
 
 
 @functools.cache
-def _say_once(asked: str, ours: str) -> None:
+def _warn_once(asked: str, ours: str) -> None:
     logger.warning("mori on ep_a2a: kernel type %s runs as %s, which has its calls and its results", asked, ours)

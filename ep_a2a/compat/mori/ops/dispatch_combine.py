@@ -1,4 +1,4 @@
-"""`mori.ops.dispatch_combine`: MORI's op, its names, parameters and results, around one of ours."""
+"""`mori.ops.dispatch_combine`: MORI's op, with its names, parameters and results, around one of ours."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ep_a2a.compat.mori.ops.combine_input import CombineInput
-from ep_a2a.compat.mori.ops.counting import count_local_experts
-from ep_a2a.compat.mori.ops.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, NotHere
+from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
 from ep_a2a.compat.mori.shmem_context import current_world
-from ep_a2a.compat.mori.unsupported import refused
+from ep_a2a.compat.mori.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
 from ep_a2a.ops.halves import FirstHalfDoesAll
@@ -33,7 +31,7 @@ TOPK_IDX_DTYPE = torch.int32
 
 
 class EpDispatchCombineQuantType(enum.Enum):
-    """MORI's names and values of what combine's rows are cast to; configurations name it by text (`quant_type`)."""
+    """MORI's casts of combine's rows. Configurations name a cast by text (`quant_type`)."""
 
     None_ = 0
     Fp8DirectCast = 1
@@ -42,14 +40,66 @@ class EpDispatchCombineQuantType(enum.Enum):
 
 
 def warmup_jit_kernels(kernel_type: EpDispatchCombineKernelType) -> None:
-    """Does nothing: kernels are compiled, or found in Triton's cache, when an op is built."""
+    """Does nothing: an op compiles its kernels, or finds them in Triton's cache, when it is built."""
 
 
-class EpDispatchCombineOp(NotHere):
+class CombineInput:
+    """Makes the input of our combine from that of MORI's.
+
+    MORI reads rows up to total_recv, so its callers may pass fewer rows than dispatch returned (ATOM does). Ours takes
+    as many rows as dispatch returned: shorter input is copied to a buffer of that size.
+
+    Args:
+        native: our op. config: its configuration.
+    """
+
+    def __init__(self, native: Any, config: EpDispatchCombineConfig) -> None:
+        self._native, self._config = native, config
+        self._registered: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+
+    def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
+        """Returns the op's registered buffer for combine's input."""
+        self._registered = self._native.get_registered_combine_input_buffer(dtype, hidden_dim)
+        return self._registered
+
+    def of(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, use_external_inp_buf: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns (rows, weights) for our combine, which refuses those that do not fit.
+
+        Args:
+            rows, weights: as given to MORI's combine.
+            use_external_inp_buf: 0, 1, or -1 for the config's.
+        """
+        external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
+        if not external and self._registered is not None:
+            return self._registered, weights
+        num_rows = self._config.max_num_expert_rows
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[0] >= num_rows:
+            return rows, weights
+        if isinstance(weights, torch.Tensor) and weights.dim() == 2 and 0 < weights.shape[0] == rows.shape[0]:
+            self._weights = weights = _extended(weights, num_rows, self._weights)
+        if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
+            self._rows = rows = _extended(rows, num_rows, self._rows)
+        return rows, weights
+
+
+def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Returns `tensor` extended to `num_rows` rows, in `buffer` if that has the shape, dtype and device."""
+    shape = (num_rows, *tensor.shape[1:])
+    if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (shape, tensor.dtype, tensor.device):
+        buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    buffer[: tensor.shape[0]] = tensor
+    return buffer
+
+
+class EpDispatchCombineOp(UnsupportedOpMethods):
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
-    Its memory is given back by `mori.shmem.shmem_finalize()`, or by `close()`, in the same order on all ranks, to the
-    next op. All errors are those of ep_a2a's op (ep_a2a/ops/op.py), which `native` is.
+    `mori.shmem.shmem_finalize()` gives its memory back. So does `close()`, for the next op, in the same order on all
+    ranks. Errors are those of ep_a2a's op, `native`.
 
     Args:
         config: shapes and choices. kernel_type may be any of MORI's: inside a node all run as IntraNode, on virtual
@@ -67,7 +117,7 @@ class EpDispatchCombineOp(NotHere):
 
     @classmethod
     def around(cls, native: Any) -> Self:
-        """MORI's interface of an op that a manager has made."""
+        """Returns MORI's interface to an op that a manager has made."""
         op = cls.__new__(cls)
         op._wrap(native, native.config)
         return op
@@ -115,7 +165,7 @@ class EpDispatchCombineOp(NotHere):
     ) -> DispatchResult:
         """The first half of `dispatch`, for every kernel type. Returns the tensors that `dispatch_recv` fills.
 
-        Launch numbers have no effect on halves, nor has call_local_expert_count, as in MORI.
+        Launch numbers have no effect on split calls, nor has call_local_expert_count, as in MORI.
         """
         result: DispatchResult = self.native.dispatch_send(input, weights, scales, indices)
         self._indices = result[3]
@@ -181,9 +231,9 @@ class EpDispatchCombineOp(NotHere):
         self.native.combine_recv()
 
     def reset(self) -> None:
-        """Nothing, as in MORI, on an op in order; after an error that kernels have recorded, ep_a2a's collective reset.
+        """Resets the op if its kernels have recorded an error, else does nothing, as MORI's.
 
-        An error that one rank has recorded reaches all of them.
+        The reset is collective. An error that one rank has recorded reaches all ranks.
         """
         try:
             self.native.check()
@@ -194,7 +244,7 @@ class EpDispatchCombineOp(NotHere):
             self.native.reset()
 
     def close(self) -> None:
-        """Ends the use of the op and gives its memory to the next one. Ours; the same order on all ranks."""
+        """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
         self.native.close()
 
     @property
@@ -204,39 +254,39 @@ class EpDispatchCombineOp(NotHere):
         return counts
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory [R, H] that combine reads where use_external_inp_buf is False; plain local memory here."""
+        """Returns memory [R, H] that combine reads where use_external_inp_buf is False. It is plain local memory."""
         return self._combine_input.registered(dtype, hidden_dim)
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where received rows come from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
+        """Returns the source of each received row, int32 [total_recv]: rank * (W * M) + token. Synchronises."""
         positions: torch.Tensor = self.native.get_dispatch_src_token_pos()
         return positions
 
     def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
-        """(source rank, token) of a value of get_dispatch_src_token_pos."""
+        """Returns (source rank, token) of a value of get_dispatch_src_token_pos."""
         rank, token = self.native.decode_send_flat_idx(int(flat_idx))
         return int(rank), int(token)
 
     def max_num_tokens_to_send_per_rank(self) -> int:
-        """M."""
+        """M, the most tokens that a rank dispatches."""
         return self.config.max_num_inp_token_per_rank
 
     def max_num_tokens_to_send(self) -> int:
-        """W * M."""
+        """W * M, the most tokens that all ranks dispatch."""
         return self.config.world_size * self.config.max_num_inp_token_per_rank
 
     def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Rows kept per source, on average."""
+        """Mean number of rows kept per source rank."""
         return self.config.max_num_recv_tokens_per_rank
 
     def max_num_tokens_to_recv(self) -> int:
-        """R."""
+        """R, the rows of dispatch's result."""
         return self.config.max_num_recv_tokens
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
-        """(programs, inter-node programs, warps per program) that a full-sized call would use."""
+        """Returns (programs, inter-node programs, warps per program) of a full-sized call."""
         if isinstance(self.native, FirstHalfDoesAll):
             raise refused("get_launch_config of an op across nodes", "Read op.config; launches are chosen per hop.")
         numbers: tuple[int, int, int] = self.native.get_launch_config(

@@ -1,8 +1,10 @@
-"""`mori.ops.local_expert_count`."""
+"""`mori.ops.local_expert_count`: rows per local expert."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ep_a2a.compat.mori.unsupported import refused
 
@@ -16,7 +18,7 @@ def launch_local_expert_count(
     warp_per_block: int = -1,
     stream: int = 0,
 ) -> None:
-    """MORI's kernel on raw pointers: not here.
+    """MORI's kernel on raw pointers. Not supported.
 
     Raises:
         UnsupportedError: always.
@@ -25,3 +27,20 @@ def launch_local_expert_count(
         "launch_local_expert_count, which counts at an address",
         "Pass call_local_expert_count=True to dispatch and read op.local_expert_count.",
     )
+
+
+def count_local_experts(indices: torch.Tensor, first_expert: int, counts: torch.Tensor) -> None:
+    """Counts received rows per local expert, on the device; launches only.
+
+    Args:
+        indices: int32 [..., K] global ids of received rows; rows without a token have ids below 0.
+        first_expert: the id of this rank's first expert.
+        counts: int32 [E], overwritten with the rows that name each of this rank's experts.
+    """
+    num_experts = counts.shape[0]
+    slots = indices.flatten().long() - first_expert
+    slots = torch.where((slots >= 0) & (slots < num_experts), slots, num_experts)
+    # the last slot takes the ids that are not counted
+    found = torch.zeros(num_experts + 1, dtype=torch.int32, device=indices.device)
+    found.scatter_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
+    counts.copy_(found[:num_experts])

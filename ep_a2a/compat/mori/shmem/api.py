@@ -1,4 +1,4 @@
-"""`mori.shmem.api`: MORI's functions, which speak of addresses, on ep_a2a.shmem, which speaks of tensors."""
+"""`mori.shmem.api`: MORI's functions on addresses, over ep_a2a.shmem, whose functions take tensors."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _BY_GROUP = "Make a torch.distributed group, register it, and call shmem_torch_p
 _BY_MALLOC = "Use shmem_malloc or mori_shmem_create_tensor, and copy."
 _BY_PEERS = "Peers are written to by kernels over shmem_ptr_p2p's addresses; there is no network library to set up."
 ALLOCATION_ALIGNMENT_BYTES = 256
-"""Every kind of memory that shmem_malloc gives starts at a multiple of this."""
+"""Every allocation of shmem_malloc starts at a multiple of this, whatever the kind of memory."""
 
 
 def shmem_torch_process_group_init(group_name: str, *, device: torch.device | str | None = None) -> int:
-    """Sets the world up from a process group registered under `group_name`. Collective.
+    """Makes the world from a process group registered under `group_name`. Collective.
 
     Args:
         group_name: name given to torch._C._distributed_c10d._register_process_group.
-        device: this package's addition: where memory lies; None is the current CUDA device, or CPU without one.
+        device: where memory lies; None is the current CUDA device, or CPU without one. Not MORI's.
 
     Returns:
         0.
@@ -64,18 +64,18 @@ def shmem_torch_process_group_init(group_name: str, *, device: torch.device | st
 
 
 def shmem_finalize() -> int:
-    """Gives all memory of the world back, that of its ops too; to be called on every rank. Returns 0."""
+    """Frees all memory of the world and its ops, and returns 0. Must be called on every rank."""
     close_world()
     return shmem.shmem_finalize()
 
 
 def shmem_malloc(size: int) -> int:
-    """Symmetric memory of `size` bytes, zeroed: its address here. Collective; lives as long as the world."""
+    """Allocates `size` bytes of zeroed symmetric memory and returns its address. Collective; lives with the world."""
     return shmem.shmem_malloc(size).data_ptr()
 
 
 def shmem_malloc_align(alignment: int, size: int) -> int:
-    """shmem_malloc at a multiple of `alignment` bytes, a power of two up to 256.
+    """Allocates as shmem_malloc, at a multiple of `alignment` bytes, a power of two up to 256.
 
     Raises:
         InputError: alignment is no power of two. UnsupportedError: it is more than 256.
@@ -91,12 +91,12 @@ def shmem_malloc_align(alignment: int, size: int) -> int:
 
 
 def shmem_free(ptr: int) -> None:
-    """Gives memory of shmem_malloc back; local. InputError for any other address."""
+    """Frees memory of shmem_malloc; local. Raises InputError for any other address."""
     shmem.shmem_free(_allocation_at(ptr))
 
 
 def shmem_ptr_p2p(dest_ptr: int, my_pe: int, dest_pe: int) -> int:
-    """Address at which this process reaches rank dest_pe's byte for `dest_ptr`; 0 for an address of no allocation.
+    """Returns the address by which this process reaches rank dest_pe's byte for `dest_ptr`; 0 outside allocations.
 
     Args:
         dest_ptr: an address inside of memory of shmem_malloc on this rank.
@@ -122,45 +122,45 @@ def _allocation_at(ptr: int) -> torch.Tensor:
 
 
 def shmem_mpi_init() -> int:
-    """A world over MPI: not here."""
+    """Not supported: a world over MPI."""
     raise refused("shmem_mpi_init", _BY_GROUP)
 
 
 def shmem_get_unique_id() -> bytes:
-    """A world without torch.distributed: not here."""
+    """Not supported: a world without torch.distributed."""
     raise refused("shmem_get_unique_id", _BY_GROUP)
 
 
 def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
-    """A world without torch.distributed: not here."""
+    """Not supported: a world without torch.distributed."""
     raise refused("shmem_init_attr", _BY_GROUP)
 
 
 def shmem_module_init(hip_module: int) -> int:
-    """MORI's symbols in a compiled kernel: not here."""
+    """Not supported: MORI's symbols in a compiled kernel."""
     raise refused("shmem_module_init", _BY_PEERS)
 
 
 def shmem_barrier_on_stream(stream: Any = None) -> None:
-    """A barrier on the device: not here."""
+    """Not supported: a barrier on the device."""
     raise refused("shmem_barrier_on_stream", "Synchronise the stream and call shmem_barrier_all().")
 
 
 def shmem_ext_malloc_with_flags(size: int, flags: int) -> int:
-    """HIP's kinds of memory: not here."""
+    """Not supported: HIP's kinds of memory."""
     raise refused("shmem_ext_malloc_with_flags", "Use shmem_malloc(size).")
 
 
 def shmem_buffer_register(ptr: int, size: int) -> int:
-    """Existing memory for RDMA: not here."""
+    """Not supported: existing memory for RDMA."""
     raise refused("shmem_buffer_register", _BY_MALLOC)
 
 
 def shmem_buffer_deregister(ptr: int, size: int) -> int:
-    """Existing memory for RDMA: not here."""
+    """Not supported: existing memory for RDMA."""
     raise refused("shmem_buffer_deregister", _BY_MALLOC)
 
 
 def shmem_num_qp_per_pe() -> int:
-    """Queue pairs: there are none here."""
+    """Not supported: there are no queue pairs."""
     raise refused("shmem_num_qp_per_pe", "Nodes are joined by torch.distributed, whose library has its own settings.")

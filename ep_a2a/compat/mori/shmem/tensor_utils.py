@@ -16,7 +16,7 @@ _BY_ADDRESS = "Pass shmem_ptr_p2p(tensor.data_ptr(), my_pe, peer) to a kernel."
 
 
 class MoriShmemBuffer:
-    """MORI's wrapper of an address: not here.
+    """MORI's wrapper of an address. Not supported.
 
     Raises:
         UnsupportedError: always.
@@ -27,21 +27,21 @@ class MoriShmemBuffer:
 
 
 def mori_shmem_create_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in symmetric memory, zeroed. Collective; valid until it is freed, or as long as the world."""
+    """Returns a zeroed tensor in symmetric memory. Collective; valid until it is freed or the world ends."""
     size = torch.Size(shape)
     return shmem.shmem_malloc(size.numel() * dtype.itemsize).view(dtype).view(size)
 
 
 def mori_shmem_free_tensor(tensor: torch.Tensor) -> None:
-    """Gives the memory of mori_shmem_create_tensor back; local. InputError for any other tensor."""
+    """Frees a tensor of mori_shmem_create_tensor; local. Raises InputError for any other tensor."""
     shmem.shmem_free(tensor)
 
 
 def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
-    """The tensor itself for this rank.
+    """Returns the tensor itself if `peer` is this rank.
 
     Raises:
-        UnsupportedError: for any other rank; here peers' memory is no tensor.
+        UnsupportedError: another rank; peers' memory is not available as tensors.
     """
     if peer == shmem.shmem_mype():
         return tensor
@@ -51,5 +51,5 @@ def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 def mori_shmem_create_tensor_list_intra_node(
     shape: Sequence[int], dtype: torch.dtype, num_ranks: int
 ) -> list[torch.Tensor]:
-    """Tensors of all ranks: not here."""
+    """Not supported: tensors of all ranks."""
     raise refused("mori_shmem_create_tensor_list_intra_node", _BY_ADDRESS)
