@@ -1,9 +1,8 @@
-"""DeepEP's buffer size hints, by its published formulas and without DeepEP: how much its buffers take for a shape.
+"""DeepEP's buffer size hints for a shape, by its published formulas and without DeepEP.
 
-The formulas are those of DeepEP V1 in early 2025 (csrc/config.hpp) and, where they have changed, of July 2026 (dd758ca,
-csrc/legacy/config.hpp); constants and chunk sizes are data, configs/deep_ep_sizes.toml. The former are what
-`deep_ep_hints` and `ep-a2a plan` reckon with, the latter what `ep_a2a.compat.deep_ep` answers with. Rings are the same
-in both, but for the sizes of their chunks.
+The formulas are those of DeepEP V1 in two versions. EARLY is early 2025 (csrc/config.hpp): `deep_ep_hints` and
+`ep-a2a plan` use it. CURRENT is July 2026 (dd758ca, csrc/legacy/config.hpp): `ep_a2a.compat.deep_ep` uses it.
+Constants and chunk sizes are in configs/deep_ep_sizes.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ep_a2a.tuning.tables import shipped_directory
 
 FILE_NAME = "deep_ep_sizes.toml"
 EARLY, CURRENT = "configs", "configs_2026"
-"""Tables of configs in the file: of early 2025, and of July 2026."""
+"""The versions, by the name of their table of chunk sizes in the file."""
 INT_BYTES, INT64_BYTES, FLOAT_BYTES, INT4_BYTES, BFLOAT16_BYTES = 4, 8, 4, 16, 2
 """`INT4` is CUDA's vector of four ints."""
 SCALE_GROUP = 128
@@ -27,18 +26,19 @@ SCALE_GROUP = 128
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """DeepEP's `Config`, of dispatch or of combine: tokens that are sent at once, and tokens that a ring holds."""
+    """A row of DeepEP's tables, of dispatch or of combine. Names and order are those of DeepEP's `Config`.
+
+    Attributes:
+        num_sms: multiprocessors; a pair of them, one that sends and one that receives, is a channel.
+        num_max_nvl_chunked_send_tokens, num_max_rdma_chunked_send_tokens: tokens that are sent at once.
+        num_max_nvl_chunked_recv_tokens, num_max_rdma_chunked_recv_tokens: tokens that a ring holds.
+    """
 
     num_sms: int
-    nvl_send_tokens: int
-    nvl_recv_tokens: int
-    rdma_send_tokens: int
-    rdma_recv_tokens: int
-
-    @property
-    def num_channels(self) -> int:
-        """Pairs of multiprocessors, one that sends and one that receives."""
-        return self.num_sms // 2
+    num_max_nvl_chunked_send_tokens: int
+    num_max_nvl_chunked_recv_tokens: int
+    num_max_rdma_chunked_send_tokens: int
+    num_max_rdma_chunked_recv_tokens: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class DeepEpHints:
     """Bytes that DeepEP asks for on each GPU.
 
     Attributes:
-        nvl_bytes: rings between GPUs of a node; None where its table has no config for this number of ranks.
-        rdma_bytes: rings between nodes; None likewise, and 0 inside one node.
-        low_latency_bytes: buffers of the low-latency kernels, which are used instead of the rings.
+        nvl_bytes: rings between GPUs of a node; None if the table has no row for this number of ranks.
+        rdma_bytes: rings between nodes; None likewise, 0 inside one node.
+        low_latency_bytes: buffers of the low-latency kernels, which use no rings.
     """
 
     nvl_bytes: int | None
@@ -58,17 +58,17 @@ class DeepEpHints:
 
 @functools.cache
 def deep_ep_table() -> dict[str, Any]:
-    """The data file, parsed: `constants`, `sizes` and `configs`."""
+    """Returns the parsed data file: `constants`, `sizes`, `configs` and `configs_2026`."""
     return tomllib.loads((shipped_directory() / FILE_NAME).read_text(encoding="utf-8"))
 
 
 def known_ranks(table: str = EARLY) -> tuple[int, ...]:
-    """Numbers of ranks that DeepEP's table has configs for."""
+    """Returns the numbers of ranks that DeepEP's table has rows for."""
     return tuple(row["num_ranks"] for row in deep_ep_table()[table])
 
 
 def chunk_configs(num_ranks: int, table: str = EARLY) -> tuple[ChunkConfig, ChunkConfig]:
-    """Configs of dispatch and of combine (DeepEP, get_dispatch_config and get_combine_config).
+    """Returns the rows of dispatch and of combine (DeepEP, get_dispatch_config and get_combine_config).
 
     Args:
         num_ranks: over all nodes.
@@ -85,80 +85,70 @@ def chunk_configs(num_ranks: int, table: str = EARLY) -> tuple[ChunkConfig, Chun
 
 
 def hidden_bytes_of(hidden_dim: int, element_bytes: int) -> int:
-    """Bytes that the hints reckon with for a row: at least those of bf16 (DeepEP, README, get_hidden_bytes)."""
+    """Returns the bytes of a row in the hints, at least those of bf16 (DeepEP, README, get_hidden_bytes)."""
     return hidden_dim * max(element_bytes, BFLOAT16_BYTES)
 
 
 def nvl_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
-    """DeepEP, csrc/config.hpp, get_nvl_buffer_size_hint: one ring per channel and rank of the node.
+    """Returns DeepEP's get_nvl_buffer_size_hint (csrc/config.hpp): a ring per channel and rank of the node.
 
     Args:
-        hidden_bytes: of one row, as hidden_bytes_of makes it.
+        hidden_bytes: of one row, as hidden_bytes_of returns it.
         num_ranks: over all nodes.
         config: of dispatch or of combine; DeepEP takes the larger of the two results.
     """
-    peers = _num_peers()
+    peers = num_nvl_peers()
     head_bytes = (2 * max(num_ranks // peers, 1) + 3) * INT_BYTES
-    ring_bytes = head_bytes + config.nvl_recv_tokens * (hidden_bytes + _side_bytes())
-    return _aligned(config.num_channels * min(num_ranks, peers) * ring_bytes)
+    ring_bytes = head_bytes + config.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _side_bytes())
+    return _aligned(config.num_sms // 2 * min(num_ranks, peers) * ring_bytes)
 
 
 def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
-    """DeepEP, csrc/config.hpp, get_rdma_buffer_size_hint: a ring to send and one to receive per channel and node.
+    """Returns the bytes of rings between nodes (csrc/config.hpp): one to send, one to receive per channel and node.
 
-    It is the formula alone: up to eight ranks DeepEP reserves nothing, whatever the formula gives (rdma_hint_bytes).
-
-    Args: as nvl_ring_bytes takes them.
+    DeepEP reserves none up to eight ranks, whatever this formula gives: see rdma_hint_bytes. Arguments are those of
+    nvl_ring_bytes.
     """
-    peers = _num_peers()
+    peers = num_nvl_peers()
     head_bytes = (2 * peers + 2) * INT_BYTES
-    ring_bytes = head_bytes + config.rdma_recv_tokens * (hidden_bytes + _side_bytes() + INT4_BYTES)
-    return _aligned(config.num_channels * (num_ranks // peers) * 2 * ring_bytes)
+    row_bytes = hidden_bytes + _side_bytes() + INT4_BYTES
+    ring_bytes = head_bytes + config.num_max_rdma_chunked_recv_tokens * row_bytes
+    return _aligned(config.num_sms // 2 * (num_ranks // peers) * 2 * ring_bytes)
 
 
 def rdma_hint_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
-    """What DeepEP's get_rdma_buffer_size_hint returns: rdma_ring_bytes, and 0 inside one node."""
-    return rdma_ring_bytes(hidden_bytes, num_ranks, config) if num_ranks > _num_peers() else 0
+    """Returns DeepEP's get_rdma_buffer_size_hint: rdma_ring_bytes, or 0 inside one node."""
+    return rdma_ring_bytes(hidden_bytes, num_ranks, config) if num_ranks > num_nvl_peers() else 0
 
 
-def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) -> int:
-    """DeepEP, csrc/config.hpp, get_low_latency_rdma_size_hint: everything twice, for odd and even steps.
+def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int, table: str = EARLY) -> int:
+    """Returns DeepEP's get_low_latency_rdma_size_hint: all buffers twice, for odd and even steps.
 
     Args:
-        hidden_dim: elements of a row; what is left of a last group of 128 has no scale.
+        hidden_dim: elements of a row; the rest behind its last group of 128 has no scale.
         max_num_tokens: the most tokens that any rank brings (num_max_dispatch_tokens_per_rank).
         num_experts: over all ranks. The number of ranks has no part in it.
+        table: EARLY; or CURRENT, in which combine sends two bf16 per 128 elements, and counts are aligned.
     """
-    combine_message_bytes = INT4_BYTES + hidden_dim * BFLOAT16_BYTES
-    return _low_latency_bytes(hidden_dim, max_num_tokens, num_experts, combine_message_bytes, num_experts * INT_BYTES)
-
-
-def current_low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) -> int:
-    """As low_latency_bytes, in July 2026: combine sends two bf16 per 128 elements, and counts are aligned."""
-    bounds_bytes = hidden_dim // SCALE_GROUP * 2 * BFLOAT16_BYTES
-    combine_message_bytes = bounds_bytes + hidden_dim * BFLOAT16_BYTES
-    count_bytes = _aligned(num_experts * INT_BYTES)
-    return _low_latency_bytes(hidden_dim, max_num_tokens, num_experts, combine_message_bytes, count_bytes)
-
-
-def _low_latency_bytes(
-    hidden_dim: int, max_num_tokens: int, num_experts: int, combine_message_bytes: int, count_bytes: int
-) -> int:
-    fp8_bytes = hidden_dim + hidden_dim // SCALE_GROUP * FLOAT_BYTES
+    num_scales, count_bytes = hidden_dim // SCALE_GROUP, num_experts * INT_BYTES
+    head_bytes = INT4_BYTES
+    if table == CURRENT:
+        head_bytes, count_bytes = num_scales * 2 * BFLOAT16_BYTES, _aligned(count_bytes)
+    combine_message_bytes = head_bytes + hidden_dim * BFLOAT16_BYTES
+    fp8_bytes = hidden_dim + num_scales * FLOAT_BYTES
     dispatch_message_bytes = INT4_BYTES + max(hidden_dim * BFLOAT16_BYTES, fp8_bytes)
     rows = num_experts * max_num_tokens
     send_bytes = max(max_num_tokens * dispatch_message_bytes, rows * combine_message_bytes)
     recv_bytes = rows * max(dispatch_message_bytes, combine_message_bytes)
     total_bytes = 2 * (send_bytes + recv_bytes + count_bytes)
-    alignment_bytes = _alignment_bytes()
-    # DeepEP adds a whole unit of alignment, also to what is aligned already.
-    return (total_bytes + alignment_bytes) // alignment_bytes * alignment_bytes
+    # DeepEP adds a whole unit of alignment to a total that is aligned already
+    return _aligned(total_bytes + 1)
 
 
 def deep_ep_hints(
     *, hidden_dim: int, element_bytes: int, num_ranks: int, max_num_tokens: int, num_experts: int
 ) -> DeepEpHints:
-    """All hints for one shape; rings are the larger of dispatch's and combine's, as DeepEP's README takes them.
+    """Returns all hints for one shape; a ring is the larger of dispatch's and combine's, as in DeepEP's README.
 
     Args:
         hidden_dim: elements of a row. element_bytes: of tokens as the caller has them.
@@ -177,20 +167,17 @@ def deep_ep_hints(
 
 
 def _side_bytes() -> int:
-    """What travels beside a row in a ring: where it comes from, ids and weights, scales."""
+    """Returns the bytes beside a row in a ring: its source, ids and weights, scales."""
     sizes = deep_ep_table()["sizes"]
     topk_bytes = sizes["num_max_topk"] * (INT64_BYTES + FLOAT_BYTES)
     return int(sizes["source_meta_bytes"] + topk_bytes + sizes["num_max_scales"] * FLOAT_BYTES)
 
 
-def _num_peers() -> int:
+def num_nvl_peers() -> int:
+    """Returns the GPUs of a node in DeepEP's formulas."""
     return int(deep_ep_table()["constants"]["num_max_nvl_peers"])
 
 
-def _alignment_bytes() -> int:
-    return int(deep_ep_table()["constants"]["num_buffer_alignment_bytes"])
-
-
 def _aligned(num_bytes: int) -> int:
-    alignment_bytes = _alignment_bytes()
+    alignment_bytes = int(deep_ep_table()["constants"]["num_buffer_alignment_bytes"])
     return -(-num_bytes // alignment_bytes) * alignment_bytes

@@ -14,7 +14,7 @@ from ep_a2a.compat.deep_ep.ops import Ops
 from ep_a2a.compat.deep_ep.steps import Steps
 from ep_a2a.compat.deep_ep.streams import CommStream
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
-from ep_a2a.compat.deep_ep_sizes import current_low_latency_bytes
+from ep_a2a.compat.deep_ep_sizes import CURRENT, low_latency_bytes
 from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class BufferBase:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that DeepEP's low-latency buffers take, by its formula; `ep-a2a plan` says what ours take."""
-        return current_low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts)
+        return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts, CURRENT)
 
     def get_comm_stream(self) -> Any:
         """The CUDA stream of calls with async_finish; torch's stand-in for a stream on CPU."""

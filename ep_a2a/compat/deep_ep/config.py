@@ -1,25 +1,29 @@
-"""DeepEP's `Config`: its sizes of chunks, which our kernels do not have, and the size hints that follow from them."""
+"""DeepEP's `Config`: its chunk sizes, which our kernels do not have, and the size hints that follow from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
-from ep_a2a.compat.deep_ep_sizes import CURRENT, ChunkConfig, chunk_configs, nvl_ring_bytes, rdma_hint_bytes
+from ep_a2a.compat.deep_ep_sizes import (
+    CURRENT,
+    ChunkConfig,
+    chunk_configs,
+    num_nvl_peers,
+    nvl_ring_bytes,
+    rdma_hint_bytes,
+)
 from ep_a2a.errors import ConfigError
-
-NUM_NVL_PEERS = 8
-"""GPUs of a node in DeepEP's formulas."""
 
 
 @dataclass(frozen=True)
-class Config:
-    """How DeepEP's normal kernels cut their work; names, order and defaults are DeepEP's.
+class Config(ChunkConfig):
+    """The chunk sizes of DeepEP's normal kernels; names, order and defaults are DeepEP's.
 
-    Our kernels have no chunks and rings. Of a config that is passed to dispatch or combine, num_sms counts: the most
-    multiprocessors that the launch occupies (0 = all). The rest serves the hints.
+    Our kernels have no chunks and no rings. Of a config that is passed to dispatch or combine, only num_sms counts: the
+    most multiprocessors that the launch occupies (0 = all). The other fields serve the hints.
 
     Raises:
-        ConfigError: values that DeepEP refuses, too.
+        ConfigError: values that DeepEP refuses.
     """
 
     num_sms: int = 20
@@ -40,43 +44,32 @@ class Config:
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", whole_chunks)
         _require(whole_chunks >= 2 * rdma_send, "at least two chunks in num_max_rdma_chunked_recv_tokens", self)
 
-    @property
-    def chunks(self) -> ChunkConfig:
-        """The same numbers as the formulas take them."""
-        return ChunkConfig(
-            self.num_sms, self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens,
-            self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens,
-        )  # fmt: skip
-
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes that DeepEP's rings inside a node take; ours are taken when an op is made, and are others."""
+        """Returns the bytes of DeepEP's rings inside a node. Our ops allocate other sizes, when they are made."""
         _check_ranks(num_ranks)
-        return nvl_ring_bytes(hidden_bytes, num_ranks, self.chunks)
+        return nvl_ring_bytes(hidden_bytes, num_ranks, self)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes that DeepEP's rings between nodes take; 0 up to 8 ranks."""
+        """Returns the bytes of DeepEP's rings between nodes; 0 up to 8 ranks."""
         _check_ranks(num_ranks)
-        return rdma_hint_bytes(hidden_bytes, num_ranks, self.chunks)
+        return rdma_hint_bytes(hidden_bytes, num_ranks, self)
 
 
 def recommended_configs(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
-    """DeepEP's configs of dispatch and of combine for this number of ranks (configs/deep_ep_sizes.toml, July 2026).
+    """Returns DeepEP's configs of dispatch and of combine for this number of ranks, with num_sms.
 
     Raises:
-        UnsupportedError: its table has none for num_ranks.
+        UnsupportedError: DeepEP's table of July 2026 (configs/deep_ep_sizes.toml) has no row for num_ranks.
     """
-    dispatch, combine = (
-        Config(c.num_sms, c.nvl_send_tokens, c.nvl_recv_tokens, c.rdma_send_tokens, c.rdma_recv_tokens)
-        for c in chunk_configs(num_ranks, CURRENT)
-    )
+    dispatch, combine = (Config(*astuple(row)) for row in chunk_configs(num_ranks, CURRENT))
     return replace(dispatch, num_sms=num_sms), replace(combine, num_sms=num_sms)
 
 
 def _check_ranks(num_ranks: int) -> None:
+    peers = num_nvl_peers()
     _require(
-        0 < num_ranks < NUM_NVL_PEERS or num_ranks % NUM_NVL_PEERS == 0,
-        f"fewer than {NUM_NVL_PEERS} ranks or a multiple of it", num_ranks,
-    )  # fmt: skip
+        0 < num_ranks < peers or num_ranks % peers == 0, f"fewer than {peers} ranks or a multiple of it", num_ranks
+    )
 
 
 def _require(condition: bool, expected: str, got: object) -> None:
