@@ -1,6 +1,6 @@
-"""ATOM and AITER: EP_A2A_BACKEND names the backend of ATOM's mixture-of-experts layers. docs/atom.md says how.
+"""The ATOM integration: EP_A2A_BACKEND names the backend of ATOM's mixture-of-experts layers. See docs/atom.md.
 
-Nothing of ATOM or AITER is imported before they import it themselves.
+It imports nothing of ATOM or AITER before they import it themselves.
 """
 
 from ep_a2a.integrations.atom.switch import activate, register

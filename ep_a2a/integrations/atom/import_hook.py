@@ -1,4 +1,4 @@
-"""Calls something when another package's module is imported, without importing it."""
+"""Runs callbacks around the import of another package's module, without importing that module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def around_import(name: str, *, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
+def on_import(name: str, *, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
     """Calls `before()` and `after(module)` around the first execution of module `name` in this process.
 
-    Where it has been executed already, both are called now. A name is watched once, whatever is asked later.
+    If the module is imported already, both are called now. Each name is watched once: later callbacks are dropped.
     """
     present = sys.modules.get(name)
     if present is not None:
@@ -26,7 +26,7 @@ def around_import(name: str, *, before: Callable[[], None], after: Callable[[Mod
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Stands before the other finders, and gives the loader that one of them finds a companion."""
+    """Meta-path finder that wraps a module's loader with callbacks."""
 
     def __init__(self, name: str, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
         self.name, self.before, self.after = name, before, after
@@ -34,7 +34,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec of the watched module; None for all others."""
+        """Returns the other finders' spec of the watched module, its loader wrapped; None for any other module."""
         if fullname != self.name:
             return None
         for finder in sys.meta_path:
@@ -49,18 +49,18 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The found loader, with calls before and after it executes the module."""
+    """Wraps a module's loader: calls back before and after the module is executed."""
 
     def __init__(self, loader: Any, watcher: _Watcher) -> None:
         self._loader, self._watcher = loader, watcher
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the found loader does."""
+        """Creates the module by the wrapped loader."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the found loader does, between the two calls."""
+        """Executes the module by the wrapped loader, between the two callbacks."""
         if self._watcher in sys.meta_path:
             sys.meta_path.remove(self._watcher)
         self._watcher.before()

@@ -1,4 +1,4 @@
-"""Our managers as AITER's communicators carry them."""
+"""The manager that AITER's communicators carry."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _managers: WeakKeyDictionary[Any, AiterAll2AllManager] = WeakKeyDictionary()
 
 
 class AiterAll2AllManager:
-    """AITER's MoriAll2AllManager on one of our managers, which has everything that is not here.
+    """AITER's MoriAll2AllManager on one of our managers: `get_handle` returns ops with MORI's interface.
 
-    `get_handle` takes AITER's handle kwargs and returns ops with MORI's interface.
+    All other attributes are our manager's.
 
     Args:
         manager: ours.
@@ -37,13 +37,12 @@ class AiterAll2AllManager:
         return getattr(self.manager, name)
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """The op for AITER's handle kwargs, with MORI's interface. Collective when it does not exist yet.
+        """Returns the op for AITER's handle kwargs, with MORI's interface. Collective when it is new.
 
-        As in AITER, where the ranks really are decides which kernels run, and `gpu_per_node` does not; ours have no
-        further use for it.
+        As in AITER, the hosts of the ranks decide which kernels run. `gpu_per_node` has no effect.
 
         Args:
-            kwargs: AITER's: see config_from_handle_kwargs. `quant_type` is what combine's rows are cast to.
+            kwargs: AITER's, see config_from_handle_kwargs. `quant_type` is the cast of combine's rows.
             index: ops whose steps overlap need different indices.
         """
 
@@ -55,16 +54,16 @@ class AiterAll2AllManager:
         return op
 
     def destroy(self) -> None:
-        """Closes every living op and gives all memory back; AITER's communicator calls it. On every rank."""
+        """Closes all ops and gives all memory back, on every rank. AITER's communicator calls it."""
         self.handle_cache.clear()
         self.manager.destroy()
 
 
 def install_manager(communicator: Any, backend: str = "") -> AiterAll2AllManager:
-    """Puts a manager of ours behind an AITER communicator's `all2all_manager`, by its setter.
+    """Sets an AITER communicator's `all2all_manager` to a manager of ours, and returns it.
 
-    Makes it by the first call, and gives it again after that. AITER makes none of its own if nobody has read the
-    property before; the communicator destroys ours with itself.
+    The first call makes the manager; later calls return the same one. Call it before the property is read, or AITER
+    makes a manager of its own. The communicator destroys ours with itself.
 
     Args:
         communicator: `get_ep_group().device_communicator`.

@@ -1,4 +1,4 @@
-"""Everything of ATOM and AITER that this integration uses, in one place; tests/signatures has its signatures."""
+"""Everything of ATOM and AITER that this integration uses. tests/signatures holds the signatures."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AtomNames:
-    """What is taken from ATOM and AITER.
+    """The modules and functions of ATOM and AITER that are used here.
 
     Attributes:
         modular_kernel: atom.model_ops.fused_moe.modular_kernel.
         envs: atom.utils.envs, whose attributes are ATOM's environment variables.
         get_config: the configuration of the running engine, or None.
         get_ep_group: AITER's expert-parallel group.
-        tbo_enabled: whether batches are overlapped by halves (TBO) in this engine.
-        tbo_active: whether the calling thread runs such a half. tbo_current_ubatch_id: which one.
+        tbo_enabled: whether this engine overlaps the two halves of a batch (TBO).
+        tbo_active: whether the calling thread runs one of these halves. tbo_current_ubatch_id: which one.
     """
 
     modular_kernel: Any
@@ -33,7 +33,7 @@ class AtomNames:
 
     @classmethod
     def imported(cls) -> AtomNames:
-        """From the packages of this environment."""
+        """Imports them from the packages of this environment."""
         ubatching = importlib.import_module("atom.utils.tbo.ubatching")
         return cls(
             modular_kernel=importlib.import_module("atom.model_ops.fused_moe.modular_kernel"),

@@ -1,4 +1,4 @@
-"""Which of ATOM's settings the backend works with."""
+"""Checks ATOM's settings: which the backend refuses, and with which it has no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def check_options(config: Any, envs: Any) -> None:
     """Refuses settings that would need MORI's own kernels.
 
-    `--all2all-backend` is free: here both of its values are the same kernels, and calls are split where ATOM overlaps.
+    ATOM's own `--all2all-backend` is not checked: both of its values run the same kernels here.
 
     Args:
         config: ATOM's Config, or None. envs: atom.utils.envs.
@@ -43,7 +43,7 @@ def check_options(config: Any, envs: Any) -> None:
 
 
 def why_inactive(config: Any) -> str | None:
-    """Why ATOM exchanges no tokens between experts' ranks at all with this Config; None where it does."""
+    """Returns why ATOM exchanges no tokens between ranks with this Config; None if it does."""
     return next(_reasons(config), None)
 
 

@@ -1,8 +1,8 @@
-"""What is changed in a process of ATOM whose user chose a backend: two methods of its MoE layers, and the name mori.
+"""Patches of ATOM, in processes whose user chose a backend: two methods of its MoE layers, and the module mori.
 
-FusedMoEMethodBase._maybe_make_prepare_finalize: gives our prepare/finalize, where ATOM would make MORI's.
-FusedMoEMethodBase.maybe_make_prepare_finalize: also says, once, why a layer exchanges no tokens.
-mori: where none is installed, `import mori` gives ep_a2a.compat.mori; ATOM asks whether there is one.
+FusedMoEMethodBase._maybe_make_prepare_finalize: returns our prepare/finalize instead of MORI's.
+FusedMoEMethodBase.maybe_make_prepare_finalize: also warns, once, why a layer exchanges no tokens.
+mori: without an installed MORI, `import mori` imports ep_a2a.compat.mori; ATOM looks for the module.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ EXPECTED_PARAMETERS = {
 
 
 def provide_mori() -> None:
-    """Makes `import mori` work where no MORI is installed; one that is installed stays, for ATOM's KV transfer."""
+    """Makes `import mori` work where no MORI is installed. An installed one stays, for ATOM's KV transfer."""
     if importlib.util.find_spec("mori") is None:
         mori.install()
 
 
 def patch_layers(module: Any) -> None:
-    """Changes the layers of atom.model_ops.moe; those that have been changed stay as they are.
+    """Patches the layers of atom.model_ops.moe. Idempotent.
 
     Raises:
-        UnsupportedError: they are not those of an ATOM that this integration was read against.
+        UnsupportedError: their signatures are not those of a supported ATOM.
     """
     base = module.FusedMoEMethodBase
     if getattr(base, "_maybe_make_prepare_finalize", None) is make_prepare_finalize:
@@ -59,7 +59,7 @@ def patch_layers(module: Any) -> None:
     def maybe_make_prepare_finalize(self: Any) -> Any:
         made = original(self)
         if made is None:
-            _say_inactive()
+            _warn_inactive()
         return made
 
     base._maybe_make_prepare_finalize = staticmethod(make_prepare_finalize)
@@ -67,10 +67,10 @@ def patch_layers(module: Any) -> None:
 
 
 def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize:
-    """ATOM's prepare/finalize of a layer on our op. Collective.
+    """Returns ATOM's prepare/finalize of a layer, on our op. Collective.
 
     Args:
-        moe: ATOM's FusedMoEConfig of the layer. quant_config: without effect, since rows travel unquantised.
+        moe: ATOM's FusedMoEConfig of the layer. quant_config: without effect, because rows travel unquantised.
 
     Raises:
         UnsupportedError: a setting of ATOM does not work with it; see check_options.
@@ -85,10 +85,10 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
 
 
 def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) -> dict[str, Any]:
-    """AITER's handle kwargs for a layer, as ATOM makes them, but without scales: none travel.
+    """Returns AITER's handle kwargs for a layer, as ATOM makes them, but without scales: rows travel unquantised.
 
     Args:
-        moe: ATOM's FusedMoEConfig. manager: of the group. combine_quant: what combine's rows are cast to, or "none".
+        moe: ATOM's FusedMoEConfig. manager: of the group. combine_quant: the cast of combine's rows, or "none".
     """
     return {
         "rank": manager.rank,
@@ -107,7 +107,7 @@ def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) ->
 
 
 @functools.cache
-def _say_inactive() -> None:
+def _warn_inactive() -> None:
     config = AtomNames.imported().get_config()
     why = None if config is None else why_inactive(config)
     logger.warning("EP_A2A_BACKEND has no effect on ATOM's MoE layers: %s", why or "they exchange no tokens")

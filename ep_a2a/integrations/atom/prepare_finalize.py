@@ -1,4 +1,4 @@
-"""ATOM's prepare/finalize of a MoE layer on ops with MORI's interface."""
+"""Our prepare/finalize for ATOM's MoE layers, on ops with MORI's interface."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class AtomPrepareAndFinalize:
-    """Standard activation format: experts see the received rows, dense from the front, and on the device how many.
+    """ATOM's prepare/finalize in its standard activation format.
 
-    Rows travel as the layer has them; ATOM's expert kernel quantises what it gets.
+    Experts see the received rows, dense from the front; their number is a tensor on the device. Rows travel
+    unquantised: ATOM's expert kernel quantises them.
 
     Args:
         op: for whole steps.
-        ubatch_ops: one for each half of an overlapped batch (TBO); empty where the engine does not overlap.
-        atom: what is used of ATOM.
+        ubatch_ops: one for each half of an overlapped batch (TBO); empty without overlap.
+        atom: ATOM's modules and functions.
     """
 
     def __init__(self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], atom: AtomNames) -> None:
@@ -32,27 +33,27 @@ class AtomPrepareAndFinalize:
 
     @property
     def activation_format(self) -> Any:
-        """One row per received token."""
+        """ATOM's standard format: one row per received token."""
         return self._atom.modular_kernel.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """The ids that dispatch takes."""
+        """The dtype of the ids that dispatch takes."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int:
-        """The most tokens that a rank brings."""
+        """The most tokens that a rank brings to a step."""
         return self._op.config.max_num_inp_token_per_rank
 
     def num_dispatchers(self) -> int:
-        """Ranks that send tokens here."""
+        """The number of ranks that send tokens here."""
         return self._op.config.world_size
 
     def output_is_reduced(self) -> bool:
-        """Combine adds over all ranks."""
+        """True: `finalize` returns sums over all ranks."""
         return True
 
     def supports_async(self) -> bool:
-        """Whether this call is made by a half of an overlapped batch."""
+        """Whether the calling thread runs a half of an overlapped batch."""
         return bool(self._ubatch_ops) and self._atom.tbo_active()
 
     def prepare(
@@ -71,8 +72,7 @@ class AtomPrepareAndFinalize:
         Args:
             a1, topk_weights, topk_ids: of this rank's tokens.
             apply_router_weight_on_input: must be False; ATOM's expert kernel applies the weights.
-            num_experts, expert_map, quant_config, quant_type: ATOM's, for its expert kernel; nothing here depends on
-                them.
+            num_experts, expert_map, quant_config, quant_type: without effect; they are for ATOM's expert kernel.
 
         Returns:
             (rows [W * M, H], None, ExpertTokensMetadata, ids [W * M, K] int32 global, weights [W * M, K]). Of the
@@ -89,11 +89,11 @@ class AtomPrepareAndFinalize:
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """The sums [T, H] for this rank's tokens, in the op's memory: valid until the op's next step.
+        """Returns the sums [T, H] for this rank's tokens, in the op's memory: valid until the op's next step.
 
         Args:
-            output: without effect; ATOM takes what is returned.
-            fused_expert_output: the experts' rows, in the order of the received ones, weighted; rows past the received
+            output: without effect; ATOM uses the returned tensor.
+            fused_expert_output: the experts' weighted rows, in the order of the received ones; rows past the received
                 ones may be missing.
             topk_ids: this rank's own, as given to `prepare`. topk_weights: without effect.
         """
@@ -109,7 +109,7 @@ class AtomPrepareAndFinalize:
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """Sends the tokens of this half. Returns (what waits for rows, what then returns `prepare`'s result)."""
+        """Sends the tokens of this half. Returns two functions: one receives rows, one returns `prepare`'s result."""
         self._check(apply_router_weight_on_input)
         op = self._ubatch_op()
         result = op.dispatch_send(*_tensors(a1, topk_weights, topk_ids))
@@ -123,7 +123,7 @@ class AtomPrepareAndFinalize:
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
-        """Sends the rows of this half back. Returns (what waits for its sums, what then returns them)."""
+        """Sends the rows of this half back. Returns two functions: one receives the sums, one returns them."""
         op = self._ubatch_op()
         result, _ = op.combine_send(fused_expert_output, None, _ids(topk_ids))
         return op.combine_recv, lambda: result[: topk_ids.shape[0]]
@@ -150,7 +150,7 @@ class AtomPrepareAndFinalize:
 def _tensors(
     a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
-    """dispatch's first four arguments."""
+    """Returns the first four arguments of dispatch."""
     return a1.contiguous(), topk_weights.float().contiguous(), None, _ids(topk_ids)
 
 

@@ -2,8 +2,8 @@
 
 EP_A2A_BACKEND=ep_a2a python -m ep_a2a.integrations.atom.serve atom.entrypoints.openai_server --model ...
 
-The processes that ATOM starts begin by importing this module, since it is their parent's main module, so that the
-switch reaches them as well. Without EP_A2A_BACKEND, ATOM runs as it is.
+Processes that ATOM spawns import their parent's main module first. That is this module, so the backend is active in
+them as well. Without EP_A2A_BACKEND ATOM is not changed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def main(arguments: list[str]) -> None:
     """Runs a module as `python -m` does.
 
     Args:
-        arguments: its name, and what it gets as its arguments.
+        arguments: the module's name, then its command line.
 
     Raises:
-        ConfigError: there is no name.
+        ConfigError: the list is empty.
     """
     if not arguments:
         raise ConfigError(
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
             "For example: python -m ep_a2a.integrations.atom.serve atom.entrypoints.openai_server --model MODEL",
         )  # fmt: skip
     sys.argv = arguments
-    # the main module stays this one, for the processes that the module will start
+    # this stays the main module, for the processes that ATOM spawns
     runpy.run_module(arguments[0], run_name="__main__")
 
 

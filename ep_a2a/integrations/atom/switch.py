@@ -1,4 +1,4 @@
-"""The switch: EP_A2A_BACKEND, and the two ways in which ATOM's processes come to look at it."""
+"""Activates the integration if EP_A2A_BACKEND is set: `register` as vLLM's plugin, `activate` from anywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import logging
 
 from ep_a2a import env
-from ep_a2a.integrations.atom.import_hook import around_import
+from ep_a2a.integrations.atom.import_hook import on_import
 from ep_a2a.managers.registry import check_backend_name
 
 logger = logging.getLogger(__name__)
@@ -15,7 +15,9 @@ PATCHED_MODULE = "atom.model_ops.moe"
 
 
 def register() -> None:
-    """Entry point of the group vllm.general_plugins: for ATOM as vLLM's plugin. Does nothing without ATOM.
+    """Activates the backend where ATOM runs as vLLM's plugin; the entry point in the group vllm.general_plugins.
+
+    Does nothing where ATOM is not installed or EP_A2A_BACKEND is not set.
 
     Raises:
         UnknownNameError: EP_A2A_BACKEND names no backend.
@@ -25,21 +27,21 @@ def register() -> None:
 
 
 def activate() -> bool:
-    """Makes ATOM's MoE layers of this process use the backend that EP_A2A_BACKEND names. Light, and idempotent.
+    """Makes ATOM's MoE layers of this process use the backend that EP_A2A_BACKEND names. Idempotent; imports no ATOM.
 
-    To be called in every process of ATOM; `ep_a2a.integrations.atom.serve` and `register` do it.
+    Must be called in every process of ATOM; `ep_a2a.integrations.atom.serve` and `register` do it.
 
     Returns:
-        Whether the variable is set; ATOM stays as it is otherwise.
+        Whether EP_A2A_BACKEND is set. Without it ATOM is not changed.
 
     Raises:
-        UnknownNameError: it names no backend.
+        UnknownNameError: EP_A2A_BACKEND names no backend.
     """
     backend = env.BACKEND.get()
     if not backend:
         return False
     check_backend_name(backend)
-    around_import(PATCHED_MODULE, before=_before_layers, after=_after_layers)
+    on_import(PATCHED_MODULE, before=_before_layers, after=_after_layers)
     logger.info("ATOM's MoE layers will use %s, as EP_A2A_BACKEND says", backend)
     return True
 
