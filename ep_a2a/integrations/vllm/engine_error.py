@@ -1,8 +1,8 @@
-"""What a client is told when an engine ends because of an error of ours: that error, behind vLLM's fixed text.
+"""Adds our error's text to vLLM's EngineDeadError, so that clients learn which rank has stopped.
 
-An engine process that dies sends its clients one constant message, and they raise EngineDeadErrors with one constant
-text; the error itself stays in the engine's log. Patched, the message carries the error's text, and so do the client's
-EngineDeadErrors from then on. Errors that are not ours are told as before.
+A dying engine sends its clients a constant message. They raise EngineDeadError with a constant text; the error itself
+is only in the engine's log. With these patches the message carries the text of an error of ours, and the client's
+EngineDeadErrors end with it, also as status 500 over HTTP. Other errors are reported as before.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import EpA2AError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, logger
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MESSAGE = "ENGINE_CORE_DEAD"
-"""The attribute of EngineCoreProc with the constant message."""
+"""The attribute of EngineCoreProc that holds the constant message."""
 SEPARATOR = b": "
 
 WORKER_FAILED = "Worker failed with error '", "', please check the"
-"""vLLM's words around the text of an error of a worker in a process of its own: the engine has no more of it."""
+"""vLLM's words around the error of a worker process, of which the engine has only this text."""
 
-_told: tuple[weakref.ref[Any], str] | None = None
-"""In a client's process: the latest client that was told of its engine's end, and the cause; None without one."""
+_latest_cause: tuple[weakref.ref[Any], str] | None = None
+"""In a client's process: the client that got the latest message with a cause, and the cause."""
 
 
 def patch_engine() -> None:
     """Patches `engine-cause`, `client-cause` and `dead-error`, all or none. Idempotent, and never raises.
 
-    A vLLM whose engines end in another way keeps its fixed text.
+    A vLLM whose engines end in another way keeps its constant text.
     """
     try:
         from vllm.v1.engine.core import EngineCoreProc
         from vllm.v1.engine.core_client import BackgroundResources
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if getattr(EngineCoreProc._send_engine_dead, "is_ours", False):
+        if is_ours(EngineCoreProc._send_engine_dead):
             return
         message = getattr(EngineCoreProc, MESSAGE)
         users = (
@@ -52,7 +52,7 @@ def patch_engine() -> None:
         send = _sending_cause(EngineCoreProc, message)
         validate = _remembering_cause(BackgroundResources.validate_alive, message)
         init = _adding_cause(EngineDeadError.__init__)
-    except Exception as error:  # noqa: BLE001 - whatever differs, the engine works without
+    except Exception as error:  # noqa: BLE001 - the engine works without these patches
         logger.debug("clients are not told why an engine ends", exc_info=error)
         return
     EngineCoreProc._send_engine_dead = send
@@ -61,26 +61,26 @@ def patch_engine() -> None:
 
 
 def cause_of(error: BaseException | None) -> str | None:
-    """The text of the first error of ours among `error` and what led to it, None if there is none."""
+    """Returns the text of the first error of ours among `error` and its causes, or None."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # Ray's error of a worker is of the class of its cause, too, but with a traceback for a text
+        # Ray's error is also of its cause's class, but its text is a traceback
         for each in (getattr(error, "cause", None), error):
             if isinstance(each, EpA2AError):
                 return str(each)
-        told = _told_by_worker(str(error))
-        if told is not None:
-            return told
+        text = _text_from_worker(str(error))
+        if text is not None:
+            return text
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 
-def _told_by_worker(text: str) -> str | None:
-    """The text of an error of ours, which its first words tell, within vLLM's; None if it is not there."""
+def _text_from_worker(text: str) -> str | None:
+    """Returns the text of an error of ours inside vLLM's WORKER_FAILED; it begins as all our errors do. Else None."""
     before, behind = WORKER_FAILED
-    told, ends, _ = text.partition(before)[2].rpartition(behind)
-    return told if ends and told.startswith("expected ") and "; got " in told else None
+    found, ends, _ = text.partition(before)[2].rpartition(behind)
+    return found if ends and found.startswith("expected ") and "; got " in found else None
 
 
 def _reads_message(function: Callable[..., Any]) -> bool:
@@ -88,61 +88,61 @@ def _reads_message(function: Callable[..., Any]) -> bool:
 
 
 def _sending_cause(engine_class: Any, message: bytes) -> Callable[..., Any]:
-    """`_send_engine_dead`, which an engine calls while it handles the error that it dies of."""
+    """Wraps `_send_engine_dead`, which an engine calls while it handles its last error: the message gets the cause."""
     send = engine_class._send_engine_dead
 
+    @ours
     @functools.wraps(send)
     def send_engine_dead(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # nothing here may stand in the way of the original
+        # whatever fails here, the original must run
         with contextlib.suppress(Exception):
             cause = cause_of(sys.exc_info()[1])
             if cause is not None and _clients_are_python():
-                # the thread that sends compares with this attribute; the process ends with this message
+                # the sending thread compares with this attribute; this message is the process's last
                 setattr(engine_class, MESSAGE, message + SEPARATOR + cause.encode(errors="replace"))
         return send(self, *args, **kwargs)
 
-    send_engine_dead.is_ours = True  # type: ignore[attr-defined]
     return send_engine_dead
 
 
 def _clients_are_python() -> bool:
-    """Whether clients know the longer message: vLLM's frontend in Rust compares with the constant."""
+    """Whether clients accept the longer message: vLLM's Rust frontend compares with the constant one."""
     from vllm import envs
 
     return not getattr(envs, "VLLM_USE_RUST_FRONTEND", False)
 
 
 def _remembering_cause(validate: Callable[..., Any], message: bytes) -> Callable[..., Any]:
-    """`validate_alive`, to which a client gives each message of its engines."""
+    """Wraps `validate_alive`, which gets each message of a client: keeps the cause, passes the constant message on."""
     import zmq
 
     @functools.wraps(validate)
     def validate_alive(self: Any, frames: Any) -> Any:
-        # outputs are arrays of msgpack, whose first byte is none of ASCII
+        # other messages are msgpack arrays, whose first byte is not ASCII
         if len(frames) != 1 or frames[0].buffer[: len(message)] != message:
             return validate(self, frames)
-        global _told
+        global _latest_cause
         cause = bytes(frames[0].buffer).removeprefix(message).removeprefix(SEPARATOR).decode(errors="replace")
-        _told = (weakref.ref(self), cause) if cause else None
+        _latest_cause = (weakref.ref(self), cause) if cause else None
         return validate(self, [zmq.Frame(message)])
 
     return validate_alive
 
 
 def _adding_cause(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineDeadError.__init__`: clients make such errors anew in several places, without one that led to them."""
+    """Wraps `EngineDeadError.__init__`: clients make these errors in several places, without a cause."""
 
     @functools.wraps(init)
     def init_with_cause(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # another thread may change it meanwhile
-        told = _told
-        # the process may have other engines afterwards, and the text is not about these
-        if told is None or told[0]() is None or not self.args:
+        # read once: another thread may replace it
+        latest = _latest_cause
+        # a cause of a client that is gone does not concern the process's later engines
+        if latest is None or latest[0]() is None or not self.args:
             return
-        cause = f"{BACKEND_NAME}: {told[1]}"
+        cause = f"{BACKEND_NAME}: {latest[1]}"
         self.args = (f"{self.args[0]} {cause}", *self.args[1:])
-        # from vLLM 0.33 HTTP clients get this text in place of the error's
+        # from vLLM 0.33, HTTP clients get this text instead of the error's
         if hasattr(self, "CLIENT_MESSAGE"):
             self.CLIENT_MESSAGE = f"{self.CLIENT_MESSAGE} {cause}"
 
