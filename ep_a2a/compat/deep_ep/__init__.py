@@ -7,6 +7,6 @@ from ep_a2a.compat.deep_ep.config import Config
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
-"""Dtype of expert ids in DeepEP; int32 is taken as well."""
+"""DeepEP's dtype of expert ids; int32 works as well."""
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

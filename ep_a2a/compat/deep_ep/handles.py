@@ -1,4 +1,4 @@
-"""What dispatch hands to combine, and to a later dispatch of the same layout."""
+"""The handles that dispatch returns, for its combine and for a later dispatch of the same layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Routing:
-    """A normal dispatch, so that it can be repeated.
+    """The routing of a normal dispatch, by which it can be repeated.
 
     Attributes:
-        ids: int32 [T, K], what the op routes by.
-        num_experts: that the ids are of. max_num_tokens: of any rank, equal on all.
+        ids: int32 [T, K], the ids that the op routes by.
+        num_experts: the range of the ids. max_num_tokens: of any rank, equal on all.
         num_recv_tokens: rows that the caller sees.
-        shape: of the op that holds, or last held, the dispatch. step: that dispatch.
+        shape: that of the op that holds, or last held, the dispatch. step: that dispatch.
     """
 
     ids: torch.Tensor
@@ -36,16 +36,18 @@ class Routing:
 
     @property
     def num_tokens(self) -> int:
-        """This rank's."""
+        """T, the tokens of this rank."""
         return self.ids.shape[0]
 
 
 class NormalHandle(tuple[Any, ...]):
-    """Handle of `dispatch`, with DeepEP's six places: rank_prefix_matrix (None with num_worst_tokens) and
-    is_token_in_rank, and None where DeepEP keeps what only its kernels need.
+    """Handle of `dispatch`, with DeepEP's six places.
+
+    Of these, rank_prefix_matrix (None with num_worst_tokens) and is_token_in_rank are there. The other four, which only
+    DeepEP's kernels need, are None.
 
     Attributes:
-        routing: what our ops need.
+        routing: the state that our ops need.
     """
 
     routing: Routing
@@ -54,7 +56,7 @@ class NormalHandle(tuple[Any, ...]):
     def of(
         cls, routing: Routing, rank_prefix_matrix: torch.Tensor | None, is_token_in_rank: torch.Tensor
     ) -> NormalHandle:
-        """A handle of this routing."""
+        """Returns a handle of this routing."""
         handle = cls((rank_prefix_matrix, None, None, None, is_token_in_rank, None))
         handle.routing = routing
         return handle
@@ -65,8 +67,8 @@ class LowLatencyHandle(Sequence[Any]):
     num_max_dispatch_tokens_per_rank, hidden, num_experts.
 
     src_info is int32 [E, W * M]: for each row of a local expert its token at the source rank. layout_range is int64
-    [E, W]: for each source rank the place of its first row, shifted by 32 bits, plus their number. Both are worked out
-    on the device when first asked for, which must happen between the dispatch and its combine.
+    [E, W]: for each source rank the position of its first row, shifted by 32 bits, plus the number of its rows. Both
+    are computed on the device by the first access, which must come between the dispatch and its combine.
 
     Args:
         shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given. has_weights: whether router

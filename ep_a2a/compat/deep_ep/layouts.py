@@ -1,4 +1,4 @@
-"""Which tokens go where: DeepEP's layout tensors, the ids that our ops route by, and the ranks' counts."""
+"""The routing of a dispatch: DeepEP's layout tensors, the ids that our ops route by, and the ranks' counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DispatchLayout(NamedTuple):
-    """What DeepEP's get_dispatch_layout returns, but for the event.
+    """The result of DeepEP's get_dispatch_layout, without the event.
 
     Attributes:
         num_tokens_per_rank: int32 [W], of this rank's tokens. num_tokens_per_rdma_rank: None inside one node.
@@ -33,14 +33,14 @@ class DispatchLayout(NamedTuple):
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> DispatchLayout:
-    """Counts of this rank's tokens by rank and by expert; ids outside [0, num_experts) select nothing.
+    """Returns the counts of this rank's tokens by rank and by expert; ids outside [0, num_experts) select nothing.
 
     Args:
         topk_idx: [T, K], int64 or int32.
     """
     check_num_experts(num_experts, num_ranks)
     is_token_in_rank = destination_mask(topk_idx, num_experts, num_ranks)
-    # Ids that select nothing are counted behind the last expert.
+    # ids that select nothing are counted behind the last expert
     ids = topk_idx.to(torch.int64).flatten()
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
@@ -49,27 +49,27 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) ->
 
 
 def routed_ids(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The ids that a dispatch routes by, int32 [T, K]: those of topk_idx whose rank the token shall go to, else -1."""
+    """Returns the ids that a dispatch routes by, int32 [T, K]: those of topk_idx whose rank is marked, else -1."""
     owners = owner_of_experts(topk_idx, num_experts, is_token_in_rank.shape[1]).to(torch.int64)
     goes = is_token_in_rank.gather(1, owners.clamp(min=0)) & (owners >= 0)
     return torch.where(goes, topk_idx, -1).to(torch.int32)
 
 
 def rank_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """Ids for a dispatch without topk_idx, int32 [T, W]: one expert on each rank, -1 where the token does not go."""
+    """Returns ids for a dispatch without topk_idx, int32 [T, W]: the rank where it is marked, else -1."""
     ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int32, device=is_token_in_rank.device)
     return torch.where(is_token_in_rank, ranks, -1)
 
 
 def check_num_experts(num_experts: int, num_ranks: int) -> None:
-    """Raises InputError where the experts are not the same number on each rank."""
+    """Raises InputError unless each rank has the same number of experts."""
     if num_experts <= 0 or num_experts % num_ranks:
         raise InputError(f"num_experts to be a multiple of the {num_ranks} ranks", str(num_experts))
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What all ranks bring to a dispatch.
+    """The sizes of a dispatch over all ranks.
 
     Attributes:
         max_num_tokens: the most tokens of a rank, at least 1.
@@ -87,7 +87,7 @@ class Counts:
 def exchange_counts(
     groups: DeviceGroups, rank: int, is_sent: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Counts:
-    """Adds up all ranks' counts by one all-reduce, and waits for it on the host. Collective.
+    """Returns the sums of all ranks' counts, by one all-reduce that the host waits for. Collective.
 
     Args:
         groups: of the ranks. rank: this one.
@@ -118,6 +118,6 @@ def exchange_counts(
 
 
 def _parts(words: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens by rank [W], tokens from rank to rank [W, W], tokens by expert [num_experts] of the exchanged words."""
+    """Returns views of the exchanged words: tokens by rank [W], from rank to rank [W, W], by expert [num_experts]."""
     end = num_ranks * (1 + num_ranks)
     return words[:num_ranks], words[num_ranks:end].view(num_ranks, num_ranks), words[end:]

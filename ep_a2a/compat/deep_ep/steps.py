@@ -1,7 +1,7 @@
-"""Dispatches that may still be combined. DeepEP's calls come in any order, those of an op alternate: this is between.
+"""The open steps of a buffer: DeepEP's calls come in any order, while dispatch and combine of an op alternate.
 
 An op's step is open from its dispatch to its combine. A buffer keeps up to `max_open_steps` open, each on memory of its
-own index. All ranks make the same calls in the same order, so that they decide alike, without speaking with each other.
+own index. All ranks make the same calls in the same order, so they decide alike without communication.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Hook:
-    """What DeepEP returns for `return_recv_hook`: called without arguments, it receives. Calling it again does nothing.
+    """DeepEP's hook of `return_recv_hook`: the first call receives, later calls do nothing.
 
     Args:
         receive: launches the receiving half.
 
     Attributes:
-        is_done: whether that has happened.
+        is_done: whether `receive` has been called.
     """
 
     def __init__(self, receive: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Hook:
         self._is_displaced = False
 
     def __call__(self) -> None:
-        """Receives; StateError where another dispatch has taken the memory since."""
+        """Receives. Raises StateError if another dispatch has taken the memory."""
         if self._is_displaced:
             raise StateError(
                 "the hook to be called before its memory is needed again", "a call after that",
@@ -46,13 +46,13 @@ class Hook:
         self.finish()
 
     def finish(self) -> None:
-        """Receives, unless that has been done."""
+        """Receives, unless it has been done."""
         if not self.is_done:
             self.is_done = True
             self._receive()
 
     def displace(self) -> None:
-        """Receives for an op that must go on; what came is going to be overwritten, which a later call is told."""
+        """Receives because the op's memory is needed. The rows will be overwritten, so a later call raises."""
         if not self.is_done:
             self.finish()
             self._is_displaced = True
@@ -62,10 +62,10 @@ class Step:
     """One dispatch on an op.
 
     Attributes:
-        op: which one. index: of its memory.
-        rows_shape: of the rows that its combine takes.
+        op: the op. index: that of its memory.
+        rows_shape: shape of the rows that its combine takes.
         is_open: whether the op still holds this dispatch.
-        dispatch_hook, combine_hook: the receiving halves, where the calls were made in halves.
+        dispatch_hook, combine_hook: the receiving halves of split calls.
     """
 
     def __init__(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> None:
@@ -75,11 +75,11 @@ class Step:
         self.combine_hook: Hook | None = None
 
     def close(self) -> None:
-        """To be called when the op's combine has been launched to its end."""
+        """Marks the step as combined; must be called when both halves of combine have been launched."""
         self.is_open = False
 
     def displace(self) -> None:
-        """Ends the op's step, so that its memory can be used again: as it was begun, or by a combine of anything."""
+        """Ends the op's step to free its memory: finishes a combine that has begun, else combines zeros."""
         if not self.is_open:
             return
         if self.combine_hook is not None:
@@ -108,7 +108,7 @@ class Steps:
         self._steps: list[Step] = []
 
     def free_index(self) -> int:
-        """The lowest memory index without an open step; where there is none, the oldest step is displaced."""
+        """Returns the lowest memory index without an open step. If there is none, displaces the oldest step."""
         self._steps = [step for step in self._steps if step.is_open]
         if len(self._steps) == self.max_open_steps:
             self._steps.pop(0).displace()
@@ -116,11 +116,11 @@ class Steps:
         return next(index for index in range(self.max_open_steps) if index not in used)
 
     def add(self, step: Step) -> None:
-        """Takes up a dispatch that has been made."""
+        """Adds a dispatch that has been launched."""
         self._steps.append(step)
 
     def clear(self) -> None:
-        """Forgets all steps, whose ops are closed."""
+        """Removes all steps; their ops must be closed."""
         for step in self._steps:
             step.close()
         self._steps.clear()

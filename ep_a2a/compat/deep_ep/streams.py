@@ -1,4 +1,4 @@
-"""DeepEP's communication stream: where calls run that shall finish asynchronously."""
+"""DeepEP's communication stream, on which calls with async_finish run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HIGH_PRIORITY = -1
 
 
 class CommStream:
-    """Runs calls on the current stream, or beside it on a stream of its own.
+    """Runs calls on the current stream, or on a stream of its own.
 
-    On CPU, where work is done when a call returns, events are there and mean nothing.
+    On CPU a call's work is done when it returns. Events exist there and wait for nothing.
 
     Args:
         device: the buffer's.
@@ -30,7 +30,7 @@ class CommStream:
 
     @functools.cached_property
     def stream(self) -> Any:
-        """The stream of asynchronous calls; torch's stand-in for one on CPU."""
+        """The stream of calls with async_finish; on CPU torch's placeholder for a stream."""
         if self._device.type != "cuda":
             return torch.cpu.current_stream()
         return torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
@@ -38,13 +38,13 @@ class CommStream:
     def run(
         self, work: Callable[[], T], inputs: Any, previous_event: EventOverlap | None, async_finish: bool
     ) -> tuple[T, EventOverlap]:
-        """What `work` returns, and the event after it, which is empty unless `async_finish`.
+        """Returns the result of `work`, and the event after it, which is empty without `async_finish`.
 
         Args:
-            work: launches the call; what it returns may be tensors, also in tuples and lists.
-            inputs: the tensors that it reads, likewise.
-            previous_event: what to wait for; None, or an empty one: all work of the current stream.
-            async_finish: run on the communication stream and let the current one go on.
+            work: launches the call; returns tensors, also in tuples and lists.
+            inputs: the tensors that `work` reads, likewise.
+            previous_event: the event to wait for; None or an empty one: all work of the current stream.
+            async_finish: run on the communication stream, without holding up the current one.
         """
         with torch.no_grad():
             if self._device.type != "cuda":
@@ -73,7 +73,7 @@ class CommStream:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples and lists."""
+    """Yields all tensors in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):

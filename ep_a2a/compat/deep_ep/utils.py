@@ -1,4 +1,4 @@
-"""DeepEP's events, under the module name that callers import them from."""
+"""`deep_ep.utils`: DeepEP's events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class EventHandle:
-    """The work that has been launched so far on the current CUDA stream; without a GPU nothing, which is over."""
+    """An event on the current CUDA stream, recorded by the constructor. Without a GPU it is always over."""
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
@@ -20,7 +20,7 @@ class EventHandle:
             self.event.record(torch.cuda.current_stream())
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for that work."""
+        """Makes the current stream wait for the recorded event."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
@@ -29,8 +29,8 @@ class EventOverlap:
     """DeepEP's wrapper of an event; a `with` block waits for it at its end.
 
     Args:
-        event: what to wait for; None where a call has not been asked to finish asynchronously, so that nothing is left.
-        extra_tensors: kept alive as long as this object.
+        event: the event to wait for; None after a call without async_finish.
+        extra_tensors: tensors to keep alive as long as this object.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None) -> None:
