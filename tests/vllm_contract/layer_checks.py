@@ -381,10 +381,10 @@ def experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContex
 
         multiplying = experts(_get_permute_scratch=lambda: layers.max_num_tokens * layers.dp_size)
         manager.dp_group = SimpleNamespace(rank_in_group=0, world_size=2)
-        kernel.prepare_finalize._tell_experts_how_many_rows(multiplying)
+        kernel.prepare_finalize._raise_row_limit(multiplying)
         assert multiplying.moe_config.max_num_tokens == case.max_tokens
         for each in (with_scratch(), experts(experts=with_scratch(), fallback_experts=experts()), experts()):
-            kernel.prepare_finalize._tell_experts_how_many_rows(each)
+            kernel.prepare_finalize._raise_row_limit(each)
             for one in (each, *(vars(each).get(name) for name in ("experts", "fallback_experts"))):
                 if hasattr(one, "_get_permute_scratch"):
                     assert one.moe_config.max_num_tokens == 2 * case.max_tokens
