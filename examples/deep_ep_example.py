@@ -1,10 +1,10 @@
-"""Code written for DeepEP, on our kernels: only the import differs.
+"""Runs code written for DeepEP on this package's kernels: only the import differs.
 
 python examples/deep_ep_example.py --ranks 4 [--device cuda]
 
-The experts return what they get. Prefill: dispatch and combine, after which every token is itself times the number of
-ranks it went to. Decode: low_latency_dispatch and low_latency_combine with two weights of one half, after which it is
-itself. The processes are those of ep_a2a.testing, which have a process group already.
+The experts return their input. Prefill: after dispatch and combine every token is itself times the number of ranks it
+went to. Decode: after low_latency_dispatch and low_latency_combine, with two weights of one half, it is itself.
+ep_a2a.testing starts the processes, with a process group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def decode(buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Te
 
 
 def run_rank(context: RankContext, options: argparse.Namespace) -> float:
-    """The largest error on this rank."""
+    """Returns the largest error on this rank."""
     torch.manual_seed(context.rank)
     num_experts = options.experts_per_rank * context.world_size
     x = torch.randn(options.tokens, options.hidden).to(context.device, torch.bfloat16)

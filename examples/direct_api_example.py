@@ -1,10 +1,10 @@
-"""An op without groups and managers, for benchmarks and tests: a process group, a config, an op.
+"""Uses an op without groups and managers, as benchmarks and tests do: a process group, a config, an op.
 
 python examples/direct_api_example.py --ranks 4 [--device cuda]
 
-Tokens travel as fp8 with one scale per 128 elements. The experts return what they get, so that combine must give every
-token, as fp8 keeps it, times the number of distinct ranks it went to. The processes are those of ep_a2a.testing, which
-have a process group already.
+Tokens travel as fp8 with one scale per 128 elements. The experts return their input, so combine must give every token,
+as fp8 keeps it, times the number of distinct ranks it went to. ep_a2a.testing starts the processes, with a process
+group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUANT_TYPE = "fp8_per_1x128"
 
 
 def run_rank(context: RankContext, options: argparse.Namespace) -> float:
-    """The largest error on this rank."""
+    """Returns the largest error on this rank."""
     torch._C._distributed_c10d._register_process_group("default", context.group)
     shmem.shmem_torch_process_group_init("default", context.device)
 
@@ -51,8 +51,8 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
         count = int(num_received)
         expert_rows = torch.empty(received.shape, dtype=torch.bfloat16, device=context.device)
         expert_rows[:count] = dequantize(received[:count], received_scales[:count], QUANT_TYPE, torch.bfloat16)
-        # No weights: combine would add them up row by row, and takes only weights in the order of the received rows.
-        # This rank's own topk_weights have another order and would be an error.
+        # No weights: combine adds them row by row, in the order of the received rows. This rank's own topk_weights have
+        # another order and would be an error.
         combined, _ = op.combine(expert_rows, None, topk_ids)
 
         num_ranks = num_distinct_ranks(topk_ids, num_experts, context.world_size)[:, None]

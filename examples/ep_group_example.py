@@ -1,9 +1,9 @@
-"""What an inference engine does: an expert-parallel group, its all-to-all manager, one op per MoE layer.
+"""Makes the calls of an inference engine: an expert-parallel group, its all-to-all manager, one op per MoE layer.
 
 python examples/ep_group_example.py --ranks 4 [--device cuda] [--backend allgather_reducescatter]
 
-Tokens travel as fp8 with one scale per token. The experts return what they get, so that combine must give every token,
-as fp8 keeps it, times the number of distinct ranks it went to.
+Tokens travel as fp8 with one scale per token. The experts return their input, so combine must give every token, as fp8
+keeps it, times the number of distinct ranks it went to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     topk_weights, topk_ids = softmax_topk(torch.randn(num_tokens, options.experts).to(ep_group.device), options.topk)
     tokens, scales = quantize_per_token(hidden_states)
 
-    # The layer keeps the op: the manager itself only remembers it for as long as somebody does.
+    # The layer keeps the op: the manager holds only a weak reference.
     op = manager.get_handle(
         {
             "rank": ep_group.rank_in_group,
@@ -67,9 +67,8 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     expert_rows = torch.empty(received.shape, dtype=hidden_states.dtype, device=ep_group.device)
     expert_rows[:count] = dequantize(received[:count], received_scales[:count], QUANT_TYPE, hidden_states.dtype)
 
-    # Combine adds rows; multiplying by router weights is the experts' work. Weights that are passed here are added
-    # likewise, in the order of the received rows: those that dispatch returned, or None. This rank's own, [T, K], would
-    # be an error.
+    # Combine adds rows; the experts multiply by router weights. It adds the weights that dispatch returned likewise, in
+    # the order of the received rows; None adds none. This rank's own weights [T, K] would be an error.
     combined, _ = op.combine(expert_rows, received_weights, topk_ids)
     result = combined[:num_tokens]
 

@@ -1,10 +1,10 @@
-"""A MORI program on this package: MORI's names, the import exchanged.
+"""Runs a MORI program on this package: MORI's names, another import.
 
 python examples/mori_complete_example.py --ranks 4 [--device cuda]
 
-Each rank routes random tokens to random experts. The experts return what they get, so that combine must give every
-token times the number of distinct ranks it went to. Sizes are small enough for a CPU; a model's would be hidden size
-7168, 4096 tokens, 32 experts per rank and top-8.
+Each rank routes random tokens to random experts. The experts return their input, so combine must give every token times
+the number of distinct ranks it went to. Sizes are small enough for a CPU; a large model has hidden size 7168, 4096
+tokens, 32 experts per rank and top-8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, rendezvous, rank=rank, world_size=world_size)
 
-    # MORI finds the process group by a name that it was registered under. The device is this package's addition.
+    # MORI finds the process group by its registered name. The device argument is this package's addition.
     torch._C._distributed_c10d._register_process_group("default", dist.group.WORLD)
     mori.shmem.shmem_torch_process_group_init("default", device)
 
@@ -61,7 +61,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
         tokens, weights, None, indices, block_num=80, warp_per_block=8
     )
 
-    # use_external_inp_buf=False promises that the experts write where the other ranks will read.
+    # use_external_inp_buf=False promises that the experts write into the op's combine buffer.
     expert_rows = op.get_registered_combine_input_buffer(config.data_type, config.hidden_dim)
     count = int(num_received)
     expert_rows[:count] = received[:count]

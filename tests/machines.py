@@ -11,8 +11,8 @@ from ep_a2a.commands.doctor.system_info import (
     Gpu,
     Host,
     Installation,
-    Machine,
     RdmaPort,
+    SystemInfo,
     Torch,
     Triton,
     Vllm,
@@ -24,7 +24,7 @@ ALL = ((True,) * NUM_GPUS,) * NUM_GPUS
 PACKAGES = {"numpy": "2.4.0", "typer": "0.20.0", "rich": "14.0"}
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 140 * GIB, 138 * GIB)
 
-H200_HOST = Machine(
+H200_HOST = SystemInfo(
     installation=Installation(
         version="0.1.0",
         installed_version="0.1.0",
@@ -53,7 +53,7 @@ H200_HOST = Machine(
 )  # fmt: skip
 """Two H200s on NVLink, with vLLM: nothing to complain about."""
 
-CPU_HOST = Machine(
+CPU_HOST = SystemInfo(
     installation=replace(H200_HOST.installation, packages=PACKAGES),
     torch=Torch(version="2.13.0+cpu", has_gloo=True, has_symmetric_memory=True),
     triton=Triton(version="3.9.0"),
@@ -63,7 +63,7 @@ CPU_HOST = Machine(
 """A laptop: ranks are processes."""
 
 
-def changed(machine: Machine, **changes: Any) -> Machine:
+def changed(machine: SystemInfo, **changes: Any) -> SystemInfo:
     """The machine with other facts: `torch={"version": None}` changes one fact of its torch, other values replace."""
     parts = {}
     for name, value in changes.items():

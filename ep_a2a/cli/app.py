@@ -1,4 +1,4 @@
-"""The typer application: commands, common options, and how errors are shown.
+"""Makes the typer application: commands, common options, and the display of errors.
 
 A command is a module `ep_a2a.cli.<name>` with a function `command`. It imports torch and the rest of the package inside
 that function, so that `--help` is quick.
@@ -13,16 +13,16 @@ from ep_a2a import __version__
 from ep_a2a.commands.log import set_up_logging
 from ep_a2a.errors import EpA2AError
 
-COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
+DOCTOR = "doctor"
+COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", DOCTOR)
 """In the order of `--help`."""
 EXIT_ERROR = 2
-"""What was asked cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
+"""The request cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
 
 
 def run() -> None:
     """Runs the command line; an error of this package becomes one panel on stderr and exit code 2."""
     try:
-        set_up_logging()
         make_app()()
     except EpA2AError as error:
         show_error(error)
@@ -35,7 +35,7 @@ def make_app() -> typer.Typer:
     app.callback()(_common_options)
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")
-        app.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        app.command(name)(module.command)
     return app
 
 
@@ -60,8 +60,12 @@ def _show_version(asked: bool) -> None:
 
 
 def _common_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Expert-parallel all-to-all for MoE inference."""
+    # The doctor reports a level that cannot be used, among other variables.
+    if context.invoked_subcommand != DOCTOR:
+        set_up_logging()

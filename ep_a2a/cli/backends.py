@@ -1,4 +1,4 @@
-"""`ep-a2a backends`: which backends there are, what each can do, and which can be used on this machine."""
+"""`ep-a2a backends`: lists backends, their capabilities, and which ones this machine can use."""
 
 from typing import Annotated
 

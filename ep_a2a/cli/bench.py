@@ -1,19 +1,11 @@
-"""`ep-a2a bench`: dispatch and combine, checked, then timed beside baselines and the wire's limit."""
+"""`ep-a2a bench`: checks dispatch and combine, then times them beside baselines and the wire's limit."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ep_a2a.cli.demo import Device
-from ep_a2a.commands.options import check_folder, different_files, distinct, numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.commands.bench.launcher import Runner
-    from ep_a2a.commands.bench.sweep import Sweep
-    from ep_a2a.commands.bench.timing import TimingSettings
+from ep_a2a.commands.options import Device, check_folder, different_files, distinct, numbers
 
 EXIT_MISSING_ROWS = 1
 CONTENDER_NAMES = (
@@ -60,11 +52,12 @@ def command(
     """
     from dataclasses import replace
 
+    from ep_a2a.commands.bench.command import asked_ranks, execute
     from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names
     from ep_a2a.commands.bench.launcher import JoinedRunner, make_runner
-    from ep_a2a.commands.bench.plot import check_can_plot
     from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
-    from ep_a2a.commands.demo.settings import choose_device
+    from ep_a2a.commands.plotting import check_can_plot
+    from ep_a2a.commands.ranks import choose_device
 
     kind, _ = choose_device(device.value, 1)
     defaults = DEFAULTS[kind]
@@ -81,7 +74,7 @@ def command(
     with make_runner(kind) as runner:
         joined = runner.world_size if isinstance(runner, JoinedRunner) else None
         sweep = Sweep(
-            world_size=_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
+            world_size=asked_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
             hidden_dim=numbers("hidden", hidden, (defaults.hidden_dim,)),
             topk=numbers("topk", topk, (defaults.topk,)),
             num_experts=numbers("experts", experts, (defaults.num_experts,)),
@@ -97,72 +90,3 @@ def command(
         )
         complete = execute(runner, sweep, names, settings, kind, json_file=json_file, plot=plot, markdown=markdown)
     raise typer.Exit(0 if complete else EXIT_MISSING_ROWS)
-
-
-def execute(
-    runner: "Runner",
-    sweep: "Sweep",
-    names: "Sequence[str]",
-    settings: "TimingSettings",
-    device: str,
-    *,
-    json_file: Path | None = None,
-    plot: Path | None = None,
-    markdown: Path | None = None,
-) -> bool:
-    """Runs the sweep and reports it, on the rank that shows results.
-
-    Returns:
-        Whether every contender that is available here was right and did not raise.
-    """
-    from rich.console import Console
-
-    from ep_a2a.commands.bench.environment import describe
-    from ep_a2a.commands.bench.launcher import run_sweep
-    from ep_a2a.commands.bench.plot import plot_round_trips
-    from ep_a2a.commands.bench.report import JsonLines, show, write_markdown
-    from ep_a2a.commands.bench.rows import Status, make_records
-
-    points = sweep.points()
-    header = describe(device) if runner.shows_results else {}
-    console = Console(quiet=not runner.shows_results)
-    progress = Console(stderr=True, quiet=not runner.shows_results)
-    if "note" in header:
-        console.print(header["note"], style="bold yellow", highlight=False)
-    lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
-    records: list[dict[str, Any]] = []
-
-    def on_row(row: Any) -> None:
-        took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
-        bound = f" max SMs={row.workload.max_sms}" if row.workload.max_sms else ""
-        progress.print(f"T={row.workload.num_tokens}{bound} {row.contender}: {took}", style="dim", highlight=False)
-
-    for rows in run_sweep(points, names, settings, runner, on_row):
-        records += make_records(rows)
-        if lines is not None:
-            lines.append(records[-len(rows) :])
-    if runner.shows_results:
-        show(console, header, records)
-        if markdown is not None:
-            write_markdown(markdown, header, records)
-        if plot is not None:
-            if not any(record["status"] == Status.OK for record in records):
-                console.print("nothing was measured: the picture is empty", style="bold yellow", highlight=False)
-            plot_round_trips(records, plot, header.get("note", ""))
-        for path in filter(None, (json_file, plot, markdown)):
-            console.print(f"written: {path}", markup=False, highlight=False)
-    return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
-
-
-def _ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
-    import torch
-
-    from ep_a2a.errors import ConfigError, UnsupportedError
-
-    num_gpus = torch.cuda.device_count()
-    asked = numbers("ranks", text, (default or num_gpus,))
-    if is_joined and asked != (default,):
-        raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
-    if not is_joined and device == "cuda" and max(asked) > num_gpus:
-        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(asked)), "Lower --ranks.")
-    return asked

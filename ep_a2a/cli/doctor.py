@@ -1,16 +1,50 @@
-"""`ep-a2a doctor` in the list of commands; what it does, and its options, are in ep_a2a.commands.doctor."""
+"""`ep-a2a doctor`: reports what this machine has, what would go wrong on it, and the remedies."""
+
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""All options go to a parser of the standard library: the command runs where typer is missing, too."""
+from ep_a2a.commands.options import Quant
 
 
-def command(context: typer.Context) -> None:
+def _configuration(text: str, **limits: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="A configuration to judge", **limits)
+
+
+def _selftest(text: str, **limits: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Self-test", **limits)
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    ask_secs: Annotated[float, typer.Option(help="Seconds that torch may take to import.")] = 120.0,
+    backend: Annotated[
+        str | None, _configuration("As given to init_dist_env; default: the config file's, EP_A2A_BACKEND's.")
+    ] = None,
+    config: Annotated[str | None, _configuration("A TOML file (configs/*.toml); default: EP_A2A_CONFIG.")] = None,
+    ranks_per_node: Annotated[
+        str | None, _configuration("Ranks of each node, separated by commas; default: one node with a rank per GPU, "
+                                   "or 4 on CPU.")
+    ] = None,
+    hidden: Annotated[int | None, _configuration("Hidden size.")] = None,
+    max_tokens: Annotated[int | None, _configuration("Tokens per rank; asks `ep-a2a plan` what an op takes.")] = None,
+    quant: Annotated[Quant, _configuration("Cast inside dispatch.")] = Quant.NONE,
+    selftest: Annotated[bool, _selftest("Let every two ranks of this host exchange data.")] = False,
+    pair_secs: Annotated[float, _selftest("Seconds to test a pair.")] = 2.0,
+    plot: Annotated[Path | None, _selftest("Draw the rates between ranks as a heat map (PNG).")] = None,
+) -> None:  # fmt: skip
     """Say what this machine has, what would go wrong on it, and what to do; with --selftest, try it.
 
-    The exit code is 1 where something prevents use. It runs where torch is absent or broken.
+    The exit code is 1 where something prevents use. The command runs where torch is absent or broken.
     """
-    from ep_a2a.commands.doctor.command import main
+    from ep_a2a.commands.doctor.command import DoctorOptions, counts, execute
 
-    raise typer.Exit(main(context.args))
+    try:
+        nodes = counts(ranks_per_node) if ranks_per_node is not None else ()
+    except ValueError:
+        raise typer.BadParameter(f"{ranks_per_node!r} is no list of numbers", param_hint="--ranks-per-node") from None
+    options = DoctorOptions(
+        as_json, ask_secs, backend, config, nodes, hidden, max_tokens, quant, selftest, pair_secs, plot
+    )
+    raise typer.Exit(execute(options))

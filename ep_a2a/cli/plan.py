@@ -1,17 +1,11 @@
-"""`ep-a2a plan`: what an op's buffers take on each GPU, without one, and what an exchange between nodes may take."""
+"""`ep-a2a plan`: computes an op's memory on each GPU, and predicts exchanges between nodes, without a GPU."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ep_a2a.cli.demo import Quant
-from ep_a2a.commands.options import given, refuse
-
-if TYPE_CHECKING:
-    import torch
-
-    from ep_a2a.commands.plan.sizes import Plan
+from ep_a2a.commands.options import Quant, given, refuse
 
 
 def _model(text: str, **limits: Any) -> Any:
@@ -68,6 +62,8 @@ def command(
     With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
     such predictions are off, instead.
     """
+    from ep_a2a.commands.plan.command import dtype_named, plan_model, plan_op, show
+
     for_model = {
         "data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size,
         "max_num_batched_tokens": max_num_batched_tokens, "num_redundant_experts": num_redundant_experts,
@@ -79,7 +75,7 @@ def command(
         "max_total_recv_tokens": max_total_recv_tokens, "flagged_max_tokens": flagged_max_tokens,
     }  # fmt: skip
     for_both = {
-        "gpus_per_node": gpus_per_node, "hidden_dim": hidden, "dtype": _dtype(dtype),
+        "gpus_per_node": gpus_per_node, "hidden_dim": hidden, "dtype": dtype_named(dtype),
         "cast": None if quant is None else quant.value,
     }  # fmt: skip
     between = {
@@ -100,68 +96,8 @@ def command(
     assumed: list[str] = []
     if vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        plan, assumed = _plan_op(**given(for_op), **given(for_both))
+        plan, assumed = plan_op(**given(for_op), **given(for_both))
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        plan, assumed = _plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
-    _show(plan, assumed, as_json=as_json)
-
-
-def _plan_op(
-    *, ranks: int = 8, gpus_per_node: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8,
-    experts: int = 256, dtype: "torch.dtype | None" = None, cast: str = "none", combine_quant: str = "none",
-    **others: Any,
-) -> "tuple[Plan, list[str]]":  # fmt: skip
-    import torch
-
-    from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
-    from ep_a2a.config import FP8_DTYPE, num_owned_experts
-    from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-
-    kwargs = {
-        "num_ep_ranks": ranks, "input_dtype": dtype or torch.bfloat16,
-        "quant_dtype": None if cast == "none" else FP8_DTYPE, "token_hidden_size": hidden_dim,
-        "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
-        "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
-    }  # fmt: skip
-    if across := ranks > (gpus_per_node or ranks):
-        kwargs["gpu_per_node"] = gpus_per_node
-    configs = [
-        config_from_handle_kwargs(
-            {**kwargs, "rank": rank, "num_local_experts": num_owned_experts(experts, ranks, rank)},
-            topology_internode=across,
-        )
-        for rank in range(ranks)
-    ]
-    return plan_of(configs), [RINGS_ASSUMED] if across else []
-
-
-def _plan_model(path: Path, options: dict[str, Any]) -> "tuple[Plan, list[str]]":
-    from ep_a2a.commands.plan.model import read_model
-    from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
-
-    model, vllm_options = read_model(path), VllmOptions(**options)
-    plan = vllm_plan(model, vllm_options)
-    return plan, assumptions(model, vllm_options, plan.config)
-
-
-def _show(plan: "Plan", assumed: list[str], *, as_json: bool) -> None:
-    import json
-
-    from rich.console import Console
-
-    from ep_a2a.commands.plan.view import view_of
-
-    if as_json:
-        typer.echo(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2))
-    else:
-        Console().print(view_of(plan, assumed))
-
-
-def _dtype(name: str | None) -> "torch.dtype | None":
-    from ep_a2a.commands.plan.model import DTYPES
-    from ep_a2a.errors import UnknownNameError
-
-    if name is not None and name not in DTYPES:
-        raise UnknownNameError(f"--dtype to be one of {', '.join(DTYPES)}", repr(name))
-    return None if name is None else DTYPES[name]
+        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
+    show(plan, assumed, as_json=as_json)

@@ -1,1 +1,1 @@
-"""What the commands of `ep-a2a` do. Nothing but `ep_a2a.cli` imports this package."""
+"""Implements the commands of `ep-a2a`. Only `ep_a2a.cli` imports this package."""

@@ -1,4 +1,4 @@
-"""Backends and their capabilities: as tables of a terminal, as markdown, as JSON."""
+"""Shows backends and their capabilities as tables on a terminal, as markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Backend:
 
     Attributes:
         name, aliases: as `create_manager` takes them.
-        capabilities: what it can do.
+        capabilities: of its manager.
         package, version: of the library that it needs, "" without one; the version that is installed, if any.
         install: how to get the library.
-        problems: what keeps it from being used here; () where it can be, or where nobody has looked.
+        problems: why it cannot be used here; () where it can, or where that was not checked.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Backend:
     problems: tuple[str, ...]
 
     def as_json_object(self) -> dict[str, Any]:
-        """For --json."""
+        """Returns the fields for --json."""
         return {**dataclasses.asdict(self), "available": not self.problems}
 
     def cells(self, table: str) -> dict[str, str]:
-        """Text by column of one of TABLES."""
+        """Returns the text by column of one of TABLES."""
         texts = {title: _text(value) for title, value in self.capabilities.by_table(table).items()}
         return {"library": self.package or "none", **texts} if table == NEEDS else texts
 
 
 def registered_backends(*, looks_here: bool) -> list[Backend]:
-    """All registered backends that are manager classes.
+    """Returns all registered backends that are manager classes.
 
     Args:
         looks_here: import their libraries and look for GPUs.
@@ -73,7 +73,7 @@ def registered_backends(*, looks_here: bool) -> list[Backend]:
 
 
 def available_view(backends: Iterable[Backend]) -> Table:
-    """Which backends can be used here, and why the others cannot."""
+    """Returns a table of the backends that can be used here, and why the others cannot."""
     table = Table(title="Backends on this machine", title_justify="left")
     for column in ("backend", "also called", "here", "why not"):
         table.add_column(column)
@@ -84,7 +84,7 @@ def available_view(backends: Iterable[Backend]) -> Table:
 
 
 def capability_views(backends: Sequence[Backend]) -> list[Table]:
-    """One table for each of TABLES."""
+    """Returns one table for each of TABLES."""
     views = []
     for name, title in TABLES.items():
         table = Table(title=title, title_justify="left")
@@ -97,7 +97,7 @@ def capability_views(backends: Sequence[Backend]) -> list[Table]:
 
 
 def markdown_of(backends: Sequence[Backend]) -> str:
-    """The tables of capabilities, the same on every machine."""
+    """Returns the tables of capabilities in markdown, the same on every machine."""
     parts = []
     for name, title in TABLES.items():
         columns = ("backend", *backends[0].cells(name))

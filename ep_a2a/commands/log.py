@@ -1,4 +1,4 @@
-"""Logging of the command line and of the processes it starts: to stderr, at the level of EP_A2A_LOG_LEVEL."""
+"""Sets up logging of the command line and of its processes: to stderr, at the level of EP_A2A_LOG_LEVEL."""
 
 from __future__ import annotations
 

@@ -1,23 +1,40 @@
-"""Values of options: lists separated by commas, files to write, options that do not go together."""
+"""Parses and checks option values: choices, lists, files to write, options that exclude each other."""
 
+import enum
 from pathlib import Path
 from typing import Any
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
-"""Options whose parameters are called otherwise."""
+"""Options by parameter, where the names differ."""
 REMEDY = "Correct the option; --help says what it takes."
 
 
+class Device(enum.StrEnum):
+    """Values of --device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Quant(enum.StrEnum):
+    """Values of --quant: the casts that act inside dispatch."""
+
+    NONE = "none"
+    FP8_PER_TOKEN = "fp8_per_token"
+    FP8_PER_1X128 = "fp8_per_1x128"
+
+
 def texts(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Returns the texts between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def distinct(option: str, text: str) -> tuple[str, ...]:
-    """Names separated by commas.
+    """Returns names separated by commas.
 
     Raises:
-        ConfigError: there is none, or one stands twice.
+        ConfigError: there is none, or one appears twice.
     """
     from ep_a2a.errors import ConfigError
 
@@ -28,7 +45,7 @@ def distinct(option: str, text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers separated by commas, or the default where there is no text.
+    """Returns numbers separated by commas, or the default where there is no text.
 
     Raises:
         ConfigError: something between the commas is not a number.
@@ -61,7 +78,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not None."""
+    """Returns the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

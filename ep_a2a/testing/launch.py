@@ -1,4 +1,4 @@
-"""A pool of processes, one per rank, that runs functions collectively and never outlives its owner."""
+"""Keeps a pool of processes, one per rank, that run functions collectively and never outlive their owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 START_TIMEOUT_SECS = 300.0
-"""How long the processes of a pool may take to import torch and to meet."""
+"""Seconds that the processes of a pool may take to import torch and to meet."""
 STOP_TIMEOUT_SECS = 10.0
 STACKS_TIMEOUT_SECS = 2.0
 
@@ -38,11 +38,11 @@ _DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class RankFailure(RuntimeError):
-    """At least one rank of a pool failed, died or did not finish in time; the text holds every rank's own story.
+    """At least one rank of a pool failed, died or did not finish in time; the text holds every rank's traceback.
 
     Attributes:
         errors: the exceptions of ranks that raised, by rank, where they survive pickling.
-        tracebacks: what is known of each rank that failed, died or hung, as text, by rank.
+        tracebacks: text about each rank that failed, died or hung, by rank.
         unfinished: ranks that had not finished when the pool gave up, in ascending order.
     """
 
@@ -58,6 +58,21 @@ class RankFailure(RuntimeError):
         self.unfinished = unfinished
         stories = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(tracebacks.items())]
         super().__init__("\n".join([headline, *stories]))
+
+    @property
+    def summary(self) -> str:
+        """The headline and the last line of each rank's traceback, in one line."""
+        last_lines = {text.strip().splitlines()[-1] for text in self.tracebacks.values() if text.strip()}
+        return "; ".join([str(self).partition("\n")[0], *sorted(last_lines)])
+
+    @property
+    def expected_error(self) -> EpA2AError | None:
+        """The error to show where all ranks that ended have raised one of this package; else None."""
+        known = [error for error in self.errors.values() if isinstance(error, EpA2AError)]
+        if len(known) != len(self.tracebacks) - len(self.unfinished) or not known:
+            return None
+        # A rank that waits in vain for one that has failed is not the cause.
+        return next((error for error in known if not isinstance(error, RankTimeoutError)), known[0])
 
 
 @dataclass
@@ -81,8 +96,8 @@ class RankPool:
         world_size: ranks, one process each.
         backend: backend string of the process group; None takes gloo, or `cpu:gloo,cuda:nccl` on GPUs.
         device: "cpu", or "cuda": rank r owns GPU r.
-        timeout_secs: how long one `run` may take before all processes are killed.
-        grace_secs: how long the other ranks may go on after one has failed (they may wait for it for ever).
+        timeout_secs: seconds that one `run` may take before all processes are killed.
+        grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
 
     Raises:
         ConfigError: an argument is impossible.
@@ -173,7 +188,7 @@ class RankPool:
         self._collect(START_TIMEOUT_SECS)
 
     def _collect(self, timeout_secs: float) -> list[Any]:
-        """One reply of every worker, or RankFailure."""
+        """Returns one reply of every worker, or raises RankFailure."""
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout_secs
         limit = f"within {timeout_secs:g} s"
@@ -212,7 +227,7 @@ class RankPool:
             worker.process.close()
             worker.pipe.close()
         self._workers = []
-        # killed ranks cannot remove what they were about to share
+        # Killed ranks cannot remove the memory that they were about to share.
         remove_stale_files()
         if self._directory is not None:
             self._directory.cleanup()
@@ -250,7 +265,7 @@ def _read_reply(worker: _Worker) -> Reply:
 
 
 def _dump_stacks(workers: list[_Worker]) -> dict[int, str]:
-    """The Python stacks of processes that hang, by rank."""
+    """Returns the Python stacks of processes that hang, by rank."""
     for worker in workers:
         if worker.process.pid is not None and worker.process.is_alive():
             os.kill(worker.process.pid, signal.SIGUSR1)

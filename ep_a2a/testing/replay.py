@@ -1,4 +1,4 @@
-"""Capture and replay of an op's steps: a CUDA graph on GPUs; on CPU the same launches, without the op's Python."""
+"""Captures and replays an op's steps: a CUDA graph on GPUs; on CPU the same launches, without the op's Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Recorder:
 
 
 class CapturedStep:
-    """What `body` launched, ready to be replayed; the inputs that it used are read again at each replay.
+    """The launches of `body`, ready to be replayed; each replay reads its inputs again.
 
     A CUDA capture runs nothing; on CPU the capture is itself a run, so that its outputs can be looked at. On both,
     memory that is first needed inside is an error.

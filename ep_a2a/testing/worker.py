@@ -1,4 +1,4 @@
-"""The process of one rank of a RankPool: joins the process group, then answers tasks until it is told to stop."""
+"""Runs one rank of a RankPool: joins the process group, then answers tasks until it gets STOP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOP = b""
 
 @dataclass(frozen=True)
 class RankContext:
-    """Who a function is when it runs in a RankPool.
+    """The rank that a function runs on in a RankPool.
 
     Attributes:
         rank: this rank, 0 <= rank < world_size.
@@ -45,7 +45,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker needs to join: the same on all ranks of a pool, except `rank`."""
+    """Options with which a worker joins: the same on all ranks of a pool, except `rank`."""
 
     rank: int
     world_size: int
@@ -56,13 +56,13 @@ class WorkerOptions:
 
     @property
     def stacks_path(self) -> Path:
-        """Where this rank writes its Python stacks on SIGUSR1 or a fatal signal."""
+        """The file of this rank's Python stacks, written on SIGUSR1 or a fatal signal."""
         return self.directory / f"rank{self.rank}.stacks"
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker answers to a task: `value` if `traceback_text` is None, else a failure.
+    """Answer of a worker to a task: `value` if `traceback_text` is None, else a failure.
 
     `pickled_error` is None where the exception does not survive pickling.
     """

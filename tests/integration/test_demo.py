@@ -40,7 +40,7 @@ NUM_WORDS_AND_MARKS = 20
 CORRUPT = """
 import sys
 from pathlib import Path
-from ep_a2a.cli.demo import execute
+from ep_a2a.commands.demo.command import execute
 from ep_a2a.commands.demo.model import read_text
 from ep_a2a.commands.demo.settings import DemoSettings
 

@@ -25,7 +25,7 @@ def run_bare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def errors_of(report: dict[str, Any]) -> list[str]:
-    return [finding["subject"] for finding in report["findings"] if finding["level"] == "error"]
+    return [diagnostic["subject"] for diagnostic in report["findings"] if diagnostic["level"] == "error"]
 
 
 def test_a_machine_that_works() -> None:
@@ -44,7 +44,7 @@ def test_without_any_package() -> None:
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert errors_of(report) == ["torch", "triton", "packages", "self-test"]
-    assert all(finding["remedy"] for finding in report["findings"] if finding["level"] == "error")
+    assert all(diagnostic["remedy"] for diagnostic in report["findings"] if diagnostic["level"] == "error")
 
 
 def test_as_a_module() -> None:
@@ -67,7 +67,7 @@ def test_with_a_broken_torch(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert errors_of(report) == ["torch", "self-test"]
-    (torch,) = [finding for finding in report["findings"] if finding["subject"] == "torch"]
+    (torch,) = [diagnostic for diagnostic in report["findings"] if diagnostic["subject"] == "torch"]
     assert "undefined symbol: ncclX" in torch["found"]
     assert "LD_LIBRARY_PATH" in torch["remedy"]
 

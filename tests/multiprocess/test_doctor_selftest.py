@@ -102,9 +102,9 @@ def test_each_pair_stands_for_itself():
     assert min(rates[1][2], rates[2][1]) > 0
     assert result.together == ""
     assert result.step_us > 0
-    (finding,) = [each for each in judge(result) if each.prevents_use]
-    assert finding.subject == "ranks 0, 1"
-    assert finding.remedy
+    (diagnostic,) = [each for each in judge(result) if each.prevents_use]
+    assert diagnostic.subject == "ranks 0, 1"
+    assert diagnostic.remedy
     assert "failed" in table(result)
 
 
@@ -123,9 +123,9 @@ def test_a_slow_link_is_a_warning_on_gpus_only():
 
 
 def test_ranks_that_fail_together_are_an_error():
-    (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, "RankTimeoutError: no flag"))
-    assert finding.prevents_use
-    assert "nvidia-smi topo" in finding.remedy
+    (diagnostic,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, "RankTimeoutError: no flag"))
+    assert diagnostic.prevents_use
+    assert "nvidia-smi topo" in diagnostic.remedy
 
 
 def test_one_rank_has_nothing_to_measure():

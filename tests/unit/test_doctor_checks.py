@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.commands.doctor.backend_verdict import Request, choose
+from ep_a2a.commands.doctor.backend_verdict import Request, judge_backend
 from ep_a2a.commands.doctor.checks import run_checks
 from ep_a2a.commands.doctor.checks_backend import check_library
 from ep_a2a.commands.doctor.diagnostic import Level
@@ -16,8 +16,8 @@ from ep_a2a.managers.capabilities import Capabilities
 from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.diagnostic import Finding
-    from ep_a2a.commands.doctor.system_info import Machine
+    from ep_a2a.commands.doctor.diagnostic import Diagnostic
+    from ep_a2a.commands.doctor.system_info import SystemInfo
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,14 @@ def _no_choices_of_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def findings_of(machine: Machine, request: Request | None = None) -> list[Finding]:
-    everything = [finding for findings in run_checks(machine).values() for finding in findings]
-    return everything + list(choose(machine, request or Request()).findings)
+def diagnostics_of(machine: SystemInfo, request: Request | None = None) -> list[Diagnostic]:
+    everything = [diagnostic for diagnostics in run_checks(machine).values() for diagnostic in diagnostics]
+    return everything + list(judge_backend(machine, request or Request()).diagnostics)
 
 
 @pytest.mark.parametrize("machine", [H200_HOST, CPU_HOST], ids=["two H200s", "no GPU"])
 def test_nothing_is_wrong_with_a_machine_where_nothing_is_wrong(machine):
-    assert [each for each in findings_of(machine) if each.level in (Level.WARNING, Level.ERROR)] == []
+    assert [each for each in diagnostics_of(machine) if each.level in (Level.WARNING, Level.ERROR)] == []
 
 
 def old(capability: tuple[int, int]) -> dict[str, object]:
@@ -43,11 +43,11 @@ def old(capability: tuple[int, int]) -> dict[str, object]:
 WITH_ATOM = replace(H200_HOST, atom=Atom(version="0.2", aiter="0.1"))
 
 
-def with_variable(name: str, value: str, base: Machine = H200_HOST) -> Machine:
+def with_variable(name: str, value: str, base: SystemInfo = H200_HOST) -> SystemInfo:
     return changed(base, environment={name: value})
 
 
-def with_backend(base: Machine, name: str, can: Capabilities, **facts: object) -> Machine:
+def with_backend(base: SystemInfo, name: str, can: Capabilities, **facts: object) -> SystemInfo:
     backend = Backend(
         name, library="some-library", install="pip install some-library", version="1.0", kernel="its own",
         kernel_between_nodes="its own between nodes", capabilities=can,
@@ -60,7 +60,7 @@ CACHE = H200_HOST.host.triton_cache
 PORT = H200_HOST.rdma[0]
 
 # (what happened, machine, what is found, what it says to do)
-ERRORS: dict[str, tuple[Machine, str, str]] = {
+ERRORS: dict[str, tuple[SystemInfo, str, str]] = {
     # torch and Triton
     "Python is too old": (changed(H200_HOST, host={"python": (3, 10, 4)}), "3.10.4", "3.11"),
     "not Linux": (changed(CPU_HOST, host={"system": "Darwin"}), "Darwin", "Linux"),
@@ -269,7 +269,7 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
     ),
 }
 
-WARNINGS: dict[str, tuple[Machine, str, str]] = {
+WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
     "/dev/shm of a container": (
         changed(CPU_HOST, host={"shared_memory": replace(SHM, size_bytes=64 << 20, free_bytes=60 << 20)}),
         "60 of 64 MiB",
@@ -370,7 +370,7 @@ WARNINGS: dict[str, tuple[Machine, str, str]] = {
     "launches are waited for": (with_variable("CUDA_LAUNCH_BLOCKING", "1"), "slow", "Unset it"),
 }
 
-NOTES: dict[str, tuple[Machine, str]] = {
+NOTES: dict[str, tuple[SystemInfo, str]] = {
     "torch is newer than any that was run": (changed(H200_HOST, torch={"version": "2.20.0"}), "newer than any"),
     "Triton is newer than any that was run": (changed(H200_HOST, triton={"version": "4.0.0"}), "newer than any"),
     "GPUs without fp8": (changed(H200_HOST, driver=old((8, 0))), "no fp8 casts"),
@@ -400,13 +400,13 @@ NOTES: dict[str, tuple[Machine, str]] = {
 
 @pytest.mark.parametrize(("machine", "found", "remedy"), ERRORS.values(), ids=ERRORS)
 def test_what_prevents_use_is_an_error_with_a_remedy(machine, found, remedy):
-    errors = [each for each in findings_of(machine) if each.prevents_use]
+    errors = [each for each in diagnostics_of(machine) if each.prevents_use]
     assert [each for each in errors if found in each.found and remedy in each.remedy and each.remedy], errors
 
 
 @pytest.mark.parametrize(("machine", "found", "remedy"), WARNINGS.values(), ids=WARNINGS)
 def test_what_may_fail_is_a_warning_with_a_remedy(machine, found, remedy):
-    everything = findings_of(machine)
+    everything = diagnostics_of(machine)
     assert [each for each in everything if each.prevents_use] == []
     warnings = [each for each in everything if each.level is Level.WARNING]
     assert [each for each in warnings if found in each.found and remedy in each.remedy], warnings
@@ -414,7 +414,7 @@ def test_what_may_fail_is_a_warning_with_a_remedy(machine, found, remedy):
 
 @pytest.mark.parametrize(("machine", "found"), NOTES.values(), ids=NOTES)
 def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
-    everything = findings_of(machine)
+    everything = diagnostics_of(machine)
     assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
     assert [each for each in everything if each.level is Level.NOTE and found in each.found]
 
@@ -422,33 +422,33 @@ def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
 # --- what a group gets ---
 
 
-def errors_of(machine: Machine, request: Request) -> list[str]:
-    return [each.subject for each in choose(machine, request).findings if each.prevents_use]
+def errors_of(machine: SystemInfo, request: Request) -> list[str]:
+    return [each.subject for each in judge_backend(machine, request).diagnostics if each.prevents_use]
 
 
 def test_the_default_and_why():
-    choice = choose(H200_HOST, Request())
-    assert (choice.backend, choice.backend_reason, choice.kernel) == ("ep_a2a", "the default", "IntraNode")
-    assert (choice.device, choice.ranks_per_node) == ("cuda", (2,))
-    assert choose(CPU_HOST, Request()).ranks_per_node == (4,)
+    verdict = judge_backend(H200_HOST, Request())
+    assert (verdict.backend, verdict.backend_reason, verdict.kernel) == ("ep_a2a", "the default", "IntraNode")
+    assert (verdict.device, verdict.ranks_per_node) == ("cuda", (2,))
+    assert judge_backend(CPU_HOST, Request()).ranks_per_node == (4,)
 
 
 def test_who_chose_the_backend(monkeypatch, tmp_path):
     monkeypatch.setenv("EP_A2A_BACKEND", "naive")
-    assert choose(CPU_HOST, Request()).backend_reason == "named by EP_A2A_BACKEND"
+    assert judge_backend(CPU_HOST, Request()).backend_reason == "named by EP_A2A_BACKEND"
     path = tmp_path / "choice.toml"
     path.write_text('all2all_backend = "allgather_reducescatter"')
-    chosen = choose(CPU_HOST, Request(config_file=str(path)))
+    chosen = judge_backend(CPU_HOST, Request(config_file=str(path)))
     assert (chosen.backend, chosen.backend_reason) == ("allgather_reducescatter", f"named by {path}")
     assert chosen.kernel == "torch.distributed"
-    named = choose(CPU_HOST, Request(backend="naive", config_file=str(path)))
+    named = judge_backend(CPU_HOST, Request(backend="naive", config_file=str(path)))
     assert (named.backend, named.backend_reason) == ("naive", "named on the command line")
 
 
 def test_a_backend_that_is_not_there_is_an_error():
-    (finding,) = choose(CPU_HOST, Request(backend="ep_a3a")).findings
-    assert finding.prevents_use
-    assert "ep_a2a" in finding.remedy
+    (diagnostic,) = judge_backend(CPU_HOST, Request(backend="ep_a3a")).diagnostics
+    assert diagnostic.prevents_use
+    assert "ep_a2a" in diagnostic.remedy
 
 
 def test_the_portable_backend_needs_no_peer_access():
@@ -458,15 +458,17 @@ def test_the_portable_backend_needs_no_peer_access():
 
 
 def test_several_nodes():
-    two = choose(CPU_HOST, Request(ranks_per_node=(2, 2)))
+    two = judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2)))
     assert two.kernel == "InterNodeV1LL or InterNodeV1"
-    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=512)).kernel == "InterNodeV1LL"
-    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=513)).kernel == "InterNodeV1"
+    assert judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=512)).kernel == "InterNodeV1LL"
+    assert judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=513)).kernel == "InterNodeV1"
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 2))) == []
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 1))) == ["nodes"]
     assert errors_of(CPU_HOST, Request("allgather_reducescatter", ranks_per_node=(2, 1))) == []
     warned = [
-        each for each in choose(H200_HOST, Request(ranks_per_node=(2, 2))).findings if each.level is Level.WARNING
+        each
+        for each in judge_backend(H200_HOST, Request(ranks_per_node=(2, 2))).diagnostics
+        if each.level is Level.WARNING
     ]
     assert "not yet on GPUs" in warned[0].found
 
@@ -497,7 +499,7 @@ SOME_SIZES = Capabilities(
 
 def test_a_library_backend_runs_its_own_kernels():
     machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
-    one, two = (choose(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
+    one, two = (judge_backend(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
     assert (one.kernel, two.kernel) == ("its own", "its own between nodes")
     assert "some-library's kernels" in one.kernel_reason
     assert "torch.distributed" not in one.kernel_reason
@@ -507,16 +509,16 @@ def test_a_library_backend_runs_its_own_kernels():
 
 def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
     machine = with_backend(H200_HOST, "pplx", Capabilities(), problem="some-library is not installed")
-    (finding,) = check_library(machine)
-    assert finding.prevents_use
-    assert "some-library is not installed" in finding.found
-    assert "pip install some-library" in finding.remedy
-    assert finding in run_checks(machine)["software"]
+    (diagnostic,) = check_library(machine)
+    assert diagnostic.prevents_use
+    assert "some-library is not installed" in diagnostic.found
+    assert "pip install some-library" in diagnostic.remedy
+    assert diagnostic in run_checks(machine)["software"]
     unknown = replace(machine, backend=Backend("pplx", declaration_problem="ImportError: no"))
     assert check_library(unknown)[0].prevents_use
-    assert choose(unknown, Request("pplx")).kernel == "not known"
-    (finding,) = check_library(changed(unknown, torch={"version": None}))
-    assert finding.level is Level.NOTE
+    assert judge_backend(unknown, Request("pplx")).kernel == "not known"
+    (diagnostic,) = check_library(changed(unknown, torch={"version": None}))
+    assert diagnostic.level is Level.NOTE
 
 
 @pytest.mark.parametrize(
@@ -535,7 +537,9 @@ def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
 )
 def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
     machine = with_backend(H200_HOST, "pplx", can)
-    errors = [each for each in choose(machine, replace(request_, backend="pplx")).findings if each.prevents_use]
+    errors = [
+        each for each in judge_backend(machine, replace(request_, backend="pplx")).diagnostics if each.prevents_use
+    ]
     assert [each for each in errors if found in each.found and "allgather_reducescatter" in each.remedy], errors
     fits = Request("pplx", hidden_dim=7168, max_tokens=511, quant="fp8_per_1x128")
     assert errors_of(with_backend(H200_HOST, "pplx", SOME_SIZES), fits) == []
@@ -544,7 +548,7 @@ def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
 FOR_AMD = Capabilities(gpus=("AMD",), rdma="across nodes")
 
 
-def rocm(name: str, can: Capabilities | None = None, **torch: object) -> Machine:
+def rocm(name: str, can: Capabilities | None = None, **torch: object) -> SystemInfo:
     """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of; a backend is asked for on it."""
     machine = changed(
         H200_HOST, torch={"cuda_build": None, "hip_build": "7.2", "nccl": None, "has_symmetric_memory": False, **torch},
@@ -555,19 +559,21 @@ def rocm(name: str, can: Capabilities | None = None, **torch: object) -> Machine
 
 @pytest.mark.parametrize("name", ["mori", "mori_high_throughput", "mori_low_latency"])
 def test_rocm_is_no_error_for_backends_that_are_for_it(name):
-    everything = findings_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
+    everything = diagnostics_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
     assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
     assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
     hidden = rocm(name, FOR_AMD, num_gpus=0, gpu_problem="no HIP GPUs")
-    assert any("no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden, Request(name)))
+    assert any(
+        "no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in diagnostics_of(hidden, Request(name))
+    )
 
 
 def test_rocm_with_other_backends():
-    collective = findings_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
+    collective = diagnostics_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
     assert [each for each in collective if each.prevents_use] == []
     assert [each for each in collective if "has not run there" in each.found]
     for name, can in (("ep_a2a", None), ("pplx", Capabilities())):
-        errors = [each for each in findings_of(rocm(name, can), Request(name)) if each.prevents_use]
+        errors = [each for each in diagnostics_of(rocm(name, can), Request(name)) if each.prevents_use]
         assert f"the kernels of {name} hold NVIDIA's instructions" in errors[0].found
 
 
@@ -583,7 +589,7 @@ def test_rdma_is_asked_for_where_the_backend_needs_it():
     assert errors_of(replace(machine, rdma=(replace(PORT, state="DOWN"),)), two) == ["network"]
     assert errors_of(none, Request("pplx")) == []
     assert errors_of(with_backend(none, "pplx", Capabilities()), two) == []
-    warned = choose(changed(machine, host={"gpu_direct": ""}), two).findings
+    warned = judge_backend(changed(machine, host={"gpu_direct": ""}), two).diagnostics
     assert [each.remedy for each in warned if each.level is Level.WARNING and "nvidia_peermem" in each.found]
 
 

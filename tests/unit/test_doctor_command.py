@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from typing import Any
 
 import pytest
 
+from ep_a2a.cli import doctor as doctor_cli
 from ep_a2a.commands.doctor import command
 from tests.machines import CPU_HOST, changed
 
@@ -18,7 +21,7 @@ def doctor(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
-        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: machine)
+        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: machine)
         return command.main(arguments), capsys.readouterr().out
 
     return run
@@ -52,7 +55,7 @@ def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
     asked: list[str] = []
     monkeypatch.setattr(command, "plan_bytes", lambda *sizes: 1 << 20)
     for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
-        monkeypatch.setattr(command, "find_machine", lambda ask_secs, backend: asked.append(backend) or CPU_HOST)
+        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: asked.append(backend) or CPU_HOST)
         command.main(arguments)
     assert asked == ["ep_a2a", "mori_high_throughput", ""]
     assert "not known for mori_high_throughput" in capsys.readouterr().out
@@ -84,6 +87,15 @@ def test_a_picture_that_cannot_be_drawn_is_said_before_anything_is_started(docto
     code, printed = doctor("--selftest", "--plot", str(tmp_path / "rates.gif"))
     assert code == 1
     assert "*.png" in printed
+
+
+def test_the_command_line_has_the_options_of_the_fallback_without_typer():
+    parameters = inspect.signature(doctor_cli.command).parameters
+    names = {"as_json": "json"}
+    options = {field.name: field.default for field in dataclasses.fields(command.DoctorOptions)}
+    assert {names.get(name, name): parameter.default or None for name, parameter in parameters.items()} == {
+        name: default or None for name, default in options.items()
+    }
 
 
 @pytest.mark.parametrize("counts", ["0", "2,", "two"])

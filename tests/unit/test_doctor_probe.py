@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.commands.doctor import report
-from ep_a2a.commands.doctor import subprocess_probe as asking
+from ep_a2a.commands.doctor import report, subprocess_probe
 from ep_a2a.commands.doctor.checks_backend import stands_on_library
 from ep_a2a.commands.doctor.diagnostic import error, note, ok, warning
 from ep_a2a.commands.doctor.probe import find_backend, find_variable_problems
@@ -63,7 +62,7 @@ def broken_torch(tmp_path, monkeypatch):
 )
 def test_a_broken_torch_is_described(broken_torch, source, problem):
     broken_torch(source)
-    found = asking.ask("torch", 1.0 if "sleep" in source else 60.0)
+    found = subprocess_probe.run_probe("torch", 1.0 if "sleep" in source else 60.0)
     assert found["version"] == "?"
     assert problem in found["problem"]
 
@@ -79,7 +78,7 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
 
 
 def test_this_torch_is_described():
-    found = asking.ask("torch", 120.0)
+    found = subprocess_probe.run_probe("torch", 120.0)
     assert "problem" not in found
     assert found["has_gloo"]
 
@@ -130,9 +129,9 @@ def test_backends_without_a_library_need_no_asking():
 
 
 def test_commands_that_fail_say_nothing():
-    assert asking.command_output("no-such-program-anywhere") == ""
-    assert asking.command_output(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
-    assert asking.command_output(sys.executable, "-c", "print(1)") == "1\n"
+    assert subprocess_probe.command_output("no-such-program-anywhere") == ""
+    assert subprocess_probe.command_output(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
+    assert subprocess_probe.command_output(sys.executable, "-c", "print(1)") == "1\n"
 
 
 def test_the_doctor_needs_the_standard_library_only():

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.cli.tune import default_output, show
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.commands.tune import search as tune
+from ep_a2a.commands.tune.report import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase

@@ -1,4 +1,4 @@
-"""What takes part in a benchmark: the interface of every contender, and the check that all of them must pass."""
+"""Defines what takes part in a benchmark: contenders, their sessions, and the check that every session passes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from ep_a2a.errors import CheckFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
 
     from ep_a2a.commands.bench.workload import Workload
 
 
 class BenchContext(Protocol):
-    """Who this process is; `ep_a2a.testing.worker.RankContext` is one.
+    """This process's rank; `ep_a2a.testing.worker.RankContext` is one.
 
     Attributes:
         rank, world_size: this rank, and the number of ranks.
@@ -34,7 +36,7 @@ class BenchContext(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors lie."""
+        """The device of tensors."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -49,7 +51,7 @@ class Session(abc.ABC):
 
     Attributes:
         graph_safe: dispatch and combine can be captured in a CUDA graph and replayed.
-        details: what else a reader of the row must know (launch numbers, say), for the report.
+        details: remarks for the report, such as launch numbers.
     """
 
     graph_safe: bool = True
@@ -90,22 +92,51 @@ class Session(abc.ABC):
         self.close()
 
 
-class Contender(abc.ABC):
+class InputsSession(Session):
+    """A session that holds one rank's inputs and is checked by a round trip.
+
+    Args:
+        workload: what moves.
+        context: this rank.
+        contender: whose session it is.
+    """
+
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__()
+        self._workload, self._context, self._name = workload, context, contender.name
+        inputs = workload.inputs(context.rank, context.device)
+        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
+
+    def check(self) -> None:
+        """Compares a round trip on the rows that will be timed."""
+        self._check_result(self.combine(self.dispatch()))
+
+    def _copies(self) -> torch.Tensor:
+        """Factor that identity experts multiply each token by, `[T]`: the ranks that it goes to."""
+        return self._workload.num_distinct_ranks(self._context.rank)
+
+    def _check_result(self, result: torch.Tensor) -> None:
+        check_round_trip(self._name, self._workload, self._x, self._copies(), result)
+
+
+class Contender:
     """A way to do dispatch and combine. Making one costs nothing; libraries are imported in its methods.
 
     Attributes:
         name: as given to --contenders and shown in reports.
+        session: makes a session of (workload, context, contender).
     """
 
     name: ClassVar[str]
+    session: ClassVar[Callable[..., Session]]
 
-    @abc.abstractmethod
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Why this workload cannot be run on this machine, in words for the report; None where it can. Local."""
+        """Returns why this workload cannot be run on this machine, in words; None where it can. Local."""
+        return None
 
-    @abc.abstractmethod
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """A session for this workload, with the inputs that `workload.inputs(rank)` gives. Collective."""
+        """Returns a session for this workload, with the inputs that `workload.inputs(rank)` gives. Collective."""
+        return type(self).session(workload, context, self)
 
 
 def check_round_trip(name: str, workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Contenders by name. Their modules, and the libraries behind them, are loaded when they are asked for."""
+"""Lists contenders by name. Their modules, and the libraries behind them, load at their first use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.contender import Contender
 
 LIMIT = "wire_limit"
-OURS = "ep_a2a"
+NATIVE = "ep_a2a"
 
 CONTENDERS = {
     LIMIT: ("wire_limit", "WireLimitContender"),
-    OURS: ("native", "OpContender"),
+    NATIVE: ("native", "OpContender"),
     "ep_a2a_bounded": ("native", "BoundedOpContender"),
     "ep_a2a_precast": ("native", "PrecastOpContender"),
     "ep_low_latency": ("low_latency", "LowLatencyLayerContender"),
@@ -40,14 +40,14 @@ BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module
 ONLY_WHEN_NAMED = (
     "ep_low_latency", "ep_low_latency_traced", "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency",
 )  # fmt: skip
-"""Not among the usual contenders: interfaces on our op, what needs NVSHMEM, and another mode of a contender."""
+"""Not among the default contenders: interfaces on this package's op, NVSHMEM, and another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raises what is wrong with a choice of contenders.
+    """Checks a choice of contenders.
 
     Raises:
         UnknownNameError: a name is not in CONTENDERS.
@@ -58,7 +58,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def make_contender(name: str) -> Contender:
-    """The contender of this name.
+    """Returns the contender of this name.
 
     Raises:
         UnknownNameError: there is none.

@@ -1,4 +1,4 @@
-"""DeepEP, where it is installed: the low-latency kernels of V1's Buffer, or V2's ElasticBuffer without host waits."""
+"""Runs DeepEP, where it is installed: V1's low-latency kernels, or V2's ElasticBuffer without host waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contender import BenchContext, Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import BenchContext, Contender, InputsSession, Session
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
 from ep_a2a.quantization import dequantize, quantize
@@ -30,7 +30,7 @@ class DeepEPContender(Contender):
     name = "deepep"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot run this workload here; None where it can."""
+        """Returns why it cannot run this workload here; None where it can."""
         if device.type != "cuda":
             return "needs GPUs"
         if importlib.util.find_spec("deep_ep") is None:
@@ -49,7 +49,7 @@ class DeepEPContender(Contender):
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Allocates the buffer among the ranks. Collective."""
-        return (_ElasticSession if self._takes_v2() else _LowLatencySession)(workload, context)
+        return (_ElasticSession if self._takes_v2() else _LowLatencySession)(workload, context, self)
 
     def _takes_v2(self) -> bool:
         return hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
@@ -64,19 +64,18 @@ class DeepEPLowLatencyContender(DeepEPContender):
         return False
 
 
-class _DeepEPSession(Session):
-    """What both versions share: inputs, ids of the library's dtype, the check.
+class _DeepEPSession(InputsSession):
+    """The parts that both versions share: ids of the library's dtype, the check.
 
     Identity experts give x times the number of rows that each token was sent as.
     """
 
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__()
+    _buffer: Any
+
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
         self._deep_ep: Any = importlib.import_module("deep_ep")
-        self._workload, self._context = workload, context
-        inputs = workload.inputs(context.rank, context.device)
-        self._x = inputs.x
-        self._ids = inputs.ids.to(topk_dtype(self._deep_ep))
+        self._ids = self._ids.to(topk_dtype(self._deep_ep))
         self._rows = torch.empty(0)
 
     def _dequantized(self, received: Any) -> torch.Tensor:
@@ -86,21 +85,20 @@ class _DeepEPSession(Session):
         rows = dequantize(q.flatten(0, -2), scales.reshape(-1, scales.shape[-1]), QuantType.FP8_PER_1X128)
         return rows.view(q.shape).to(torch.bfloat16)
 
-    def _copies(self) -> torch.Tensor:
-        return self._workload.num_distinct_ranks(self._context.rank)
-
     def check(self) -> None:
         dispatched = self.dispatch()
         self._rows = self._dequantized(dispatched[0])
-        got = self.combine(dispatched)
-        check_round_trip(DeepEPContender.name, self._workload, self._x, self._copies(), got)
+        self._check_result(self.combine(dispatched))
+
+    def close(self) -> None:
+        self._buffer.destroy()
 
 
 class _LowLatencySession(_DeepEPSession):
     """V1: expert-major rows `[E, W * T, H]`; combine weighs them, here by one."""
 
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__(workload, context)
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
         experts = workload.num_experts
         self._tokens = max(1, workload.num_tokens)
         self._buffer = low_latency_buffer(
@@ -130,19 +128,15 @@ class _LowLatencySession(_DeepEPSession):
         ids = self._workload.ids(self._context.rank)
         return ((ids >= 0) & (ids < self._workload.num_experts)).sum(1)
 
-    def close(self) -> None:
-        self._buffer.destroy()
-
 
 class _ElasticSession(_DeepEPSession):
     """V2: a row per distinct rank, as many rows as could come at most, so that the host never waits."""
 
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__(workload, context)
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
         self._sent: Any = self._x
         if workload.quant_type != QuantType.NONE:
             self._sent = quantize(self._x, workload.quant_type)
-        self._weights = workload.inputs(context.rank, context.device).weights
         self._buffer = elastic_buffer(
             self._deep_ep, context.group, max_num_tokens=max(1, workload.num_tokens), hidden_dim=workload.hidden_dim,
             topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
@@ -164,6 +158,3 @@ class _ElasticSession(_DeepEPSession):
     def combine(self, dispatched: Any) -> torch.Tensor:
         result: torch.Tensor = self._buffer.combine(self._rows, handle=dispatched[1])[0]
         return result
-
-    def close(self) -> None:
-        self._buffer.destroy()

@@ -1,10 +1,8 @@
-"""Where and with what a benchmark ran: without this its numbers mean nothing."""
+"""Describes the machine, versions and command of a benchmark, without which its numbers mean nothing."""
 
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +11,13 @@ from typing import Any
 import torch
 
 import ep_a2a
+from ep_a2a.commands.programs import command_output
 
-QUERY_TIMEOUT_SECS = 20.0
 CPU_NOTE = "on CPU, in Triton's interpreter: these times say nothing about GPUs"
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Versions, machine, commit, command and time, for the first line of a report. No CUDA context is made.
+    """Returns versions, machine, commit, command and time, for the first line of a report. Makes no CUDA context.
 
     Args:
         device: "cpu" or "cuda".
@@ -37,7 +35,7 @@ def describe(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return record | {"note": CPU_NOTE, "cpu": platform.processor() or platform.machine()}
-    gpus = _query("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    gpus = command_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     return record | {
         "cuda": torch.version.cuda,
         "nccl": _nccl_version(),
@@ -47,9 +45,12 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package lies in, "-dirty" with changes on top; None where there is none."""
+    """Returns the commit of this package's checkout, "-dirty" with changes on top; None where there is none."""
     folder = str(Path(ep_a2a.__file__).parent)
-    return _query("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip() or None
+    return (
+        command_output("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip()
+        or None
+    )
 
 
 def _nccl_version() -> str:
@@ -64,14 +65,3 @@ def _triton_version() -> str | None:
         return version("triton")
     except PackageNotFoundError:
         return None
-
-
-def _query(*command: str) -> str:
-    """What a program prints; "" where it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_SECS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -1,6 +1,6 @@
-"""FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with the experts' rows in its workspace.
+"""Runs FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with experts' rows in its workspace.
 
-Its dispatch wants tokens that are cast already: the cast is done once, when the session is prepared, and is not timed.
+Its dispatch takes cast tokens: the session casts them once, untimed, when it is prepared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contender import BenchContext, Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import BenchContext, Contender, InputsSession, Session
 from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, TOPKS, NVLinkOneSided
 from ep_a2a.quantization import dequantize, quantize
@@ -30,7 +30,7 @@ class FlashInferContender(Contender):
     name = "flashinfer"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot run this workload here; None where it can."""
+        """Returns why it cannot run this workload here; None where it can."""
         if device.type != "cuda":
             return "needs GPUs"
         for module, package in (("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")):
@@ -40,11 +40,11 @@ class FlashInferContender(Contender):
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Allocates the workspace among the ranks and fills the experts' rows. Collective."""
-        return _FlashInferSession(workload, context)
+        return _FlashInferSession(workload, context, self)
 
 
 def _unsupported(workload: Workload) -> str | None:
-    """What about the workload the library cannot do, or None."""
+    """Returns why the library cannot run the workload, or None."""
     if workload.topk not in TOPKS:
         return f"supports top-k {TOPKS}, not {workload.topk}"
     if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:
@@ -132,18 +132,15 @@ class OneSidedExchange:
         self._native.close()
 
 
-class _FlashInferSession(Session):
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__()
-        self._workload, self._rank = workload, context.rank
-        inputs = workload.inputs(context.rank, context.device)
-        self._x = inputs.x
-        payloads = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights}
+class _FlashInferSession(InputsSession):
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
+        payloads = {"x": self._x, "ids": self._ids, "weights": self._weights}
         if workload.quant_type != QuantType.NONE:
-            payloads["x"], payloads["scales"] = quantize(inputs.x, workload.quant_type)
+            payloads["x"], payloads["scales"] = quantize(self._x, workload.quant_type)
         fp8_combine = workload.combine_quant == QuantType.FP8_DIRECT_CAST
         self._exchange = OneSidedExchange(
-            payloads, inputs.ids,
+            payloads, self._ids,
             num_experts=workload.num_experts, max_num_tokens=max(1, workload.num_tokens),
             combine_row=(workload.hidden_dim, workload.dtype), context=context, fp8_combine=fp8_combine,
         )  # fmt: skip
@@ -166,8 +163,7 @@ class _FlashInferSession(Session):
         """A round trip through identity experts, which write where they will be timed."""
         received = self.dispatch()
         self._exchange.combine_rows.copy_(self._rows(received))
-        copies = self._workload.num_distinct_ranks(self._rank)
-        check_round_trip(FlashInferContender.name, self._workload, self._x, copies, self.combine(received))
+        self._check_result(self.combine(received))
 
     def _rows(self, received: dict[str, torch.Tensor]) -> torch.Tensor:
         """The received tokens in the workload's dtype `[W, T, H]`; rows past the received ones hold anything."""

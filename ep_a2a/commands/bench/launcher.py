@@ -1,4 +1,4 @@
-"""Runs a sweep: on processes that are started here, or as one rank of a job that torchrun has started."""
+"""Runs a sweep on processes of its own, or as one rank of a job that torchrun has started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
 
 CONTENDER_TIMEOUT_SECS = 600.0
-"""How long one contender may take at one point; kernels may have to be compiled."""
+"""Bound of one contender at one point, compilation included."""
 MAX_REASON_CHARACTERS = 500
 
 
@@ -71,7 +71,7 @@ class PoolRunner(Runner):
         try:
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:
-            row = Row(workload, name, Status.ERROR, _summary(failure))
+            row = Row(workload, name, Status.ERROR, failure.summary[:MAX_REASON_CHARACTERS])
         if row.status == Status.ERROR:
             self.close()
         return row
@@ -84,7 +84,7 @@ class PoolRunner(Runner):
 
 
 class JoinedRunner(Runner):
-    """This process as one rank of torchrun's job. Making it joins the default process group.
+    """Runs as one rank of torchrun's job; making it joins the default process group.
 
     Args:
         device: "cpu" or "cuda".
@@ -129,7 +129,7 @@ class JoinedRunner(Runner):
 
 
 def make_runner(device: str) -> Runner:
-    """A JoinedRunner inside of torchrun, else a PoolRunner."""
+    """Returns a JoinedRunner under torchrun, else a PoolRunner."""
     return JoinedRunner(device) if dist.is_torchelastic_launched() else PoolRunner(device)
 
 
@@ -140,7 +140,7 @@ def run_sweep(
     runner: Runner,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Iterator[list[Row]]:
-    """The rows of each point, in the order of `names`; `on_row` is told of each as it comes.
+    """Yields the rows of each point, in the order of `names`; calls `on_row` with each row.
 
     The limit is measured once for all points that are the same to it.
     """
@@ -162,9 +162,3 @@ def run_sweep(
 
 def _as_limit_sees(workload: Workload) -> Workload:
     return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)
-
-
-def _summary(failure: RankFailure) -> str:
-    """The headline of a failure and the last line of what each rank said."""
-    last_lines = {text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()}
-    return "; ".join([str(failure).splitlines()[0], *sorted(last_lines)])[:MAX_REASON_CHARACTERS]

@@ -1,13 +1,14 @@
-"""A whole MoE layer, gate to combine, over each transport: what of its time is communication.
+"""Times a whole MoE layer, gate to combine, over each transport, and the share of communication in it.
 
 python -m ep_a2a.commands.bench.layer --ranks 4 --tokens 128 512 4096 --quant fp8_per_1x128
 
 The layer is checked against the dense layer, then timed as CUDA graph replays, many layers in a graph. "compute" is
-the same gate and experts on rows that lie ready; communication is what the layer takes beyond that.
+the same gate and experts on rows that lie ready; "communication" is the rest of the layer's time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ep_a2a.commands.bench.contender import Session
 from ep_a2a.commands.bench.layer_experts import Received, run_experts
 from ep_a2a.commands.bench.layer_model import Gate, MoEWeights, check_layer, make_weights
 from ep_a2a.commands.bench.layer_report import layer_parser, layer_workload, parse_options, run_sweep, timing_settings
-from ep_a2a.commands.bench.layer_transports import TRANSPORTS, Transport, check_transports
+from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
 from ep_a2a.memory.rendezvous import Rendezvous
 
@@ -30,64 +31,44 @@ if TYPE_CHECKING:
 COLUMNS = ("tokens", "quant", "transport", "layer_us", "compute_us", "communication_us", "communication_share")
 
 
-class LayerSession(Session):
-    """One layer: gate and dispatch, then experts and combine.
+class WorkSession(Session):
+    """One layer as one piece of work, so that its parts may cross.
 
     Args:
-        transport: made for gate's batch; closed with the session.
-        gate, weights: of this rank.
-        check_with: called by `check` with a result.
+        work: runs the layer; returns its result.
+        check: looks at a result.
     """
 
-    def __init__(
-        self, transport: Transport, gate: Gate, weights: MoEWeights, check_with: Callable[[torch.Tensor], None]
-    ) -> None:
+    def __init__(self, work: Callable[[], Any], check: Callable[[Any], None] = lambda result: None) -> None:
         super().__init__()
-        self._transport, self._gate, self._weights, self._check_with = transport, gate, weights, check_with
+        self._work, self._check = work, check
 
-    def dispatch(self) -> Received:
-        """The router, and the tokens to the experts' ranks."""
-        self._gate()
-        return self._transport.dispatch()
+    def dispatch(self) -> None:
+        """Does nothing: `combine` does everything."""
 
-    def combine(self, dispatched: Any) -> torch.Tensor:
-        """The experts, and their rows back: `[T, H]`."""
-        run_experts(dispatched, self._weights)
-        return self._transport.combine()
+    def combine(self, dispatched: Any) -> Any:
+        """Runs the work."""
+        return self._work()
 
     def check(self) -> None:
-        """Hands a result to `check_with`."""
-        self._check_with(self.combine(self.dispatch()))
-
-    def close(self) -> None:
-        """Closes the transport."""
-        self._transport.close()
+        """Hands a result to the check."""
+        self._check(self._work())
 
 
-class ComputeSession(Session):
-    """The same gate and experts without communication, on a copy of what a transport delivered."""
+def computation_of(received: Received, gate: Gate, weights: MoEWeights) -> Callable[[], torch.Tensor]:
+    """Returns the same gate and experts without communication, on a copy of what a transport delivered."""
+    copy = Received(*(None if each is None else each.clone() for each in received))  # type: ignore[arg-type]
 
-    def __init__(self, received: Received, gate: Gate, weights: MoEWeights) -> None:
-        super().__init__()
-        self._received = Received(*(None if each is None else each.clone() for each in received))  # type: ignore[arg-type]
-        self._gate, self._weights = gate, weights
+    def compute() -> torch.Tensor:
+        gate()
+        run_experts(copy, weights)
+        return copy.out
 
-    def dispatch(self) -> Received:
-        """The router."""
-        self._gate()
-        return self._received
-
-    def combine(self, dispatched: Any) -> torch.Tensor:
-        """The experts."""
-        run_experts(dispatched, self._weights)
-        return self._received.out
-
-    def check(self) -> None:
-        """Nothing of its own: the layer has been checked."""
+    return compute
 
 
 def time_session(session: Session, context: BenchContext, rendezvous: Rendezvous, settings: TimingSettings) -> float:
-    """Microseconds of one of many dispatch + combine in a row: median of each rank, the slowest rank. Collective."""
+    """Returns microseconds of one of many layers in a row: median of each rank, the slowest rank. Collective."""
     in_graph = context.device.type == "cuda"
     times_us = time_round_trips(session, make_clock(context), settings, in_graph=in_graph)
     return summarize(rendezvous.exchange("layer times", times_us)).p50_us
@@ -96,7 +77,7 @@ def time_session(session: Session, context: BenchContext, rendezvous: Rendezvous
 def run_layers(
     context: BenchContext, workload: Workload, intermediate_dim: int, names: tuple[str, ...], settings: TimingSettings
 ) -> list[dict[str, Any]]:
-    """One row per transport, the same on all ranks. Collective.
+    """Returns one row per transport, the same on all ranks. Collective.
 
     Raises:
         CheckFailedError: a transport's layer is not the dense layer.
@@ -117,15 +98,21 @@ def _run_transport(
     if reason is not None:
         return row | {"unavailable": reason}
     gate()
-    check = functools.partial(check_layer, name, workload, gate, weights, context)
-    with LayerSession(TRANSPORTS[name](workload, gate, context), gate, weights, check) as layer:
+    transport = TRANSPORTS[name](workload, gate, context)
+
+    def run_layer() -> torch.Tensor:
+        gate()
+        run_experts(transport.dispatch(), weights)
+        return transport.combine()
+
+    layer = WorkSession(run_layer, functools.partial(check_layer, name, workload, gate, weights, context))
+    with contextlib.closing(transport):
         layer.check()
         layer_us = time_session(layer, context, rendezvous, settings)
         layer.check()
-        dispatched = layer.dispatch()
-        compute = ComputeSession(dispatched, gate, weights)
-        layer.combine(dispatched)
-        compute_us = time_session(compute, context, rendezvous, settings)
+        compute = computation_of(transport.dispatch(), gate, weights)
+        transport.combine()
+        compute_us = time_session(WorkSession(compute), context, rendezvous, settings)
     communication_us = layer_us - compute_us
     return row | {
         "layer_us": layer_us, "compute_us": compute_us, "communication_us": communication_us,
@@ -134,7 +121,7 @@ def _run_transport(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = layer_parser("python -m ep_a2a.commands.bench.layer", __doc__.partition("\n")[0])
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS), help="which")
     options = parse_options(parser, arguments)

@@ -1,4 +1,4 @@
-"""The experts of one rank in the benchmark's MoE layer: fixed shapes, no host waits, graph-safe.
+"""Runs the experts of one rank in the benchmark's MoE layer: fixed shapes, no host waits, graph-safe.
 
 All transports run this code, so that layers differ in their communication only.
 """
@@ -54,7 +54,7 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> SortedPairs:
-    """The pairs of this rank's experts, stably in the order of experts, by counting: no sort, no host wait.
+    """Returns the pairs of this rank's experts in the stable order of experts, by counting: no sort, no host wait.
 
     Args:
         ids: global expert ids int32 `[R, K]`.
@@ -75,7 +75,7 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> SortedPa
 
 
 def run_experts(received: Received, weights: MoEWeights) -> None:
-    """This rank's experts on the received rows: SwiGLU, router weights applied, summed per row into `received.out`."""
+    """Runs this rank's experts on the received rows: SwiGLU, router weights, sums per row into `received.out`."""
     rows, scales, ids, row_weights, out = received
     num_rows, hidden_dim = rows.shape
     topk, width, device = ids.shape[1], weights.w2.shape[2], rows.device
@@ -97,7 +97,7 @@ def run_experts(received: Received, weights: MoEWeights) -> None:
 
 
 def grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows of group e times matrices[e] transposed; groups are consecutive, rows past the last one give anything.
+    """Multiplies rows of group e by matrices[e] transposed; groups are consecutive, later rows give anything.
 
     Args:
         rows: bf16 `[N, in]`, N above the last end.
@@ -129,7 +129,7 @@ def launch(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> N
 
 
 def block_of(width: int) -> int:
-    """Elements that a program handles at once."""
+    """Returns the number of elements that a program handles at once."""
     return min(1 << (width - 1).bit_length(), MAX_BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Device code of the benchmark's MoE layer: what lies between its matrix products, skipping rows that are not there.
+"""Device code of the benchmark's MoE layer between its matrix products; it skips missing rows.
 
 How many (row, expert) pairs a rank has is known on the device only. These kernels read that number there; torch's own
 ops would work on as many pairs as there could be.

@@ -1,4 +1,4 @@
-"""The weights and the router of the benchmark's MoE layer, and the dense layer that its results are checked against."""
+"""Makes the weights and the router of the benchmark's MoE layer, and checks results against the dense layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 2e-2
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """What one rank holds of the layer, bf16; E own experts out of num_experts.
+    """Weights of the layer on one rank, bf16; E own experts out of num_experts.
 
     Attributes:
         router: `[H, num_experts]`, the same on all ranks.
@@ -43,7 +43,7 @@ class MoEWeights:
 
 
 def make_weights(workload: Workload, intermediate_dim: int, context: BenchContext) -> MoEWeights:
-    """Random weights that keep the magnitude of what passes through them."""
+    """Returns random weights that keep the magnitude of activations."""
     device, hidden_dim = context.device, workload.hidden_dim
     first, end = expert_ranges(workload.num_experts, workload.world_size)[context.rank]
     shared = torch.Generator(device).manual_seed(WEIGHTS_SEED)

@@ -1,4 +1,4 @@
-"""The command line and the output that the layer benchmarks share: JSON lines to a file, a table to the terminal."""
+"""Parses options and writes rows for the layer benchmarks: JSON lines to a file, a table to the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from ep_a2a.commands.bench.environment import CPU_NOTE
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.workload import Workload
-from ep_a2a.errors import EpA2AError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ RUN_TIMEOUT_SECS = 500.0
 
 
 def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Shapes, timing and output; the defaults are DeepSeek-V3's layer."""
+    """Returns a parser of shapes, timing and output; the defaults are DeepSeek-V3's layer."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -44,7 +43,7 @@ def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `least` on."""
+    """Returns a type for argparse: whole numbers from `least` on."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -56,7 +55,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, or an error before anything is started."""
+    """Returns the options; exits with an error before any process starts."""
     options = parser.parse_args(arguments)
     num_gpus = torch.cuda.device_count()
     if options.device == "cuda" and options.ranks > num_gpus:
@@ -69,7 +68,7 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 
 
 def layer_workload(options: argparse.Namespace, num_tokens: int) -> Workload:
-    """What moves in one layer."""
+    """Returns the workload of one layer."""
     return Workload(
         world_size=options.ranks, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=options.hidden,
         topk=options.topk, num_experts=options.experts, quant_type=options.quant, layout="rank_major",
@@ -77,7 +76,7 @@ def layer_workload(options: argparse.Namespace, num_tokens: int) -> Workload:
 
 
 def timing_settings(options: argparse.Namespace) -> TimingSettings:
-    """How often it is measured."""
+    """Returns the numbers of runs."""
     return TimingSettings(
         num_warmups=options.warmups, num_runs=options.runs, num_round_trips=options.layers, num_host_calls=0
     )
@@ -100,16 +99,15 @@ def run_sweep(
                     _write_line(options.json, row | note)
                 rows += new
     except RankFailure as failure:
-        reasons = [error for error in failure.errors.values() if isinstance(error, EpA2AError)]
-        if not reasons:
+        if failure.expected_error is None:
             raise
-        sys.exit(f"error: {reasons[0]}")
+        sys.exit(f"error: {failure.expected_error}")
     sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
     return rows
 
 
 def format_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Rows as text; a row that could not be had gives its reason instead of numbers."""
+    """Returns rows as text; an unavailable row has its reason in place of numbers."""
     lines = [list(columns)]
     for row in rows:
         cells = [_format(row[column]) for column in columns if column in row]

@@ -1,20 +1,18 @@
-"""How the benchmark's MoE layer moves its tokens: this package's op, FlashInfer, or NCCL's all-gather + reduce-scatter.
+"""Moves the tokens of the benchmark's MoE layer: by this package's op, FlashInfer, or NCCL's collectives.
 
-What a transport needs beyond the layer's arithmetic, a cast or a mark on padding, is done by it and counts as
-communication.
+A transport's own casts and marks on padding count as communication.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.bench.layer_experts import Received, quantize_rows
 from ep_a2a.commands.bench.native import make_config
+from ep_a2a.commands.bench.nccl import all_gather, reduce_scatter_single
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.arena import Arena
@@ -23,11 +21,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.layer_model import Gate
     from ep_a2a.commands.bench.workload import Workload
-
-# torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_coalescing_manager: Any = distributed_c10d._coalescing_manager
 
 PAD_ID = -1
 
@@ -48,7 +41,7 @@ class Transport(abc.ABC):
 
     @classmethod
     def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """Why it cannot be had here; None where it can. Local."""
+        """Returns why it cannot run here; None where it can. Local."""
         return None
 
     @abc.abstractmethod
@@ -89,7 +82,7 @@ class OpTransport(Transport):
     def received(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, ids: torch.Tensor
     ) -> Received:
-        """What the op's dispatch returned, row after row."""
+        """Returns the results of the op's dispatch, row after row."""
         if weights is None:
             raise UnsupportedError("router weights to travel with the tokens", "none")
         flat_scales = None if scales is None else scales.flatten(0, 1)
@@ -140,7 +133,7 @@ class FlashInferTransport(Transport):
 
     @classmethod
     def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """As the contender of this name says."""
+        """Returns the answer of the contender of this name."""
         from ep_a2a.commands.bench.flashinfer import FlashInferContender
 
         return FlashInferContender().unavailable(workload, device)
@@ -182,21 +175,13 @@ class AllGatherReduceScatterTransport(Transport):
     def dispatch(self) -> Received:
         """Tokens, ids and router weights to the experts' ranks."""
         self._cast()
-        if self._context.device.type == "cpu":
-            self._gather()
-        else:
-            with _coalescing_manager(group=self._context.group, device=self._context.device, async_ops=False):
-                self._gather()
+        all_gather(self._context, self._gathered, self._sent)
         tokens, ids, weights, *scales = self._gathered
         return Received(tokens.view(self._cast.tokens.dtype), scales[0] if scales else None, ids, weights, self._rows)
 
-    def _gather(self) -> None:
-        for gathered, part in zip(self._gathered, self._sent):
-            _all_gather_single(gathered, part, group=self._context.group)
-
     def combine(self) -> torch.Tensor:
         """The experts' rows back, summed."""
-        _reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        reduce_scatter_single(self._result, self._rows, group=self._context.group)
         return self._result
 
 
@@ -206,7 +191,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def check_transports(names: tuple[str, ...], workload: Workload) -> None:
-    """Raises what is wrong with a choice of transports and a workload.
+    """Checks a choice of transports and a workload.
 
     Raises:
         UnknownNameError: a name is not in TRANSPORTS.

@@ -1,10 +1,10 @@
-"""Triton-distributed's low-latency layer on our op: rows by expert, router weights given to combine."""
+"""Runs Triton-distributed's low-latency layer on this package's op: rows by expert, weights given to combine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
 from ep_a2a.commands.bench.native import identity_experts
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config
@@ -30,7 +30,7 @@ class LowLatencyLayerContender(Contender):
     records_spans: ClassVar[bool] = False
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the layer's arguments cannot say."""
+        """Returns why the layer cannot run the workload; None where it can."""
         if workload.layout != Layout.EXPERT_MAJOR:
             return "has layout expert_major only"
         if workload.combine_quant != QuantType.NONE or workload.max_sms or workload.num_nodes > 1:
@@ -43,7 +43,7 @@ class LowLatencyLayerContender(Contender):
 
     @staticmethod
     def arguments(workload: Workload) -> dict[str, Any]:
-        """Of the layer, those that all ranks have alike."""
+        """Returns the layer's arguments that are equal on all ranks."""
         per_token = workload.quant_type == QuantType.FP8_PER_TOKEN
         return {
             "max_m": workload.max_num_tokens, "hidden": workload.hidden_dim, "topk": workload.topk,
@@ -64,14 +64,11 @@ class TracedLowLatencyLayerContender(LowLatencyLayerContender):
     records_spans = True
 
 
-class LowLatencyLayerSession(Session):
+class LowLatencyLayerSession(InputsSession):
     """The layer with one workload's inputs."""
 
     def __init__(self, workload: Workload, context: BenchContext, contender: LowLatencyLayerContender) -> None:
-        super().__init__()
-        self._workload, self._name, self._rank = workload, contender.name, context.rank
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
+        super().__init__(workload, context, contender)
         self._arena = Arena(context.group, context.device)
         try:
             self._layer = EPLowLatencyAllToAllLayer(
@@ -95,15 +92,16 @@ class LowLatencyLayerSession(Session):
         return self._layer.combine(self._rows, None, self._weights, dispatched[3])
 
     def check(self) -> None:
-        """A round trip through each set of buffers."""
-        for _ in range(2):
-            result = self.combine(self.dispatch())
-            weights = self._workload.valid_weights(self._rank)
-            check_round_trip(self._name, self._workload, self._x, weights, result)
+        """Checks a round trip through each set of buffers."""
+        super().check()
+        super().check()
         self.check_timed()
 
+    def _copies(self) -> torch.Tensor:
+        return self._workload.valid_weights(self._context.rank)
+
     def check_timed(self) -> None:
-        """No kernel has recorded a failure."""
+        """Checks that no kernel has recorded a failure."""
         for buffers in self._layer.dispatch_ctx.phases:
             buffers.op.check()
 

@@ -1,4 +1,4 @@
-"""This package's op as a contender, in the ways that an engine can call it."""
+"""Runs this package's op as a contender, in the ways that an engine can call it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
 from ep_a2a.config import (
     CompiledCalls,
     EpDispatchCombineConfig,
@@ -32,8 +32,8 @@ class OpContender(Contender):
     """The op as an engine calls it: casts inside dispatch, experts whose rows lie in memory of their own.
 
     Attributes:
-        bounds_step: dispatch is told that no rank brings more than T tokens, instead of M.
-        casts_before: tokens come cast to fp8 already, as the other libraries want them.
+        bounds_step: dispatch gets max_num_tokens=T instead of M.
+        casts_before: tokens are cast to fp8 before dispatch, as the other libraries want them.
         kernel_type, rail: as of the op's config, where there are several nodes; None leaves the kernel to the policy.
     """
 
@@ -44,7 +44,7 @@ class OpContender(Contender):
     rail: ClassVar[str] = "auto"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the op refuses by its config, and variants that would be `ep_a2a` itself."""
+        """Returns why the op's config refuses the workload, or that the variant would be `ep_a2a` itself."""
         if self.bounds_step and workload.max_num_tokens == workload.num_tokens:
             return "the same as ep_a2a where max_num_tokens is num_tokens"
         if self.casts_before and workload.quant_type == QuantType.NONE:
@@ -77,7 +77,7 @@ class PrecastOpContender(OpContender):
 def make_config(
     workload: Workload, rank: int, contender: OpContender | type[OpContender] = OpContender
 ) -> EpDispatchCombineConfig:
-    """The op's config for a workload.
+    """Returns the op's config for a workload.
 
     Raises:
         ConfigError: no op can have it.
@@ -100,7 +100,7 @@ def make_config(
         num_experts=workload.num_experts,
         quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
         dispatch_quant_type=workload.quant_type if has_combine_cast else None,
-        # those are the calls made here; each form more is seconds of compiling
+        # The bench makes only these calls; each further form compiles for seconds.
         compiled_calls=CompiledCalls.SERVING,
         layout=workload.layout,
         max_sms=workload.max_sms,
@@ -110,7 +110,7 @@ def make_config(
     )
 
 
-class OpSession(Session):
+class OpSession(InputsSession):
     """The op with one workload's inputs.
 
     Attributes:
@@ -118,12 +118,7 @@ class OpSession(Session):
     """
 
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
-        super().__init__()
-        self._workload, self._name = workload, contender.name
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
-        weighs = workload.layout == Layout.EXPERT_MAJOR
-        self._copies = workload.valid_weights(context.rank) if weighs else workload.num_distinct_ranks(context.rank)
+        super().__init__(workload, context, contender)
         self._sent, self._scales = self._x, None
         if contender.casts_before:
             self._sent, self._scales = quantize(self._x, workload.quant_type)
@@ -138,7 +133,7 @@ class OpSession(Session):
             for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
                 launch = self.op.get_launch_config(is_dispatch)
                 self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
-        # The experts' part, which is not timed: dispatch gives the same rows every time, so they stay right.
+        # The experts' part is not timed: dispatch gives the same rows every time, so they stay right.
         dispatched = self.dispatch()
         self._rows = self._run_identity_experts(dispatched)
         self.combine(dispatched)
@@ -155,17 +150,20 @@ class OpSession(Session):
         return result[: self._workload.num_tokens]
 
     def use_tables(self, tables: TunedTables) -> None:
-        """Takes launch numbers from these tables from now on; what they need is compiled when it is first used."""
+        """Takes launch numbers from these tables from now on; new kernels are compiled at their first use."""
         self.op._kernels.use_tables(tables)
 
     def check(self) -> None:
-        """A round trip on the rows that will be timed, and the ids and router weights that came with them."""
-        result = self.combine(self.dispatch())
-        check_round_trip(self._name, self._workload, self._x, self._copies, result)
+        """Checks a round trip on the rows that will be timed, and the ids and router weights that came with them."""
+        super().check()
         self.op.check()
 
+    def _copies(self) -> torch.Tensor:
+        weighs = self._workload.layout == Layout.EXPERT_MAJOR
+        return self._workload.valid_weights(self._context.rank) if weighs else super()._copies()
+
     def check_timed(self) -> None:
-        """No kernel has recorded a failure."""
+        """Checks that no kernel has recorded a failure."""
         self.op.check()
 
     def close(self) -> None:
@@ -191,14 +189,14 @@ class OpSession(Session):
 def identity_experts(
     workload: Workload, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Each received row as a row to combine; NaN where none was received.
+    """Returns each received row as a row to combine; NaN where none was received.
 
     Args:
         workload: gives the cast and the dtype of the result.
         tokens: [..., R, H], in blocks of R rows that are dense from the front. scales: [..., R, S], or None.
         counts: rows of each block. Synchronises.
     """
-    # Combine must not read what was not received, and the check would see it.
+    # If combine read a row that was not received, the check would see it.
     results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
     flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
     num_rows = tokens.shape[-2]

@@ -1,73 +1,47 @@
-"""torch.distributed's collectives as contenders: NCCL on GPUs, gloo on CPU. Every rank brings T tokens."""
+"""Runs torch.distributed's collectives as contenders: NCCL on GPUs, gloo on CPU. Every rank brings T tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ep_a2a.commands.bench.contender import Contender, Session, check_round_trip
+from ep_a2a.commands.bench.contender import Contender, InputsSession
 from ep_a2a.config import QuantType
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
 
 # torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class AllGatherReduceScatterContender(Contender):
-    """vLLM's default: all-gather of tokens, ids and weights; reduce-scatter of [W * T, H] in the tokens' dtype.
-
-    A cast of the dispatch happens before the timing. The sum is the collective's own, so a cast of the combine cannot
-    be had: it moves unquantised rows then, and says so.
-    """
-
-    name: ClassVar[str] = "nccl_agrs"
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Always there."""
-        return None
-
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Allocates what is gathered and summed, and fills in the experts' rows. Collective."""
-        return _AllGatherReduceScatterSession(workload, context)
+def all_gather(context: BenchContext, gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Gathers several tensors from all ranks, on a GPU as one group of all-gathers. Collective."""
+    on_cpu = context.device.type == "cpu"
+    group: Any = contextlib.nullcontext() if on_cpu else distributed_c10d._coalescing_manager(
+        group=context.group, device=context.device, async_ops=False
+    )  # fmt: skip
+    with group:
+        for whole, part in zip(gathered, parts, strict=True):
+            _all_gather_single(whole, part, group=context.group)
 
 
-class AllToAllContender(Contender):
-    """One all_to_all_single each way, of one row per token and distinct rank.
+class _CollectiveSession(InputsSession):
+    """The inputs, cast where asked for."""
 
-    The splits are known to the CPU: computed before the timing, which a real step would have to exchange first. What
-    belongs to a row (the cast row, scales, ids, weights) is packed before the timing too. Copying rows into the order
-    of the destinations, and summing what comes back, are timed. Unquantised rows come back.
-    """
-
-    name: ClassVar[str] = "nccl_all_to_all"
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Always there."""
-        return None
-
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Works out the splits and fills in the experts' rows. Collective."""
-        return _AllToAllSession(workload, context)
-
-
-class _CollectiveSession(Session):
-    """What both have: inputs, cast where asked for."""
-
-    def __init__(self, workload: Workload, context: BenchContext, name: str) -> None:
-        super().__init__()
-        self._workload, self._context, self._name = workload, context, name
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
         self._group = context.group
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
         self._payload = [self._x.view(torch.uint8)]
         if workload.quant_type != QuantType.NONE:
             cast, scales = quantize(self._x, workload.quant_type)
@@ -76,13 +50,6 @@ class _CollectiveSession(Session):
             self.details["combine"] = "unquantised"
         if context.device.type == "cpu":
             self.details["transport"] = "gloo"
-        self._all_traffic = workload.traffic()
-
-    def check(self) -> None:
-        """A round trip on the rows that will be timed."""
-        result = self.combine(self.dispatch())
-        copies = self._workload.num_distinct_ranks(self._context.rank)
-        check_round_trip(self._name, self._workload, self._x, copies, result)
 
     def _rows_of(self, payload: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """Received bytes as rows of the workload's dtype."""
@@ -93,8 +60,8 @@ class _CollectiveSession(Session):
 
 
 class _AllGatherReduceScatterSession(_CollectiveSession):
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__(workload, context, AllGatherReduceScatterContender.name)
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
         self._sent = [*self._payload, self._ids, self._weights]
         num_rows = workload.world_size * workload.num_tokens
         self._gathered = [part.new_empty(num_rows, part.shape[1]) for part in self._sent]
@@ -106,25 +73,19 @@ class _AllGatherReduceScatterSession(_CollectiveSession):
 
     def dispatch(self) -> None:
         """Everybody's tokens, scales, ids and weights, as one group of all-gathers."""
-        if self._context.device.type == "cpu":
-            for gathered, part in zip(self._gathered, self._sent, strict=True):
-                _all_gather_single(gathered, part, group=self._group)
-            return
-        with distributed_c10d._coalescing_manager(group=self._group, device=self._context.device, async_ops=False):
-            for gathered, part in zip(self._gathered, self._sent, strict=True):
-                _all_gather_single(gathered, part, group=self._group)
+        all_gather(self._context, self._gathered, self._sent)
 
     def combine(self, dispatched: None) -> torch.Tensor:
         """The sum over ranks of their rows for this rank's tokens."""
-        _reduce_scatter_single(self._result, self._rows, group=self._group)
+        reduce_scatter_single(self._result, self._rows, group=self._group)
         return self._result
 
 
 class _AllToAllSession(_CollectiveSession):
-    def __init__(self, workload: Workload, context: BenchContext) -> None:
-        super().__init__(workload, context, AllToAllContender.name)
-        self._sends = self._all_traffic[context.rank].tolist()
-        self._receives = self._all_traffic[:, context.rank].tolist()
+    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+        super().__init__(workload, context, contender)
+        traffic = workload.traffic()
+        self._sends, self._receives = traffic[context.rank].tolist(), traffic[:, context.rank].tolist()
         # In the order of destinations, and there of tokens.
         ranks, tokens = destination_mask(self._ids, workload.num_experts, workload.world_size).T.nonzero().unbind(1)
         self._row_tokens = tokens
@@ -151,3 +112,26 @@ class _AllToAllSession(_CollectiveSession):
         """The rows come back and are summed per token."""
         dist.all_to_all_single(self._returned, self._rows, self._sends, self._receives, group=self._group)
         return torch.nn.functional.embedding_bag(self._order, self._returned, self._first_row, mode="sum")
+
+
+class AllGatherReduceScatterContender(Contender):
+    """vLLM's default: all-gather of tokens, ids and weights; reduce-scatter of [W * T, H] in the tokens' dtype.
+
+    A cast of the dispatch happens before the timing. The collective itself sums, so it has no cast of the combine: it
+    moves unquantised rows then, and says so.
+    """
+
+    name: ClassVar[str] = "nccl_agrs"
+    session = _AllGatherReduceScatterSession
+
+
+class AllToAllContender(Contender):
+    """One all_to_all_single each way, of one row per token and distinct rank.
+
+    The CPU knows the splits: they are computed before the timing, whereas a real step would have to exchange them. The
+    parts of a row (the cast row, scales, ids, weights) are packed before the timing too. Copying rows into the order of
+    the destinations, and summing what comes back, are timed. Unquantised rows come back.
+    """
+
+    name: ClassVar[str] = "nccl_all_to_all"
+    session = _AllToAllSession

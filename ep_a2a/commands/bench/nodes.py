@@ -1,4 +1,4 @@
-"""The op across virtual nodes, each of its kernels by name, and the rows that cross between nodes, counted."""
+"""Runs the op across virtual nodes, by kernel and transport, and counts the rows that cross between nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class NodesContender(OpContender):
-    """The op with a kernel or a transport that the policy may not take for this workload."""
+    """The op with a kernel or a transport that the policy may not choose for this workload."""
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the op refuses, and workloads of one node."""
+        """Returns why the op refuses the workload, or that it has one node."""
         return "all ranks are on one node" if workload.num_nodes == 1 else super().unavailable(workload, device)
 
 
@@ -90,7 +90,7 @@ class NvshmemContender(NodesContender):
         return PutRingsSession(workload, context, self)
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """What the op refuses, workloads of one node, and GPUs without NVSHMEM. On CPU copies stand for puts."""
+        """Returns why the op refuses the workload, or that NVSHMEM is missing. On CPU copies stand for puts."""
         reason = super().unavailable(workload, device)
         if reason is None and device.type == "cuda" and library_folder() is None:
             reason = "no package nvidia-nvshmem"

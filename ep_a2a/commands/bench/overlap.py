@@ -1,4 +1,4 @@
-"""How much of a MoE layer's communication is exposed, before and after it is laid beside computation.
+"""Times how much of a MoE layer's communication is exposed, one after another and beside computation.
 
 python -m ep_a2a.commands.bench.overlap --ranks 4 --tokens 4096 --quant fp8_per_1x128 --comm-sms 24 --traces out/
 
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contender import Session
-from ep_a2a.commands.bench.layer import ComputeSession, time_session
+from ep_a2a.commands.bench.layer import WorkSession, computation_of, time_session
 from ep_a2a.commands.bench.layer_model import check_layer, make_weights
 from ep_a2a.commands.bench.layer_report import (
     at_least,
@@ -37,6 +36,7 @@ from ep_a2a.commands.bench.overlap_schedules import (
     shared_between,
     shared_in_turn,
 )
+from ep_a2a.commands.bench.timing import capture, make_clock
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -58,7 +58,7 @@ NUM_TRACED = 3
 
 @dataclasses.dataclass(frozen=True)
 class OverlapSettings:
-    """What is run and how.
+    """The schedules to run, and how.
 
     Attributes:
         schedules: out of SCHEDULES.
@@ -75,27 +75,8 @@ class OverlapSettings:
     traces: Path | None
 
 
-class WorkSession(Session):
-    """One layer as one piece of work."""
-
-    def __init__(self, work: Callable[[], Any], check: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._work, self._check = work, check
-
-    def dispatch(self) -> None:
-        """Nothing: everything is in `combine`, so that schedules may cross."""
-
-    def combine(self, dispatched: Any) -> Any:
-        """The work."""
-        return self._work()
-
-    def check(self) -> None:
-        """Hands a result to the check."""
-        self._check(self._work())
-
-
 def run_overlap(context: BenchContext, workload: Workload, settings: OverlapSettings) -> list[dict[str, Any]]:
-    """One row per schedule and variant, the same on all ranks. Collective.
+    """Returns one row per schedule and variant, the same on all ranks. Collective.
 
     Raises:
         UnsupportedError: the op has no split calls.
@@ -136,11 +117,11 @@ def _run_micro_batches(
         "overlapped": functools.partial(batches_overlapped, batches, lanes),
     }
     sessions = {name: WorkSession(work, check) for name, work in variants.items()}
-    computes = [_compute(batch) for batch in batches]
+    computes = [_computation(batch) for batch in batches]
 
     def compute() -> None:
         for each in computes:
-            each.combine(each.dispatch())
+            each()
 
     rows = _measure(context, workload, settings, rendezvous, "micro_batches", sessions, compute)
     for batch in batches:
@@ -167,29 +148,29 @@ def _run_shared_expert(
 
     works = {"in_turn": shared_in_turn, "between": shared_between, "beside": shared_beside}
     sessions = {name: WorkSession(functools.partial(work, batch, shared, lanes), check) for name, work in works.items()}
-    routed = _compute(batch)
+    routed = _computation(batch)
 
     def compute() -> torch.Tensor:
-        return routed.combine(routed.dispatch())[: workload.num_tokens] + shared()
+        return routed()[: workload.num_tokens] + shared()
 
     rows = _measure(context, workload, settings, rendezvous, "shared_expert", sessions, compute)
     batch.transport.close()
     return rows
 
 
-def _compute(batch: Batch) -> ComputeSession:
+def _computation(batch: Batch) -> Callable[[], torch.Tensor]:
     """Gate and experts of a batch on a copy of its received rows."""
     batch.gate()
-    session = ComputeSession(batch.transport.dispatch(), batch.gate, batch.weights)
+    compute = computation_of(batch.transport.dispatch(), batch.gate, batch.weights)
     batch.transport.combine()
-    return session
+    return compute
 
 
 def _measure(
     context: BenchContext, workload: Workload, settings: OverlapSettings, rendezvous: Rendezvous, schedule: str,
     sessions: dict[str, WorkSession], compute: Callable[[], Any],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    compute_us = time_session(WorkSession(compute, lambda _: None), context, rendezvous, settings.timing)
+    compute_us = time_session(WorkSession(compute), context, rendezvous, settings.timing)
     rows = []
     for variant, session in sessions.items():
         session.check()
@@ -205,29 +186,20 @@ def _measure(
     return rows
 
 
-def write_trace(session: Session, context: BenchContext, path: Path) -> None:
-    """A Chrome trace of a few layers, replayed from a CUDA graph on a GPU, by rank 0. Collective."""
+def write_trace(session: WorkSession, context: BenchContext, path: Path) -> None:
+    """Writes a Chrome trace of a few layers, replayed from a CUDA graph on a GPU, by rank 0. Collective."""
     from torch.profiler import ProfilerActivity, profile
 
     def work() -> None:
         for _ in range(NUM_TRACED):
-            session.combine(session.dispatch())
+            session.combine(None)
 
-    replay, activities = work, [ProfilerActivity.CPU]
-    work()
-    if context.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
-        replay = graph.replay
-    replay()
-    with profile(activities=activities) as profiler:
-        replay()
-        if context.device.type == "cuda":
+    on_gpu = context.device.type == "cuda"
+    run = capture(work, work, make_clock(context)).replay if on_gpu else work
+    run()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+        run()
+        if on_gpu:
             torch.cuda.synchronize()
     if context.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +207,7 @@ def write_trace(session: Session, context: BenchContext, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = layer_parser("python -m ep_a2a.commands.bench.overlap", __doc__.partition("\n")[0])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES, help="which")
     parser.add_argument(

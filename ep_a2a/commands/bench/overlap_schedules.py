@@ -1,4 +1,4 @@
-"""Orders in which a MoE layer's parts are launched: one after another, or with communication beside computation.
+"""Launches a MoE layer's parts in several orders: one after another, or with communication beside computation.
 
 Every schedule computes the same results. Those that overlap use the op's split calls: launches that send never wait
 for other ranks, launches that receive do.
@@ -38,7 +38,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def communication(self) -> Iterator[None]:
-        """What is launched inside runs beside the current stream, after all that was launched there before."""
+        """Launches inside run beside the current stream, after its earlier launches."""
         if self._beside is None:
             yield
             return
@@ -55,12 +55,12 @@ class Lanes:
         return event
 
     def wait(self, arrival: Any) -> None:
-        """What the current stream launches next comes after `arrival`."""
+        """Orders the current stream's next launches after `arrival`."""
         if arrival is not None:
             torch.cuda.current_stream().wait_event(arrival)
 
     def join(self) -> None:
-        """What the current stream launches next comes after all communication."""
+        """Orders the current stream's next launches after all communication."""
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
@@ -110,7 +110,7 @@ class Batch:
         return self.transport.received(tokens, weights, scales, ids)
 
     def run_experts(self, received: Received) -> None:
-        """This rank's experts."""
+        """Runs this rank's experts."""
         run_experts(received, self.weights)
 
     def send_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports of a sweep: JSON lines, a table on the terminal, and the same table in markdown."""
+"""Reports a sweep: JSON lines, a table on the terminal, and the same table in markdown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _bounds_are_tokens(records: Sequence[Record]) -> bool:
 
 
 def constant_fields(records: Sequence[Record]) -> str:
-    """What all records have in common, as text."""
+    """Returns the fields that all records have in common, as text."""
     varying = varying_fields(records)
     constant = {name: records[0][name] for name in FIELDS if name not in varying}
     if _bounds_are_tokens(records):
@@ -112,7 +112,7 @@ def _without_repeats(records: Sequence[Record]) -> list[Record]:
 
 
 def has_effect(record: Record, field: str) -> bool:
-    """Whether a field of the workload makes a difference to the record's contender."""
+    """Returns whether a field of the workload makes a difference to the record's contender."""
     return record["contender"] != LIMIT or field not in WITHOUT_EFFECT_ON_LIMIT
 
 
@@ -137,7 +137,7 @@ def _cells(record: Record, varying: Sequence[str], baselines: Sequence[str]) -> 
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
-    """Why contenders have no times, each reason once."""
+    """Returns why contenders have no times, each reason once."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for record in records:
         if record["status"] != Status.OK:
@@ -150,7 +150,7 @@ def reasons(records: Iterable[Record]) -> list[str]:
 
 
 def show(console: Console, header: Record, records: Sequence[Record]) -> None:
-    """Prints the table, what it is about, and why contenders are missing."""
+    """Prints the table, the common fields, and why contenders are missing."""
     from rich.measure import Measurement
     from rich.table import Table
 
@@ -180,7 +180,7 @@ EXPLANATION = (
 
 
 def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> None:
-    """Writes the table and where it comes from, as bench/results has them."""
+    """Writes the table and its origin, in the form of bench/results."""
     headings, rows = make_table(records)
     about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
     lines = [

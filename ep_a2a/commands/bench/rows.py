@@ -1,4 +1,4 @@
-"""What came of one contender at one point, and the columns that are worked out from it."""
+"""Holds the result of one contender at one point, and computes the columns of reports from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.bench.contenders import LIMIT, OURS
+from ep_a2a.commands.bench.contenders import LIMIT, NATIVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ PHASES = ("dispatch", "combine", "round_trip")
 
 
 class Status(enum.StrEnum):
-    """How it went.
+    """Status of a row.
 
     OK: checked and timed. UNAVAILABLE: cannot run here, or not this workload. FAILED: its result was wrong, so it was
     not timed. ERROR: it raised.
@@ -35,10 +35,10 @@ class Row:
     """One contender at one point.
 
     Attributes:
-        workload, contender: what and who.
-        status: how it went. reason: why it has no times; "" where it has.
+        workload, contender: of the row.
+        status: see Status. reason: why it has no times; "" where it has.
         timing: None unless status is OK.
-        details: what the session tells about itself.
+        details: the session's remarks.
     """
 
     workload: Workload
@@ -50,21 +50,21 @@ class Row:
 
 
 def is_baseline(contender: str) -> bool:
-    """Whether others are compared with it: not the limit, and none of this package's."""
-    return contender != LIMIT and not contender.startswith((OURS, "ep_low_latency"))
+    """Returns whether others are compared with it: not the limit, and none of this package's."""
+    return contender != LIMIT and not contender.startswith((NATIVE, "ep_low_latency"))
 
 
 def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows of one point as JSON objects.
+    """Returns the rows of one point as JSON objects.
 
     Besides the fields of the workload, of the row and of its timing (`dispatch_us`, `dispatch_p99_us`, ...):
 
     dispatch_bytes, combine_bytes: what the busiest rank must send or receive; one row per token and rank.
-    dispatch_gb_per_s, ...: those bytes per time, in 1e9 bytes per second, whatever the contender really sent.
+    dispatch_gb_per_s, ...: those bytes per time, in 1e9 bytes per second, even if the contender sent more.
     dispatch_fraction_of_limit, ...: the limit's time by this one's.
     baselines_over_this: each baseline's round trip by this one's: above 1 this one is faster.
 
-    Columns that could not be worked out are absent.
+    Unknown columns are absent.
     """
     times = {row.contender: _times_us(row.timing) for row in rows if row.timing is not None}
     return [_record(row, times) for row in rows]

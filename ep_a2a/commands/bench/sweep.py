@@ -1,4 +1,4 @@
-"""The points of a sweep: all combinations of the values asked for."""
+"""Makes the points of a sweep: all combinations of the requested values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, ONLY_WHEN_NAMED, OURS
+from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, NATIVE, ONLY_WHEN_NAMED
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.config import (
@@ -22,7 +22,7 @@ from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
 from ep_a2a.routing import ROUTINGS
 
 SAME = "same"
-"""As max_num_tokens: what num_tokens is."""
+"""Value of max_num_tokens that stands for num_tokens."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMBINE_DTYPES}
 
 
@@ -50,7 +50,7 @@ class Sweep:
     num_tokens: tuple[int, ...]
 
     def points(self) -> list[Workload]:
-        """All combinations.
+        """Returns all combinations.
 
         Raises:
             ConfigError, TopKError, UnknownNameError: a combination that nothing can run; it is named.
@@ -62,7 +62,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What is measured where nothing is asked for; num_ranks None takes all GPUs."""
+    """Values of options that are not given; num_ranks None takes all GPUs."""
 
     num_ranks: int | None
     contenders: tuple[str, ...]
@@ -75,8 +75,8 @@ class Defaults:
 
 
 _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
-# In the interpreter a step of the op takes seconds: its variants only where they are asked for.
-_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{OURS}_"))
+# In the interpreter a step of the op takes seconds, so its variants run only when named.
+_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
 
 DEFAULTS = {
     "cuda": Defaults(

@@ -1,6 +1,6 @@
-"""How a session is timed: every op behind a device barrier, medians per rank, the slowest rank counts. Microseconds.
+"""Times a session in microseconds: every op behind a device barrier, medians per rank, the slowest rank counts.
 
-On a GPU the stream is held up first, so that the host has queued everything when the barrier lets the ranks go at once.
+On a GPU a sleep holds up the stream first, so that the host has queued everything when the barrier releases all ranks.
 On CPU the wall clock is read; such times say nothing about GPUs.
 """
 
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.commands.bench.contender import BenchContext, Session
     from ep_a2a.memory.rendezvous import Rendezvous
 
 HOLD_SECS = 1e-3
-"""How long a stream is held up while the host queues the barrier and what comes behind it."""
+"""Seconds that a stream is held up while the host queues the barrier and the work behind it."""
 FALLBACK_CLOCK_KHZ = 1_980_000
 HOST_CALLS_PER_BATCH = 50
 """Round trips queued between two synchronisations; a full launch queue would make the host wait."""
@@ -33,7 +33,7 @@ CAPTURE_WARMUPS = 4
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """How often things are done.
+    """Numbers of runs.
 
     Attributes:
         num_warmups: untimed runs before the timed ones.
@@ -63,7 +63,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one session, the same on all ranks.
+    """Times of one session, the same on all ranks.
 
     Attributes:
         dispatch, combine: one op alone behind a barrier, whose skew is in it.
@@ -120,7 +120,7 @@ class CpuClock(Clock):
         return (end - start) / 1e3
 
     def synchronize(self) -> None:
-        """Nothing: CPU ops are done when they return."""
+        """Does nothing: CPU ops are done when they return."""
 
 
 class CudaClock(Clock):
@@ -171,7 +171,7 @@ def measure(session: Session, context: BenchContext, rendezvous: Rendezvous, set
     round_trip_us = time_round_trips(session, clock, settings, in_graph=in_graph)
     host_us: list[float] | None = None
     if context.device.type == "cuda":
-        # Alone on the host: ranks that share cores would slow each other down in turn, as they do in an engine.
+        # Ranks that share cores slow each other down here, as they do in an engine.
         host_us = _host_times(session, clock, settings.num_host_calls)
         host_us = [max(column) for column in zip(*rendezvous.exchange("host time", host_us))]
     dispatch, combine, round_trip = (
@@ -214,7 +214,7 @@ def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *
         for _ in range(settings.num_round_trips):
             session.combine(session.dispatch())
 
-    graph = _capture(session, clock, run_eagerly) if in_graph else None
+    graph = capture(run_eagerly, lambda: session.combine(session.dispatch()), clock) if in_graph else None
     run = run_eagerly if graph is None else graph.replay
     for _ in range(settings.num_warmups):
         run()
@@ -231,11 +231,12 @@ def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *
     return [clock.elapsed_us(start, end) / settings.num_round_trips for start, end in marks]
 
 
-def _capture(session: Session, clock: Clock, work: Any) -> torch.cuda.CUDAGraph:
+def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of `work`, after a few calls of `warm_up`."""
     for _ in range(CAPTURE_WARMUPS):
-        session.combine(session.dispatch())
+        warm_up()
     clock.synchronize()
-    # What earlier sessions have left must not be freed in the middle of the capture, which forbids that.
+    # A capture forbids freeing what earlier sessions have left, so that is freed before.
     gc.collect()
     graph = torch.cuda.CUDAGraph()
     # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.

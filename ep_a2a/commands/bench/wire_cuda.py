@@ -1,7 +1,7 @@
-"""The wire's limit in CUDA C, compiled by NVRTC when it is to be measured.
+"""Compiles the pushes of the wire's limit from CUDA C, by NVRTC, when they are to be measured.
 
-It shares neither code nor compiler with the kernels whose limit it is. What is known before the launch (sizes,
-addresses) is part of the source: a load that finds out where to copy from would be time that the wire does not need.
+The code shares neither source nor compiler with the kernels whose limit it is. Sizes and addresses are part of the
+source: loads of them would take time that the wire does not need.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ep_a2a.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.commands.bench.wire_limit import Peer
+    from ep_a2a.commands.bench.wire_plan import Peer
 
 LOADS_IN_FLIGHT = 8
-"""Vectors of 16 bytes that a thread has loaded before it stores the first."""
+"""Vectors of 16 bytes that a thread loads before it stores the first."""
 MAX_THREADS = 1024
 TIMEOUT_NS = 10_000_000_000
 POLLS_PER_CLOCK_READING = 4096
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* s
 
 
 def push_source(peers: Sequence[Peer]) -> str:
-    """CUDA C of the kernel that pushes to these peers and waits for their flags.
+    """Returns the CUDA C of the kernel that pushes to these peers and waits for their flags.
 
     Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
     the number of peers.
@@ -166,7 +166,7 @@ def push_source(peers: Sequence[Peer]) -> str:
 
 
 def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
-    """The kernel for the current GPU: called with grid, block and args, it is queued on the current stream.
+    """Returns the kernel for the current GPU; a call with grid, block and args queues it on the current stream.
 
     Raises:
         UnsupportedError: this torch cannot compile CUDA C.

@@ -1,4 +1,4 @@
-"""The wire's limit for CPU processes: what `wire_cuda` does on a GPU, run by Triton's interpreter.
+"""Device code of the wire's limit for CPU processes: the push of `wire_cuda`, run by Triton's interpreter.
 
 Its times mean nothing; it is there so that the contender, its plan of the bytes and its check run everywhere.
 """

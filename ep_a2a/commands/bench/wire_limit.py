@@ -1,4 +1,4 @@
-"""The wire's limit: contiguous pushes of exactly the deduplicated bytes between each pair of ranks, and one flag each.
+"""Measures the wire's limit: contiguous pushes of the deduplicated bytes between ranks, with one flag each.
 
 Dispatch and combine are one launch each: on a GPU of CUDA C (`wire_cuda`), with the grid that has the fastest round
 trip; on CPU of an interpreted kernel (`wire_kernels`).
@@ -13,6 +13,7 @@ import torch
 
 from ep_a2a.commands.bench.contender import Contender, Session
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
+from ep_a2a.commands.bench.wire_plan import VECTOR_BYTES, Peer, pattern, transfers
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -24,18 +25,16 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.memory.symmetric import SymmetricMemory
 
-VECTOR_BYTES = 16
 GPU_LAUNCHES = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
-"""(blocks, threads) that are tried."""
+"""(blocks, threads) to try."""
 CPU_LAUNCH = (1, 64)
 TUNING = TimingSettings(num_warmups=3, num_runs=15)
 CPU_MAX_POLLS = 100_000
-"""Half a minute or so."""
+"""Polls before giving up, about 30 s."""
 GAVE_UP = 2
-"""The word of a direction's state that says that a flag did not come."""
+"""Index of the word in a direction's state that is set where a flag did not come."""
 FLAG_BYTES = 4
 ALIGNMENT_BYTES = 256
-PATTERN_FACTOR, PATTERN_STEP = 2_654_435_761 - (1 << 32), 97_003
 
 
 class WireLimitContender(Contender):
@@ -56,23 +55,6 @@ class WireLimitContender(Contender):
         if context.device.type == "cuda":
             session.choose_launch()
         return session
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What one launch has to do with one other rank.
-
-    Attributes:
-        first_vector, num_vectors: the part of this rank's source that is sent there, in vectors of 16 bytes.
-        target: address that it is written to.
-        flag_there: address of this rank's flag at the peer. flag_here: of the peer's flag at this rank.
-    """
-
-    first_vector: int
-    num_vectors: int
-    target: int
-    flag_there: int
-    flag_here: int
 
 
 @dataclass
@@ -187,7 +169,7 @@ def make_direction(
 ) -> Direction:
     """One direction of `vectors` [source, destination], landing at byte `start` and with flags at byte `flags`."""
     rank, world_size, device = context.rank, context.world_size, context.device
-    plans = {source: _plan(vectors, source) for source in range(world_size)}
+    plans = {source: transfers(vectors, source) for source in range(world_size)}
     addresses = memory.peer_addresses
     peers = []
     for step, (first, count, landed) in enumerate(plans[rank]):
@@ -227,25 +209,6 @@ def _interpreted_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence
         push_kernel.interpret((num_programs,), source, plan, state, CPU_MAX_POLLS, len(peers), lanes, num_threads)
 
     return push
-
-
-def _plan(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """By rank after `rank`: first vector in its source, number of vectors, first vector in the peer's landing area."""
-    world_size = vectors.shape[0]
-    plan = []
-    first = 0
-    for peer in ((rank + 1 + step) % world_size for step in range(world_size - 1)):
-        count = int(vectors[rank, peer])
-        plan.append((first, count, int(vectors[:rank, peer].sum())))
-        first += count
-    return plan
-
-
-def pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` vectors of rank `rank`'s source from vector `first` on, as int32 words that differ by rank and place."""
-    num_words = VECTOR_BYTES // 4
-    words = torch.arange(first * num_words, (first + count) * num_words, dtype=torch.int32, device=device)
-    return words.mul_(PATTERN_FACTOR).add_(rank * PATTERN_STEP + 1)
 
 
 def _aligned(num_bytes: int) -> int:

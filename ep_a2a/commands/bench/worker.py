@@ -1,4 +1,4 @@
-"""What every rank does for one contender at one point: prepare, check, and only then time."""
+"""Runs one contender at one point on every rank: prepares, checks, and only then times it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_contender(context: BenchContext, workload: Workload, name: str, settings
 
 
 def _together(rendezvous: Rendezvous, label: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns; _NotRunError on all ranks when it raises on any."""
+    """Returns the result of `work`; raises _NotRunError on all ranks where it raises on any."""
     value, told, error = None, None, None
     try:
         value = work()

@@ -1,4 +1,4 @@
-"""What a benchmark moves: shapes, choices, the seeded inputs of every rank, and the bytes they put on the wire."""
+"""Defines a benchmark's workload: shapes, choices, seeded inputs of every rank, and their bytes on the wire."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Workload:
     seed: int = 1234
 
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
-        """The rank's tokens, ids and weights; drawn on the CPU, so that they are the same on every machine."""
+        """Returns the rank's tokens, ids and weights, drawn on the CPU to be equal on every machine."""
         generator = torch.Generator().manual_seed(self._seed_of(rank, "tokens"))
         x = torch.randn(self.num_tokens, self.hidden_dim, generator=generator) * INPUT_SCALE
         weights = torch.rand(self.num_tokens, self.topk, generator=generator) + 1.0 / self.topk
@@ -140,7 +140,7 @@ class Workload:
 
     @property
     def tolerance(self) -> tuple[float, float]:
-        """How far a round trip may be off: relative to an element, and relative to the largest element of its row.
+        """Allowed error of a round trip: relative to an element, and relative to the largest element of its row.
 
         Twice the rounding of the formats that a row goes through: 8 bits for bf16, 4 for fp8 (3 and a hidden one).
         """

@@ -1,4 +1,4 @@
-"""The demo's check: what the ranks returned against a dense MoE in one process, with a bound for every element."""
+"""Compares the demo's output with a dense MoE in one process, with a bound for every element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BFLOAT16_ROUNDOFF = 2.0**-8
 """Largest relative error of rounding to bfloat16, which keeps 8 significant bits."""
 FLOAT32_NOISE = 2.0**-16
-"""Bound, relative to a row's largest element, of what another order of float32 sums may change."""
+"""Bound, relative to a row's largest element, of the effect of another order of float32 sums."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Comparison:
 
 
 def rows_by_source(results: list[RankResult], num_experts: int) -> torch.Tensor:
-    """Rows from each rank to each, [source, destination], as the receiving ranks have counted them.
+    """Returns the rows from each rank to each, [source, destination], as the receiving ranks counted them.
 
-    Across nodes they count by the local rank through which rows come. Where these sums are those of the routing, so
-    are the rows; else they are zeros, which no comparison takes for right.
+    Across nodes they count by the local rank through which rows come. Where these sums equal those of the routing, the
+    result is the routing; else it is zeros, which no comparison accepts.
     """
     counted = torch.tensor([result.rows_received for result in results]).T
     num_counts, num_ranks = counted.shape
@@ -60,11 +60,11 @@ def rows_by_source(results: list[RankResult], num_experts: int) -> torch.Tensor:
 
 
 def compare(settings: DemoSettings, results: list[RankResult], rows: torch.Tensor) -> Comparison:
-    """The ranks' output against a dense model that sees the whole batch in one process.
+    """Compares the ranks' output with a dense model that sees the whole batch in one process.
 
-    The dense model gets what the experts get: with a cast, the tokens cast to fp8 and back, bit for bit. All is
-    computed in float32, so that the two differ by bfloat16 roundings only: each rank's partial sum y_r is rounded
-    once, and so is their sum. Hence |error| <= u * sum |y_r| + u * (|y| + u * sum |y_r|), u = 2^-8, plus float32 noise.
+    The dense model gets the experts' input: with a cast, the tokens cast to fp8 and back, bit for bit. Both compute
+    in float32, so they differ by bfloat16 roundings only: each rank's partial sum y_r is rounded once, and so is their
+    sum. Hence |error| <= u * sum |y_r| + u * (|y| + u * sum |y_r|), u = 2^-8, plus float32 noise.
     Across nodes the sum of each node is rounded in between: u * sum |y_r| more.
     """
     tokens, weights, ids, output = (

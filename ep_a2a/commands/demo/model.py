@@ -1,6 +1,6 @@
-"""The demo's model: text, hashed embedding, softmax top-k router and SwiGLU experts. Plain torch, one MoE layer.
+"""Defines the demo's MoE layer in plain torch: text, hashed embedding, softmax top-k router, SwiGLU experts.
 
-Nothing is trained. Everything is drawn from seeds, so that each process makes its own part and needs no other.
+Nothing is trained. Seeds determine all weights, so each process makes its own part alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DemoText:
 
 
 def read_text(path: Path | None, num_tokens: int) -> DemoText:
-    """The first `num_tokens` words and marks of a file, or of this project's README.
+    """Reads the first `num_tokens` words and marks of a file, or of this project's README.
 
     Raises:
         ConfigError: the text cannot be read or has no words.
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 def _default_text() -> tuple[str, str]:
     root = Path(__file__).resolve().parents[3]
-    # README.md alone proves nothing: beside an installed package it would be somebody else's.
+    # Beside an installed package, README.md alone could be another project's.
     if (root / "pyproject.toml").is_file() and (root / "README.md").is_file():
         return "README.md", _read(root / "README.md")
     try:

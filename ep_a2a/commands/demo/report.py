@@ -1,4 +1,4 @@
-"""What a run of the demo found: traffic, bytes, errors and times, counted from what the ranks returned."""
+"""Makes the report of a demo run: traffic, bytes, errors and times, from the ranks' results."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class DemoReport:
         tokens_per_rank: tokens that each rank brings.
         ranks, ranks_asked_for: processes. device: "cpu" or "cuda". device_name: of rank 0's GPU.
         hidden_dim, intermediate_dim, experts, topk, quant_type: the layer.
-        topology, backend, backend_reason, kernel, kernel_reason: what was found and picked, and why.
+        topology, backend, backend_reason, kernel, kernel_reason: the choices, and why.
         rows: rows sent, source by destination rank, each token once per rank that it is for.
         row_bytes_dispatch, row_bytes_combine: bytes of such a row in each direction.
-        wire_bytes: what the routing needs between ranks. wire_bytes_without_deduplication: with one copy per expert.
+        wire_bytes: between ranks, by the routing. wire_bytes_without_deduplication: with one copy per expert.
         wire_bytes_gathered: a lower bound for a backend that brings every token to every rank; None for others.
         comparison: with the dense model.
         seconds: per phase.
@@ -93,10 +93,10 @@ def make_report(
     results: list[RankResult],
     seconds: PhaseSeconds,
 ) -> DemoReport:
-    """Compares and counts.
+    """Makes the report of a run.
 
     Args:
-        settings, text: what was run. ranks_asked_for: which may be more than were run.
+        settings, text: of the run. ranks_asked_for: may be more than were run.
         results: of each rank.
         seconds: per phase.
     """
@@ -140,7 +140,7 @@ def make_report(
 
 
 def dispatch_row_bytes(settings: DemoSettings, num_slots: int) -> int:
-    """Bytes of a dispatched row: token, scales, `num_slots` ids and weights, position."""
+    """Returns the bytes of a dispatched row: token, scales, `num_slots` ids and weights, position."""
     config = config_from_handle_kwargs(settings.handle_kwargs(0), topology_internode=False)
     token_bytes = config.hidden_dim * config.wire_dtype.itemsize
     scale_bytes = config.num_scales * config.scale_bytes
@@ -148,12 +148,12 @@ def dispatch_row_bytes(settings: DemoSettings, num_slots: int) -> int:
 
 
 def combine_row_bytes(settings: DemoSettings) -> int:
-    """Bytes of a row on its way back."""
+    """Returns the bytes of a row on its way back."""
     return settings.hidden_dim * TOKEN_DTYPE.itemsize
 
 
 def wire_bytes(settings: DemoSettings, rows: torch.Tensor, num_slots: int) -> WireBytes:
-    """Bytes between different ranks for `rows` `[source, destination]`, each with the ids of `num_slots` experts."""
+    """Returns the bytes between ranks for `rows` `[source, destination]`, each with `num_slots` expert ids."""
     num_remote = int(rows.sum() - rows.diagonal().sum())
     there, back = num_remote * dispatch_row_bytes(settings, num_slots), num_remote * combine_row_bytes(settings)
     return WireBytes(there, back, there + back)

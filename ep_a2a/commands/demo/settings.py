@@ -1,4 +1,4 @@
-"""What one run of the demo does: sizes and choices, the same in the command's process and on all ranks."""
+"""Holds the sizes and choices of a demo run, equal in the command's process and on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ep_a2a import env
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.file import choose_backend, read_config_file
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import TopKError, UnsupportedError
+from ep_a2a.errors import TopKError
 from ep_a2a.managers.registry import check_backend_name
 
 TOKEN_DTYPE = torch.bfloat16
-"""Dtype of the model's activations, hence of what dispatch is given and of what combine sums."""
+"""Dtype of the model's activations: of dispatch's input and of the rows that combine sums."""
 WAIT_SECS = 120.0
-"""Bound of a wait for other ranks. The interpreter is slow, and the ranks have different numbers of tokens."""
+"""Bound of a wait for other ranks: the interpreter is slow, and ranks have different numbers of tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DemoSettings:
         return tuple(end - start for start, end in zip(ends, [*ends[1:], self.num_tokens]))
 
     def handle_kwargs(self, rank: int) -> dict[str, Any]:
-        """What a rank asks its manager's `get_handle` for."""
+        """Returns the arguments of a rank for its manager's `get_handle`."""
         kwargs: dict[str, Any] = {
             "rank": rank,
             "num_ep_ranks": self.num_ranks,
@@ -68,7 +68,7 @@ class DemoSettings:
         return kwargs if self.gpus_per_node is None else kwargs | {"gpu_per_node": self.gpus_per_node}
 
     def check(self) -> None:
-        """Raises what can be known before processes are started.
+        """Checks the settings before processes are started.
 
         Raises:
             TopKError: topk exceeds the experts.
@@ -79,22 +79,8 @@ class DemoSettings:
         config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
 
 
-def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
-    """Device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
-
-    Raises:
-        UnsupportedError: GPUs are asked for and there are none.
-    """
-    num_gpus = torch.cuda.device_count()
-    if asked == "cuda" and num_gpus == 0:
-        raise UnsupportedError("a GPU for --device cuda", "none that torch can use", "Use --device cpu.")
-    if asked == "cpu" or num_gpus == 0:
-        return "cpu", num_ranks
-    return "cuda", min(num_ranks, num_gpus)
-
-
 def choose_named_backend(option: str | None) -> tuple[str, str]:
-    """Name of the backend and who chose it; the order is that of config_file.choose_backend."""
+    """Returns the name of the backend and who chose it, in the order of config.file.choose_backend."""
     name = choose_backend(option)
     check_backend_name(name)
     path = env.CONFIG.get()

@@ -1,4 +1,4 @@
-"""The demo's report on a terminal."""
+"""Shows the demo's report on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_report(console: Console, report: DemoReport) -> None:
-    """Prints everything."""
+    """Prints the report."""
     console.print(Group(_setup(report), "", _traffic(report), "", _results(report)))
 
 

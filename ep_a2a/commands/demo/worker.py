@@ -1,6 +1,6 @@
-"""What each rank of the demo does: its part of the layer, and the calls in which demo_drive drives it.
+"""Runs one rank of the demo: its part of the layer, in calls that launcher.py makes one after another.
 
-A run is several calls into the same processes, so that the command can show progress between them.
+A run makes several calls into the same processes, so that the command can show progress between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ep_a2a.commands.demo.model import SwigluExperts, embed, route
 from ep_a2a.commands.demo.settings import TOKEN_DTYPE
-from ep_a2a.commands.log import set_up_logging
 from ep_a2a.managers.collective import CollectiveAll2AllManager
 from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
 from ep_a2a.quantization import dequantize
@@ -38,7 +37,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank says after its last step.
+    """Result of a rank after its last step.
 
     Attributes:
         tokens: its embedded tokens `[T, H]`. weights, ids: how they were routed, `[T, K]`.
@@ -86,7 +85,7 @@ class DemoRank:
         self.output = torch.empty_like(self.tokens)
 
     def step(self, corrupt: bool) -> PhaseSeconds:
-        """Dispatch, experts, combine. `corrupt` changes one row that the experts return."""
+        """Runs dispatch, experts and combine. `corrupt` changes one row that the experts return."""
         dist.barrier(group=self.group.cpu_group)
         times = [self._now()]
         rows, weights, scales, ids, total_recv = self.op.dispatch(self.tokens, self.weights, None, self.ids)
@@ -97,15 +96,15 @@ class DemoRank:
         if corrupt:
             returned[:1] += 1.0
         times.append(self._now())
-        # Rows come back unweighted sums of what the experts return, so no weights are needed on the way back.
+        # Combine sums rows unweighted, so no weights travel back.
         output, _ = self.op.combine(returned, None, self.ids)
         times.append(self._now())
         self.output = output[: self.tokens.shape[0]]
         return PhaseSeconds(*(end - start for start, end in itertools.pairwise(times)))
 
     def result(self) -> RankResult:
-        """What this rank has to say."""
-        # The op's memory goes with the group; what is returned must not.
+        """Returns this rank's result."""
+        # The op's memory ends with the group, so the output is copied.
         return RankResult(
             self.tokens, self.weights, self.ids, self.output.clone(), self.op.recv_counts.tolist(), self.explanation,
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
@@ -128,11 +127,6 @@ _rank: DemoRank | None = None
 """This process's rank, between the calls of one run."""
 
 
-def join(context: RankContext) -> None:
-    """Proves that the processes are there; starting them is what takes time."""
-    set_up_logging()
-
-
 def open_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[str, ...]) -> None:
     """Makes the EP group, the op and the model on every rank."""
     global _rank
@@ -140,12 +134,12 @@ def open_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[s
 
 
 def run_step(context: RankContext, corrupt_rank: int | None) -> PhaseSeconds:
-    """One step on every rank."""
+    """Runs one step on every rank."""
     return _opened().step(corrupt=context.rank == corrupt_rank)
 
 
 def close_rank(context: RankContext) -> RankResult:
-    """Every rank's result; takes the EP group down."""
+    """Returns every rank's result, and destroys the EP group."""
     global _rank
     result = _opened().result()
     _rank = None

@@ -1,4 +1,4 @@
-"""`python -m ep_a2a.commands.doctor`, the same as `ep-a2a doctor`."""
+"""Runs `ep-a2a doctor` as `python -m ep_a2a.commands.doctor`."""
 
 import sys
 

@@ -5,88 +5,80 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, Level, always, the_machine
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.system_info import Machine
+    from collections.abc import Iterable, Iterator
+
+    from ep_a2a.commands.doctor.system_info import SystemInfo
 
 PLUGIN = "ep_a2a"
 ATOM_PLUGIN = "ep_a2a_atom"
 ATOM_LAUNCHER = "ep_a2a.integrations.atom.serve"
+INSTALL = "Install this package in vLLM's environment: pip install ep-a2a"
+NO_SWITCH = "the switch does not reach ATOM as vLLM's plugin"
 
 
-def check_vllm(machine: Machine) -> list[Finding]:
-    """Whether vLLM's `--all2all-backend ep_a2a` will work."""
-    vllm, installation = machine.vllm, machine.installation
-    if vllm.version is None:
-        return [note("vLLM", "not in this environment")]
-    if vllm.version_problem:
-        return [error("vLLM", vllm.version_problem, "Install a supported vLLM, or use another --all2all-backend.")]
-    findings = []
-    if vllm.differences:
-        findings.append(
-            error("vLLM", f"{vllm.version}, in which {'; '.join(vllm.differences)}",
-                  "Install a supported vLLM, or an ep-a2a that knows this one.")
-        )  # fmt: skip
-    else:
-        findings.append(ok("vLLM", f"{vllm.version}; all that the plugin stands on is as it knows it"))
-    if not installation.vllm_entry_point:
-        findings.append(
-            error("vLLM's plugins", "ep_a2a is not among them: vLLM will say that the backend's name is unknown",
-                  "Install this package in vLLM's environment: pip install ep-a2a")
-        )  # fmt: skip
-    if left_out := _left_out(machine, PLUGIN):
-        findings.append(error("vLLM's plugins", *left_out))
-    return findings
+def _usable_vllm(info: SystemInfo) -> Iterable[SystemInfo]:
+    return (info,) if info.vllm.version is not None and not info.vllm.version_problem else ()
 
 
-def _left_out(machine: Machine, plugin: str) -> tuple[str, str] | None:
-    """How VLLM_PLUGINS keeps vLLM from a plugin, and the remedy; None where it does not.
+def _switched_atom_in_vllm(info: SystemInfo) -> Iterable[SystemInfo]:
+    """The machine, where EP_A2A_BACKEND switches ATOM and vLLM may have ATOM as its plugin."""
+    has_both = info.atom.version is not None and info.atom.aiter is not None and info.vllm.version is not None
+    return (info,) if has_both and info.environment.get(env.BACKEND.name) else ()
 
-    vLLM cuts the variable at commas and looks for the plugin's name among the parts as they are.
+
+def _left_out(info: SystemInfo, plugin: str) -> Iterator[tuple[str, str, bool]]:
+    """(VLLM_PLUGINS, the plugin, whether a blank stands beside it), where the variable keeps vLLM from the plugin.
+
+    vLLM splits the variable at commas, and strips no blanks from the names.
     """
-    allowed = machine.environment.get("VLLM_PLUGINS")
+    allowed = info.environment.get("VLLM_PLUGINS")
     names = [] if allowed is None else allowed.split(",")
-    if allowed is None or plugin in names:
-        return None
-    if plugin in [name.strip() for name in names]:
-        return f"VLLM_PLUGINS='{allowed}' has a blank beside {plugin}: vLLM takes it for another name", "Take it out."
-    return f"VLLM_PLUGINS={allowed} does not name {plugin}", f"Unset it, or add {plugin} to it."
+    if allowed is not None and plugin not in names:
+        yield allowed, plugin, plugin in [name.strip() for name in names]
 
 
-def check_atom(machine: Machine) -> list[Finding]:
-    """Whether ATOM's layers will use a backend of this package (docs/atom.md)."""
-    atom = machine.atom
-    if atom.version is None and atom.aiter is None:
-        return [note("ATOM", "not in this environment")]
-    found = ", ".join(
-        f"{name} {version}" for name, version in (("ATOM", atom.version), ("AITER", atom.aiter)) if version
-    )
-    if atom.version is None:
-        return [note("ATOM", f"not in this environment; {found}")]
-    if atom.aiter is None:
-        return [error("ATOM", f"{found}, without AITER, from which it takes its managers", "Install AITER.")]
-    backend = machine.environment.get(env.BACKEND.name)
-    if not backend:
-        return [
-            note("ATOM", f"{found}; it runs as it is, since {env.BACKEND.name} is not set",
-                 f"To change that: {env.BACKEND.name}=BACKEND python -m {ATOM_LAUNCHER} MODULE ... (docs/atom.md)")
-        ]  # fmt: skip
-    said = f"{found}; {env.BACKEND.name}={backend} is for processes that {ATOM_LAUNCHER} or activate() reaches"
-    return [note("ATOM", f"{said}; this has not run inside ATOM yet"), *_atom_as_plugin(machine)]
+def _left_out_cases(level: Level, effect: str = "") -> tuple[Case, Case]:
+    blank = "VLLM_PLUGINS='{it[0]}' has a blank beside {it[1]}: vLLM takes it for another name"
+    return (
+        Case(level, lambda it: it[2], f"{blank}{effect}", "Take it out."),
+        Case(level, always, f"VLLM_PLUGINS={{it[0]}} does not name {{it[1]}}{effect}",
+             "Unset it, or add {it[1]} to it."),
+    )  # fmt: skip
 
 
-def _atom_as_plugin(machine: Machine) -> list[Finding]:
-    """What keeps the switch from processes of vLLM in which ATOM is a plugin."""
-    if machine.vllm.version is None:
-        return []
-    what = "the switch does not reach ATOM as vLLM's plugin"
-    if not machine.installation.atom_entry_point:
-        return [
-            warning("ATOM in vLLM", f"{ATOM_PLUGIN} is not among vLLM's plugins: {what}",
-                    "Install this package in vLLM's environment: pip install ep-a2a")
-        ]  # fmt: skip
-    if left_out := _left_out(machine, ATOM_PLUGIN):
-        found, remedy = left_out
-        return [warning("ATOM in vLLM", f"{found}; {what}", remedy)]
-    return []
+ENGINES = (
+    Check("vLLM", lambda info: (info.vllm,),
+        Case(NOTE, lambda it: it.version is None, "not in this environment"),
+        Case(ERROR, lambda it: it.version_problem, "{it.version_problem}",
+             "Install a supported vLLM, or use another --all2all-backend."),
+        Case(ERROR, lambda it: it.differences, "{it.version}, in which {it.differences:listed}",
+             "Install a supported vLLM, or an ep-a2a that knows this one."),
+        Case(OK, always, "{it.version}; all that the plugin stands on is as it knows it")),
+    Check("vLLM's plugins", _usable_vllm,
+        Case(ERROR, lambda it: not it.installation.vllm_entry_point,
+             "ep_a2a is not among them: vLLM will say that the backend's name is unknown", INSTALL)),
+    Check("vLLM's plugins", lambda info: [each for usable in _usable_vllm(info) for each in _left_out(usable, PLUGIN)],
+        *_left_out_cases(ERROR)),
+    Check("ATOM", the_machine,
+        Case(NOTE, lambda it: not it.atom.versions, "not in this environment"),
+        Case(NOTE, lambda it: it.atom.version is None, "not in this environment; {it.atom.versions}"),
+        Case(ERROR, lambda it: it.atom.aiter is None,
+             "{it.atom.versions}, without AITER, from which it takes its managers", "Install AITER."),
+        Case(NOTE, lambda it: not it.environment.get(env.BACKEND.name),
+             f"{{it.atom.versions}}; it runs as it is, since {env.BACKEND.name} is not set",
+             f"To change that: {env.BACKEND.name}=BACKEND python -m {ATOM_LAUNCHER} MODULE ... (docs/atom.md)"),
+        Case(NOTE, always,
+             f"{{it.atom.versions}}; {env.BACKEND.name}={{it.environment[{env.BACKEND.name}]}} is for processes that "
+             f"{ATOM_LAUNCHER} or activate() reaches; this has not run inside ATOM yet")),
+    Check("ATOM in vLLM", _switched_atom_in_vllm,
+        Case(WARNING, lambda it: not it.installation.atom_entry_point,
+             f"{ATOM_PLUGIN} is not among vLLM's plugins: {NO_SWITCH}", INSTALL)),
+    Check("ATOM in vLLM", lambda info: [
+            each for switched in _switched_atom_in_vllm(info) if switched.installation.atom_entry_point
+            for each in _left_out(switched, ATOM_PLUGIN)
+        ],
+        *_left_out_cases(WARNING, f"; {NO_SWITCH}")),
+)  # fmt: skip

@@ -1,205 +1,153 @@
-"""Checks of GPUs, of the driver, and of what kernels need to be compiled."""
+"""Checks of GPUs, of the driver, and of what the compilation of kernels needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.commands.doctor.checks_backend import AMD, COLLECTIVE_BACKENDS
-from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.checks_backend import COLLECTIVE_BACKENDS
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always, the_machine
+from ep_a2a.commands.doctor.system_info import AMD, GIB, dotted, gibibytes
 from ep_a2a.config.file import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.system_info import Machine
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ep_a2a.commands.doctor.system_info import Gpu, SystemInfo
 
 OLDEST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 RUN_CAPABILITIES = ((9, 0),)
-"""Of the GPUs that this package has been run on; for others its kernels have only been compiled."""
+"""Compute capabilities of the GPUs that this package has run on; for others its kernels have only been compiled."""
 LITTLE_FREE = 0.5
-GIB = 1 << 30
+"""A GPU with a smaller share of free memory gets a warning."""
+ROCM = "torch is built for ROCm {it.torch.hip_build}"
+NO_GPUS = "torch sees none: {it.why_no_gpus}"
+OTHER_GPUS = "Use NVIDIA GPUs, or the backend mori or allgather_reducescatter."
+OTHER_CACHE = "Set TRITON_CACHE_DIR to a folder of your own."
 
 
-def check_gpus(machine: Machine) -> list[Finding]:
-    """Whether there are GPUs, and whether torch can use them."""
-    torch, driver = machine.torch, machine.driver
-    if torch.hip_build:
-        return _use_of_rocm(machine)
-    if not machine.has_gpus:
-        return [note("GPUs", f"none ({driver.problem or 'the driver lists none'}): ranks are CPU processes")]
-    listed = [
-        ok(f"GPU {index}", ", ".join(filter(None, [gpu.name, _capability(gpu.capability), _memory(gpu.total_bytes)])))
-        for index, gpu in enumerate(driver.gpus)
-    ]
-    return [*listed, *_use_by_torch(machine)]
+def nvidia(info: SystemInfo) -> Iterable[SystemInfo]:
+    """Items of checks that apply to hosts with NVIDIA GPUs only."""
+    return (info,) if info.has_nvidia_gpus else ()
 
 
-def _use_of_rocm(machine: Machine) -> list[Finding]:
-    """Whether the backend that is asked for is one for AMD's GPUs; ep_a2a's own kernels are not."""
-    torch, backend = machine.torch, machine.backend
-    built = f"torch is built for ROCm {torch.hip_build}"
-    if backend.capabilities is not None and AMD in backend.capabilities.gpus:
-        if torch.num_gpus:
-            return [ok("GPUs", f"{torch.num_gpus} visible to torch; {built}, which {backend.name} is for")]
-        return [
-            error("GPUs", f"{built}, and sees none: {torch.gpu_problem or 'it gives no reason'}",
-                  "rocm-smi must list them; start containers with --device=/dev/kfd --device=/dev/dri.")
-        ]  # fmt: skip
-    if backend.name in COLLECTIVE_BACKENDS:
-        return [note("GPUs", f"{built}; {backend.name} calls torch.distributed alone, and has not run there")]
-    return [
-        error("GPUs", f"{built}; the kernels of {backend.name or DEFAULT_BACKEND} hold NVIDIA's instructions",
-              "Use NVIDIA GPUs, or the backend mori or allgather_reducescatter.")
-    ]  # fmt: skip
+def _is_for_amd(info: SystemInfo) -> bool:
+    can = info.backend.capabilities
+    return can is not None and AMD in can.gpus
 
 
-def _use_by_torch(machine: Machine) -> list[Finding]:
-    torch, driver = machine.torch, machine.driver
-    if torch.version is None or torch.problem:
-        return []
-    if torch.cuda_build is None:
-        return [error("GPUs", "torch is a build without CUDA", "Install a torch with CUDA: pip install torch")]
-    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    if torch.num_gpus == 0:
-        if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-            remedy = f"CUDA_VISIBLE_DEVICES={visible} hides all of them: unset it."
-        elif "802" in torch.gpu_problem + driver.problem or "not yet initialized" in torch.gpu_problem:
-            remedy = "On hosts with NVSwitch: start nvidia-fabricmanager, of the driver's own version."
-        elif "too old" in torch.gpu_problem or "insufficient" in torch.gpu_problem:
-            remedy = f"Update the driver, or install a torch for CUDA {_dotted(driver.cuda) or 'of this driver'}."
-        elif driver.problem:
-            remedy = "Start the container with its GPUs (--gpus all), or mend the driver: nvidia-smi must work."
-        else:
-            remedy = "Look at `python -c 'import torch; torch.cuda.init()'`."
-        what = torch.gpu_problem or driver.problem or "it gives no reason"
-        return [error("GPUs", f"torch sees none: {what}", remedy)]
-    hidden = driver.num_gpus_of_host - torch.num_gpus
-    if hidden > 0:
-        return [note("GPUs", f"{torch.num_gpus} visible, {hidden} of the host hidden (CUDA_VISIBLE_DEVICES={visible})")]
-    return [ok("GPUs", f"{torch.num_gpus} visible to torch")]
+def _used_by_torch(info: SystemInfo) -> Iterable[SystemInfo]:
+    return nvidia(info) if info.torch.works else ()
 
 
-def check_driver(machine: Machine) -> list[Finding]:
-    """The driver and the CUDA version that it serves."""
-    driver, build = machine.driver, machine.torch.cuda_build
-    if not machine.has_gpus or machine.torch.hip_build:
-        return []
-    if driver.cuda is None:
-        return [error("driver", driver.problem, "nvidia-smi must work; in a container, start it with --gpus all.")]
-    text = f"{driver.version or 'version unknown'}, up to CUDA {_dotted(driver.cuda)}"
-    if build is not None and int(build.split(".")[0]) > driver.cuda[0]:
-        return [error("driver", f"{text}; torch is built for CUDA {build}",
-                      f"Update the driver, or install a torch for CUDA {driver.cuda[0]}.")]  # fmt: skip
-    return [ok("driver", text)]
+def _listed(holds: Callable[[Gpu], bool]) -> Callable[[SystemInfo], list[str]]:
+    """The numbers of the GPUs for which `holds`, as one text; no item where there are none."""
+
+    def items(info: SystemInfo) -> list[str]:
+        numbers = [str(number) for number, gpu in enumerate(info.driver.gpus) if holds(gpu)]
+        return [", ".join(numbers)] if numbers else []
+
+    return items
 
 
-def check_capability(machine: Machine) -> list[Finding]:
-    """Whether kernels run on these GPUs."""
-    findings = []
-    for capability in sorted({gpu.capability for gpu in machine.driver.gpus if gpu.capability}):
-        text = _capability(capability)
-        if capability < OLDEST_CAPABILITY:
-            findings.append(
-                error("capability", f"{text} is too old for bf16", "Use the allgather_reducescatter backend.")
-            )
-        elif capability < FP8_CAPABILITY:
-            findings.append(note("capability", f"{text}: no fp8 casts, which need 8.9"))
-        elif capability not in RUN_CAPABILITIES:
-            findings.append(note("capability", f"{text}: kernels were compiled for it, but have not run on it"))
-        else:
-            findings.append(ok("capability", text))
-    if len({gpu.capability for gpu in machine.driver.gpus}) > 1:
-        findings.append(warning("capability", "GPUs differ", "Let ranks of one group have equal GPUs."))
-    return findings
-
-
-def check_sharing(machine: Machine) -> list[Finding]:
-    """Modes of GPUs that keep ranks from them or from each other."""
-    findings = []
-    gpus = list(enumerate(machine.driver.gpus))
-    if divided := [index for index, gpu in gpus if gpu.mig]:
-        findings.append(
-            error("MIG", f"GPUs {_listed(divided)} are divided: instances do not reach each other's memory",
-                  "Turn MIG off (nvidia-smi -mig 0), or use the allgather_reducescatter backend.")
-        )  # fmt: skip
-    if closed := [index for index, gpu in gpus if gpu.compute_mode == "Prohibited"]:
-        findings.append(error("compute mode", f"GPUs {_listed(closed)}: Prohibited", "nvidia-smi -c DEFAULT"))
-    if exclusive := [index for index, gpu in gpus if gpu.compute_mode.startswith("Exclusive")]:
-        findings.append(
-            warning("compute mode", f"GPUs {_listed(exclusive)}: one process each",
-                    "One rank per GPU works, CUDA IPC between ranks may not: nvidia-smi -c DEFAULT")
-        )  # fmt: skip
-    return findings
-
-
-def check_free_memory(machine: Machine) -> list[Finding]:
-    """Whether other processes hold the GPUs' memory."""
-    findings = []
-    for index, gpu in enumerate(machine.driver.gpus):
+def _crowded(info: SystemInfo) -> Iterator[tuple[int, str, str]]:
+    """(number, free memory, total memory) of GPUs whose memory others hold."""
+    for number, gpu in enumerate(info.driver.gpus):
         if gpu.total_bytes and gpu.free_bytes is not None and gpu.free_bytes < LITTLE_FREE * gpu.total_bytes:
-            findings.append(
-                warning("GPU memory", f"GPU {index} has {_memory(gpu.free_bytes)} of {_memory(gpu.total_bytes)} free",
-                        "End what holds it (nvidia-smi); `ep-a2a plan` says what an op needs.")
-            )  # fmt: skip
-    return findings
+            yield number, gibibytes(gpu.free_bytes), gibibytes(gpu.total_bytes)
 
 
-def check_compilation(machine: Machine) -> list[Finding]:
-    """What Triton needs to build its launcher and to keep kernels; with ROCm none of this package's are compiled."""
-    if not machine.has_gpus or machine.torch.hip_build:
-        return []
-    host, cache = machine.host, machine.host.triton_cache
-    findings = []
-    if not host.compiler:
-        findings.append(
-            error("compiler", "no C compiler; Triton builds its launcher with one",
-                  "apt-get install gcc, or set CC to one.")
-        )  # fmt: skip
-    if not host.python_header:
-        findings.append(
-            error("compiler", "Python.h is missing; Triton's launcher includes it",
-                  "Install Python's headers: apt-get install python3-dev")
-        )  # fmt: skip
-    elsewhere = "Set TRITON_CACHE_DIR to a folder of your own."
-    if not cache.writable:
-        findings.append(error("Triton's cache", f"{cache.path} cannot be written to", elsewhere))
-    elif cache.unsafe:
-        findings.append(
-            error("Triton's cache", f"code in {cache.path} is not executed: {cache.unsafe}", elsewhere)
-        )  # fmt: skip
-    elif cache.no_exec:
-        findings.append(error("Triton's cache", f"{cache.path} is on a disk mounted noexec", elsewhere))
-    elif cache.free_bytes < GIB:
-        findings.append(warning("Triton's cache", f"{_memory(cache.free_bytes)} free at {cache.path}", elsewhere))
-    if machine.environment.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        findings.append(
-            warning("TRITON_INTERPRET", "set: an engine's own kernels are interpreted, ours are not", "Unset it.")
-        )  # fmt: skip
-    return findings or [ok("compiler", f"{host.compiler}, Python.h; kernels are kept in {cache.path}")]
+def _tables(info: SystemInfo) -> Iterator[tuple[str, int, bool]]:
+    """(start of the names of tuned tables for these GPUs, number of GPUs, whether there are such tables)."""
+    gpus = info.driver.gpus
+    if len(gpus) > 1 and gpus[0].capability is not None:
+        name = "sm_{}{}_intra_node_ep{}_".format(*gpus[0].capability, len(gpus))
+        yield name, len(gpus), any(table.startswith(name) for table in info.installation.tuned_tables)
 
 
-def check_tuning(machine: Machine) -> list[Finding]:
-    """Whether there are tuned launch numbers for these GPUs."""
-    gpus = machine.driver.gpus
-    if not gpus or gpus[0].capability is None or len(gpus) < 2:
-        return []
-    name = "sm_{}{}_intra_node_ep{}_".format(*gpus[0].capability, len(gpus))
-    if any(table.startswith(name) for table in machine.installation.tuned_tables):
-        return [ok("tuned tables", f"{name}*.json")]
-    return [
-        note("tuned tables", f"none for {len(gpus)} such GPUs: launches are worked out", "`ep-a2a tune` makes some.")
-    ]
+COMPILATION = (
+    Check("compiler", nvidia,
+        Case(ERROR, lambda it: not it.host.compiler, "no C compiler; Triton builds its launcher with one",
+             "apt-get install gcc, or set CC to one.")),
+    Check("compiler", nvidia,
+        Case(ERROR, lambda it: not it.host.python_header, "Python.h is missing; Triton's launcher includes it",
+             "Install Python's headers: apt-get install python3-dev")),
+    Check("Triton's cache", lambda info: [each.host.triton_cache for each in nvidia(info)],
+        Case(ERROR, lambda it: not it.writable, "{it.path} cannot be written to", OTHER_CACHE),
+        Case(ERROR, lambda it: it.unsafe, "code in {it.path} is not executed: {it.unsafe}", OTHER_CACHE),
+        Case(ERROR, lambda it: it.no_exec, "{it.path} is on a disk mounted noexec", OTHER_CACHE),
+        Case(WARNING, lambda it: it.free_bytes < GIB, "{it.free_bytes:GiB} free at {it.path}", OTHER_CACHE)),
+    Check("TRITON_INTERPRET", nvidia,
+        Case(WARNING, lambda it: it.environment.get("TRITON_INTERPRET", "0") not in ("", "0"),
+             "set: an engine's own kernels are interpreted, ours are not", "Unset it.")),
+)  # fmt: skip
 
-
-def _capability(capability: tuple[int, int] | None) -> str:
-    return "" if capability is None else f"compute capability {_dotted(capability)}"
-
-
-def _dotted(numbers: tuple[int, ...] | None) -> str:
-    return ".".join(map(str, numbers or ()))
-
-
-def _memory(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / GIB:.1f} GiB"
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
+GPUS = (
+    Check("GPUs", lambda info: (info,) if info.torch.hip_build else (),
+        Case(OK, lambda it: _is_for_amd(it) and it.torch.num_gpus,
+             f"{{it.torch.num_gpus}} visible to torch; {ROCM}, which {{it.backend.name}} is for"),
+        Case(ERROR, _is_for_amd, f"{ROCM}, and sees none: {{it.why_no_gpus}}",
+             "rocm-smi must list them; start containers with --device=/dev/kfd --device=/dev/dri."),
+        Case(NOTE, lambda it: it.backend.name in COLLECTIVE_BACKENDS,
+             f"{ROCM}; {{it.backend.name}} calls torch.distributed alone, and has not run there"),
+        Case(ERROR, lambda it: it.backend.name,
+             f"{ROCM}; the kernels of {{it.backend.name}} hold NVIDIA's instructions", OTHER_GPUS),
+        Case(ERROR, always, f"{ROCM}; the kernels of {DEFAULT_BACKEND} hold NVIDIA's instructions", OTHER_GPUS)),
+    Check("GPUs", lambda info: () if info.has_gpus or info.torch.hip_build else (info,),
+        Case(NOTE, lambda it: it.driver.problem, "none ({it.driver.problem}): ranks are CPU processes"),
+        Case(NOTE, always, "none (the driver lists none): ranks are CPU processes")),
+    Check("GPU {it[0]}", lambda info: enumerate(info.driver.gpus if info.has_nvidia_gpus else ()),
+        Case(OK, always, "{it[1].summary}")),
+    Check("GPUs", _used_by_torch,
+        Case(ERROR, lambda it: it.torch.cuda_build is None, "torch is a build without CUDA",
+             "Install a torch with CUDA: pip install torch"),
+        Case(NOTE, lambda it: it.torch.num_gpus and it.num_hidden_gpus > 0,
+             "{it.torch.num_gpus} visible, {it.num_hidden_gpus} of the host hidden "
+             "(CUDA_VISIBLE_DEVICES={it.visible_gpus})"),
+        Case(OK, lambda it: it.torch.num_gpus, "{it.torch.num_gpus} visible to torch"),
+        Case(ERROR, lambda it: it.visible_gpus is not None and it.visible_gpus.strip() in ("", "-1", "NoDevFiles"),
+             NO_GPUS, "CUDA_VISIBLE_DEVICES={it.visible_gpus} hides all of them: unset it."),
+        Case(ERROR, lambda it: "802" in it.torch.gpu_problem + it.driver.problem
+             or "not yet initialized" in it.torch.gpu_problem,
+             NO_GPUS, "On hosts with NVSwitch: start nvidia-fabricmanager, of the driver's own version."),
+        Case(ERROR, lambda it: "too old" in it.torch.gpu_problem or "insufficient" in it.torch.gpu_problem,
+             NO_GPUS, "Update the driver, or install a torch for CUDA {it.driver.cuda:dotted}."),
+        Case(ERROR, lambda it: it.driver.problem,
+             NO_GPUS, "Start the container with its GPUs (--gpus all), or mend the driver: nvidia-smi must work."),
+        Case(ERROR, always, NO_GPUS, "Look at `python -c 'import torch; torch.cuda.init()'`.")),
+    Check("driver", nvidia,
+        Case(ERROR, lambda it: it.driver.cuda is None, "{it.driver.problem}",
+             "nvidia-smi must work; in a container, start it with --gpus all."),
+        Case(ERROR, lambda it: int((it.torch.cuda_build or "0").split(".")[0]) > it.driver.cuda[0],
+             "{it.driver.versions}; torch is built for CUDA {it.torch.cuda_build}",
+             "Update the driver, or install a torch for CUDA {it.driver.cuda[0]}."),
+        Case(OK, always, "{it.driver.versions}")),
+    Check("capability", lambda info: sorted({gpu.capability for gpu in info.driver.gpus if gpu.capability}),
+        Case(ERROR, lambda it: it < OLDEST_CAPABILITY, "compute capability {it[0]}.{it[1]} is too old for bf16",
+             "Use the allgather_reducescatter backend."),
+        Case(NOTE, lambda it: it < FP8_CAPABILITY,
+             f"compute capability {{it[0]}}.{{it[1]}}: no fp8 casts, which need {dotted(FP8_CAPABILITY)}"),
+        Case(NOTE, lambda it: it not in RUN_CAPABILITIES,
+             "compute capability {it[0]}.{it[1]}: kernels were compiled for it, but have not run on it"),
+        Case(OK, always, "compute capability {it[0]}.{it[1]}")),
+    Check("capability", the_machine,
+        Case(WARNING, lambda it: len({gpu.capability for gpu in it.driver.gpus}) > 1, "GPUs differ",
+             "Let ranks of one group have equal GPUs.")),
+    Check("MIG", _listed(lambda gpu: gpu.mig),
+        Case(ERROR, always, "GPUs {it} are divided: instances do not reach each other's memory",
+             "Turn MIG off (nvidia-smi -mig 0), or use the allgather_reducescatter backend.")),
+    Check("compute mode", _listed(lambda gpu: gpu.compute_mode == "Prohibited"),
+        Case(ERROR, always, "GPUs {it}: Prohibited", "nvidia-smi -c DEFAULT")),
+    Check("compute mode", _listed(lambda gpu: gpu.compute_mode.startswith("Exclusive")),
+        Case(WARNING, always, "GPUs {it}: one process each",
+             "One rank per GPU works, CUDA IPC between ranks may not: nvidia-smi -c DEFAULT")),
+    Check("GPU memory", _crowded,
+        Case(WARNING, always, "GPU {it[0]} has {it[1]} of {it[2]} free",
+             "End what holds it (nvidia-smi); `ep-a2a plan` says what an op needs.")),
+    *COMPILATION,
+    Check("compiler", nvidia,
+        Case(OK, lambda it: not any(check(it) for check in COMPILATION),
+             "{it.host.compiler}, Python.h; kernels are kept in {it.host.triton_cache.path}")),
+    Check("tuned tables", _tables,
+        Case(OK, lambda it: it[2], "{it[0]}*.json"),
+        Case(NOTE, always, "none for {it[1]} such GPUs: launches are worked out", "`ep-a2a tune` makes some.")),
+)  # fmt: skip

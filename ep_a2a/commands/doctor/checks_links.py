@@ -5,182 +5,116 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.commands.doctor.checks_software import version_numbers
-from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.checks_gpu import nvidia
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always, the_machine
+from ep_a2a.commands.doctor.system_info import GIB, version_numbers
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.system_info import Machine
+    from collections.abc import Iterator
 
-MIB = 1 << 20
-SMALL_SHARED_MEMORY_BYTES = 1 << 30
+    from ep_a2a.commands.doctor.system_info import SystemInfo
+
+SMALL_SHARED_MEMORY_BYTES = GIB
 """Docker gives 64 MiB unless told otherwise; NCCL and vLLM want much more than that."""
-STICKY = 0o1000
-LITTLE_LOCKED_BYTES = 1 << 30
+LITTLE_LOCKED_BYTES = GIB
 LOOPBACK = ("127.", "::1")
-NCCL_TYPES = ("nvidia-nccl-", "nvidia-nvshmem-")
+LIBRARIES = ("nvidia-nccl-", "nvidia-nvshmem-")
+"""Starts of the names of packages that bring a library; the rest of the name is the CUDA version."""
+SPACE = "{it.free_bytes:MiB} of {it.size_bytes:MiB} MiB free"
+LOCKED = "at most {it.host.locked_memory_bytes:KiB} KiB"
+INTERFACE = "For several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that they share."
 
 
-def check_gpu_links(machine: Machine) -> list[Finding]:
-    """How the GPUs of this host are connected, and which reach each other."""
-    driver = machine.driver
-    num_gpus = len(driver.gpus)
-    if num_gpus < 2:
-        return []
-    findings = []
-    if driver.links:
-        pairs = [driver.links[a][b] for a in range(len(driver.links)) for b in range(a)]
-        kinds = ", ".join(f"{pairs.count(kind)} pairs by {kind}" for kind in sorted(set(pairs)))
-        findings.append(ok("links", kinds))
-    if not driver.access:
-        return [*findings, note("peer access", "not known: the driver library could not be asked")]
-    # That no pair of these may be used is judged where it is known which backend will use them (choice.py).
-    for what, matrix in (("peer access", driver.access), ("native atomics", driver.atomics)):
-        missing = missing_pairs(matrix)
-        if missing:
-            findings.append(note(what, f"not between GPUs {_pairs(missing)}"))
-        else:
-            findings.append(ok(what, f"between all {num_gpus} GPUs"))
-    return findings
-
-
-def missing_pairs(matrix: tuple[tuple[bool, ...], ...]) -> list[tuple[int, int]]:
-    """Pairs of which one does not reach the other."""
-    return [(a, b) for b in range(len(matrix)) for a in range(b) if not (matrix[a][b] and matrix[b][a])]
-
-
-def check_symmetric_memory(machine: Machine) -> list[Finding]:
-    """Ways to map memory of other ranks on GPUs."""
-    torch = machine.torch
-    if not machine.has_gpus or torch.version is None or torch.problem or torch.hip_build:
-        return []
-    if not torch.has_symmetric_memory:
-        return [error("symmetric memory", "not in this torch", "Install a torch of 2.11 or later with CUDA.")]
-    findings = [ok("symmetric memory", "torch's")]
-    if "cuda-bindings" not in machine.installation.packages:
-        findings.append(
-            note("CUDA IPC", "without cuda-bindings: ranks that all call their GPU cuda:0 (Ray) cannot share memory",
-                 "pip install cuda-bindings")
-        )  # fmt: skip
-    return findings
-
-
-def check_nccl(machine: Machine) -> list[Finding]:
-    """Whether the NCCL that is loaded is the one that torch was built with."""
-    torch = machine.torch
-    if torch.cuda_build is None or torch.problem:
-        return []
-    if torch.nccl is None:
-        return [error("NCCL", "not in this torch", "Install a torch with CUDA and distributed support.")]
-    findings = []
-    if torch.nccl_built and version_numbers(torch.nccl) < version_numbers(torch.nccl_built):
-        findings.append(
-            error("NCCL", f"{torch.nccl} is loaded, torch was built with {torch.nccl_built}",
-                  "Unset LD_PRELOAD, LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, or install the version that torch names.")
-        )  # fmt: skip
-    elif torch.nccl_built and torch.nccl != torch.nccl_built:
-        findings.append(note("NCCL", f"{torch.nccl}; torch was built with {torch.nccl_built}"))
-    else:
-        findings.append(ok("NCCL", torch.nccl))
-    return findings
-
-
-def check_duplicate_libraries(machine: Machine) -> list[Finding]:
-    """Two packages that bring one library, for different CUDA versions: whichever is found first is loaded."""
-    packages = machine.installation.packages
-    findings = []
-    for beginning in NCCL_TYPES:
-        found = [f"{name} {version}" for name, version in sorted(packages.items()) if name.startswith(beginning)]
-        if len(found) > 1:
-            findings.append(
-                warning("libraries", f"both {' and '.join(found)}", "Uninstall the one that is not for torch's CUDA.")
-            )  # fmt: skip
-    return findings
-
-
-def check_nvshmem(machine: Machine) -> list[Finding]:
-    """NVSHMEM, which carries tokens between nodes where it is asked for."""
-    if not machine.has_gpus:
-        return []
-    found = "installed" if has_nvshmem(machine) else "no package nvidia-nvshmem"
-    return [note("NVSHMEM", f"{found}; used with {env.RAIL.name}=nvshmem only")]
-
-
-def has_nvshmem(machine: Machine) -> bool:
-    """Whether a package brings its libraries."""
-    return any(name.startswith("nvidia-nvshmem-") for name in machine.installation.packages)
-
-
-def check_shared_memory(machine: Machine) -> list[Finding]:
-    """/dev/shm: the memory of CPU ranks, the probe of nodes, NCCL's and vLLM's buffers."""
-    folder = machine.host.shared_memory
-    larger = "Enlarge it: --shm-size=16g or --ipc=host for containers, mount -o remount,size=16g /dev/shm for hosts."
-    if not folder.exists or not folder.writable:
-        what = "cannot be written to" if folder.exists else "does not exist"
-        return [error("/dev/shm", what, "Mount a tmpfs there that all ranks of the host share (--ipc=host).")]
-    sizes = f"{folder.free_bytes // MIB} of {folder.size_bytes // MIB} MiB free"
-    findings = []
-    if folder.mode & 0o002 and not folder.mode & STICKY:
-        findings.append(
-            error("/dev/shm", f"mode {folder.mode:o}: other users may remove and replace files", "chmod 1777 /dev/shm")
-        )  # fmt: skip
-    if folder.free_bytes < SMALL_SHARED_MEMORY_BYTES:
-        findings.append(warning("/dev/shm", sizes, larger))
-    return findings or [ok("/dev/shm", sizes)]
-
-
-def check_locked_memory(machine: Machine) -> list[Finding]:
-    """The limit of memory that may be pinned, which RDMA needs."""
-    limit = machine.host.locked_memory_bytes
-    if limit is None:
-        return [ok("locked memory", "no limit")]
-    text = f"at most {limit // 1024} KiB"
-    if machine.rdma and limit < LITTLE_LOCKED_BYTES:
-        return [warning("locked memory", f"{text}: too little to register memory for RDMA", "ulimit -l unlimited")]
-    return [note("locked memory", f"{text}; enough without RDMA")]
-
-
-def check_rdma(machine: Machine) -> list[Finding]:
-    """RDMA devices, for nodes that exchange tokens over NCCL."""
-    if not machine.rdma:
-        return [note("RDMA", "no devices: between nodes tokens travel over TCP")]
-    findings = []
-    for port in machine.rdma:
-        name = f"{port.device} port {port.port}"
-        if port.state != "ACTIVE":
-            findings.append(
-                warning("RDMA", f"{name} is {port.state}",
-                        f"Mend the link, or leave it out: EP_A2A_RDMA_DEVICES=^{port.device}")
-            )  # fmt: skip
-        elif port.link_layer == "Ethernet" and not port.has_address:
-            findings.append(
-                warning("RDMA", f"{name} has no address (GID), which RoCE needs",
-                        "Give its network interface an address; in containers, use the host's network.")
-            )  # fmt: skip
-        else:
-            findings.append(ok("RDMA", f"{name}: {port.link_layer}, {port.rate}"))
-    if machine.has_gpus and not machine.torch.hip_build and not machine.host.gpu_direct:
-        findings.append(
-            note("GPUDirect RDMA", "no nvidia_peermem: NCCL needs DMA-BUF, or copies by way of the host",
-                 "modprobe nvidia_peermem")
-        )  # fmt: skip
-    return findings
-
-
-def check_host_name(machine: Machine) -> list[Finding]:
-    """Whether other hosts can reach what this one's name stands for, which gloo gives them."""
-    host = machine.host
-    chosen = machine.environment.get("GLOO_SOCKET_IFNAME")
-    if chosen:
-        return [ok("host name", f"{host.name}; gloo uses {chosen} (GLOO_SOCKET_IFNAME)")]
-    remedy = "For several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that they share."
-    if not host.addresses:
-        return [note("host name", f"{host.name} has no address", remedy)]
-    if all(address.startswith(LOOPBACK) for address in host.addresses):
-        return [
-            note("host name", f"{host.name} is {', '.join(host.addresses)}, which other hosts cannot reach", remedy)
-        ]
-    return [ok("host name", f"{host.name}: {', '.join(host.addresses)}")]
-
-
-def _pairs(pairs: list[tuple[int, int]]) -> str:
+def pairs_text(pairs: list[tuple[int, int]]) -> str:
+    """Pairs of GPUs as text."""
     return ", ".join(f"{a} and {b}" for a, b in pairs)
+
+
+def _kinds_of_links(info: SystemInfo) -> Iterator[str]:
+    links = info.driver.links
+    if len(info.driver.gpus) > 1 and links:
+        pairs = [links[a][b] for a in range(len(links)) for b in range(a)]
+        yield ", ".join(f"{pairs.count(kind)} pairs by {kind}" for kind in sorted(set(pairs)))
+
+
+def _reach(info: SystemInfo) -> Iterator[tuple[str, bool, str, int]]:
+    """(way of access, whether it is known, pairs without it, number of GPUs)."""
+    num_gpus = len(info.driver.gpus)
+    if num_gpus > 1:
+        for way, missing in info.driver.unreached().items():
+            yield way, bool(info.driver.access), pairs_text(missing), num_gpus
+
+
+def _twice(info: SystemInfo) -> Iterator[str]:
+    """Packages that bring one library for different CUDA versions: the one that is found first is loaded."""
+    for start in LIBRARIES:
+        found = [f"{name} {v}" for name, v in sorted(info.installation.packages.items()) if name.startswith(start)]
+        if len(found) > 1:
+            yield " and ".join(found)
+
+
+LINKS = (
+    Check("links", _kinds_of_links, Case(OK, always, "{it}")),
+    # Whether a missing pair is an error depends on the backend: backend_verdict.py judges that.
+    Check("{it[0]}", _reach,
+        Case(NOTE, lambda it: not it[1] and it[0] == "peer access",
+             "not known: the driver library could not be asked"),
+        Case(NOTE, lambda it: it[2], "not between GPUs {it[2]}"),
+        Case(OK, lambda it: it[1], "between all {it[3]} GPUs")),
+    Check("symmetric memory", nvidia,
+        Case(ERROR, lambda it: it.torch.works and not it.torch.has_symmetric_memory, "not in this torch",
+             "Install a torch of 2.11 or later with CUDA."),
+        Case(OK, lambda it: it.torch.works, "torch's")),
+    Check("CUDA IPC", nvidia,
+        Case(NOTE, lambda it: it.torch.has_symmetric_memory and "cuda-bindings" not in it.installation.packages,
+             "without cuda-bindings: ranks that all call their GPU cuda:0 (Ray) cannot share memory",
+             "pip install cuda-bindings")),
+    Check("/dev/shm", lambda info: (info.host.shared_memory,),
+        Case(ERROR, lambda it: not it.exists, "does not exist",
+             "Mount a tmpfs there that all ranks of the host share (--ipc=host)."),
+        Case(ERROR, lambda it: not it.writable, "cannot be written to",
+             "Mount a tmpfs there that all ranks of the host share (--ipc=host)."),
+        Case(ERROR, lambda it: it.others_may_replace, "mode {it.mode:o}: other users may remove and replace files",
+             "chmod 1777 /dev/shm")),
+    Check("/dev/shm", lambda info: (info.host.shared_memory,),
+        Case(WARNING, lambda it: it.usable and it.free_bytes < SMALL_SHARED_MEMORY_BYTES, SPACE,
+             "Enlarge it: --shm-size=16g or --ipc=host for containers, mount -o remount,size=16g /dev/shm for hosts."),
+        Case(OK, lambda it: it.usable and not it.others_may_replace, SPACE)),
+    Check("locked memory", the_machine,
+        Case(OK, lambda it: it.host.locked_memory_bytes is None, "no limit"),
+        Case(WARNING, lambda it: it.rdma and it.host.locked_memory_bytes < LITTLE_LOCKED_BYTES,
+             f"{LOCKED}: too little to register memory for RDMA", "ulimit -l unlimited"),
+        Case(NOTE, always, f"{LOCKED}; enough without RDMA")),
+    Check("NCCL", lambda info: (info.torch,) if info.torch.cuda_build is not None and not info.torch.problem else (),
+        Case(ERROR, lambda it: it.nccl is None, "not in this torch",
+             "Install a torch with CUDA and distributed support."),
+        Case(ERROR, lambda it: it.nccl_built and version_numbers(it.nccl) < version_numbers(it.nccl_built),
+             "{it.nccl} is loaded, torch was built with {it.nccl_built}",
+             "Unset LD_PRELOAD, LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, or install the version that torch names."),
+        Case(NOTE, lambda it: it.nccl_built and it.nccl != it.nccl_built,
+             "{it.nccl}; torch was built with {it.nccl_built}"),
+        Case(OK, always, "{it.nccl}")),
+    Check("NVSHMEM", lambda info: (info,) if info.has_gpus else (),
+        Case(NOTE, lambda it: it.installation.has_nvshmem, f"installed; used with {env.RAIL.name}=nvshmem only"),
+        Case(NOTE, always, f"no package nvidia-nvshmem; used with {env.RAIL.name}=nvshmem only")),
+    Check("libraries", _twice,
+        Case(WARNING, always, "both {it}", "Uninstall the one that is not for torch's CUDA.")),
+    Check("RDMA", the_machine, Case(NOTE, lambda it: not it.rdma, "no devices: between nodes tokens travel over TCP")),
+    Check("RDMA", lambda info: info.rdma,
+        Case(WARNING, lambda it: it.state != "ACTIVE", "{it.device} port {it.port} is {it.state}",
+             f"Mend the link, or leave it out: {env.RDMA_DEVICES.name}=^{{it.device}}"),
+        Case(WARNING, lambda it: it.link_layer == "Ethernet" and not it.has_address,
+             "{it.device} port {it.port} has no address (GID), which RoCE needs",
+             "Give its network interface an address; in containers, use the host's network."),
+        Case(OK, always, "{it.device} port {it.port}: {it.link_layer}, {it.rate}")),
+    Check("GPUDirect RDMA", nvidia,
+        Case(NOTE, lambda it: it.rdma and not it.host.gpu_direct,
+             "no nvidia_peermem: NCCL needs DMA-BUF, or copies by way of the host", "modprobe nvidia_peermem")),
+    Check("host name", the_machine,
+        Case(OK, lambda it: it.environment.get("GLOO_SOCKET_IFNAME"),
+             "{it.host.name}; gloo uses {it.environment[GLOO_SOCKET_IFNAME]} (GLOO_SOCKET_IFNAME)"),
+        Case(NOTE, lambda it: not it.host.addresses, "{it.host.name} has no address", INTERFACE),
+        Case(NOTE, lambda it: all(address.startswith(LOOPBACK) for address in it.host.addresses),
+             "{it.host.name} is {it.host.addresses:listed}, which other hosts cannot reach", INTERFACE),
+        Case(OK, always, "{it.host.name}: {it.host.addresses:listed}")),
+)  # fmt: skip

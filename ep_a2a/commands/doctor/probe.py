@@ -1,4 +1,4 @@
-"""Makes the description of this machine. Standard library only; judges nothing."""
+"""Describes this machine as a SystemInfo, without judging it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ep_a2a.commands.doctor.checks_backend import stands_on_library
 from ep_a2a.commands.doctor.probe_host import find_host, find_rdma_ports
 from ep_a2a.commands.doctor.probe_nvidia import add_nvidia_smi
 from ep_a2a.commands.doctor.probe_packages import find_atom, find_installation, find_vllm
-from ep_a2a.commands.doctor.subprocess_probe import ask
-from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, Machine, Torch, Triton
+from ep_a2a.commands.doctor.subprocess_probe import run_probe
+from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, SystemInfo, Torch, Triton
 from ep_a2a.errors import EnvironmentVariableError
 from ep_a2a.managers.capabilities import Capabilities
 
-ASK_SECS = 120.0
-"""How long a library may take to import: the first import of torch from a network drive is slow."""
+PROBE_SECS = 120.0
+"""Seconds that a library may take to import: the first import of torch from a network drive is slow."""
 
 
-def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
-    """Describes the machine that this process runs on.
+def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> SystemInfo:
+    """Returns the description of the machine that this process runs on.
 
     Args:
-        ask_secs: how long a library may take to import.
-        backend: name of the backend that is asked for, "" for none.
+        probe_secs: seconds that a library may take to import.
+        backend: name of the requested backend, "" for none.
     """
     with ThreadPoolExecutor() as asking:
-        found_backend = asking.submit(find_backend, backend, ask_secs)
-        torch, triton, driver = asking.map(lambda name: ask(name, ask_secs), ("torch", "triton", "driver"))
+        found_backend = asking.submit(find_backend, backend, probe_secs)
+        torch, triton, driver = asking.map(lambda name: run_probe(name, probe_secs), ("torch", "triton", "driver"))
     found_triton = _made(Triton, triton)
-    return Machine(
+    return SystemInfo(
         installation=find_installation(),
         torch=_made(Torch, torch),
         triton=found_triton,
@@ -48,14 +48,14 @@ def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
     )
 
 
-def find_backend(name: str, ask_secs: float = ASK_SECS) -> Backend:
-    """A backend as it is found here; its manager and its library are asked by processes of their own."""
+def find_backend(name: str, probe_secs: float = PROBE_SECS) -> Backend:
+    """Describes a backend; processes of their own ask its manager and its library."""
     if not stands_on_library(name):
         return Backend(name)
     folder = str(Path(ep_a2a.__file__).parent)
     with ThreadPoolExecutor() as asking:
         declared, library = asking.map(
-            lambda what: ask("backend", ask_secs, folder, name, what), ("declared", "library")
+            lambda what: run_probe("backend", probe_secs, folder, name, what), ("declared", "library")
         )
     if "capabilities" not in declared:
         return Backend(name, declaration_problem=declared["problem"])
@@ -65,7 +65,7 @@ def find_backend(name: str, ask_secs: float = ASK_SECS) -> Backend:
 
 
 def find_variable_problems() -> dict[str, str]:
-    """By name, why the text of a variable of this package cannot be used."""
+    """Returns, by name, why the text of a variable of this package cannot be used."""
     problems = {}
     for variable in env.VARIABLES:
         try:
@@ -84,6 +84,6 @@ def _driver(found: dict[str, Any]) -> Driver:
 
 
 def _made(kind: type[Any], found: dict[str, Any]) -> Any:
-    """A description of the facts that it has fields for; lists become tuples."""
+    """Makes a description of those facts that it has fields for; lists become tuples."""
     names = {field.name for field in fields(kind)}
     return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items() if key in names})

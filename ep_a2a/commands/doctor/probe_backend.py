@@ -1,10 +1,10 @@
-"""Asks a backend that stands on a library; run as a program of its own, since both may be broken. Prints JSON.
+"""Prints what a backend declares, or what its library says, as JSON. Runs as a program, since both may be broken.
 
-    probe_backend.py FOLDER NAME declared    what its manager declares: fields of machine.Backend
+    probe_backend.py FOLDER NAME declared    what its manager declares: fields of system_info.Backend
     probe_backend.py FOLDER NAME library     the library's version, and `problem` where it cannot be used
 
-FOLDER is that of the package ep_a2a. Only the second imports the library, so that what is declared is known even where
-that crashes or hangs.
+FOLDER is the folder of the package ep_a2a. Only the second form imports the library, so that the declaration is known
+even where the import crashes or hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def facts(name: str, what: str) -> dict[str, Any]:
-    """What is asked for; with `problem` where it cannot be found out."""
+    """Returns the requested facts; with `problem` where they cannot be found out."""
     try:
         from ep_a2a.managers.registry import manager_type
 

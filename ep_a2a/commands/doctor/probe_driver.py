@@ -1,6 +1,6 @@
-"""Asks the CUDA driver library; run as a program of its own, since a broken driver crashes or hangs. Prints JSON.
+"""Prints what the CUDA driver library says, as JSON. Runs as a program, since a broken driver crashes or hangs.
 
-The facts are fields of machine.Driver. libcuda is called directly, so that torch need not work.
+The facts are fields of system_info.Driver. The program calls libcuda directly, so that torch need not work.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Library:
             raise _FailedError(f"{name}: error {code}, {words}")
 
     def integer(self, name: str, *args: Any) -> int:
-        """What a function writes to its first argument, an int."""
+        """Returns the int that a function writes to its first argument."""
         value = ctypes.c_int(0)
         self.call(name, ctypes.byref(value), *args)
         return value.value
 
 
 def facts() -> dict[str, Any]:
-    """What the driver says; with `problem` where there is none or it cannot be used."""
+    """Returns what the driver says; with `problem` where there is none or it cannot be used."""
     try:
         library = Library()
     except OSError as error:

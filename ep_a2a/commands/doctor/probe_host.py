@@ -1,4 +1,4 @@
-"""What the operating system says: folders, limits, network names, RDMA devices."""
+"""Describes the operating system: folders, limits, network names, RDMA devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_host(triton_cache: str) -> Host:
 
 
 def find_folder(path: Path) -> Folder:
-    """Describes a folder; of one that does not exist, whether it could be made."""
+    """Describes a folder; for one that does not exist, whether it could be made."""
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -66,7 +66,7 @@ def find_folder(path: Path) -> Folder:
 
 
 def find_rdma_ports(root: Path = INFINIBAND) -> tuple[RdmaPort, ...]:
-    """Ports of all RDMA devices, in the order of their names."""
+    """Returns the ports of all RDMA devices, in the order of their names."""
     if not root.is_dir():
         return ()
     ports = sorted(path for device in root.iterdir() for path in (device / "ports").glob("*"))
@@ -88,7 +88,7 @@ def _port(path: Path) -> RdmaPort:
 
 
 def _text(path: Path) -> str:
-    # An entry of an address table that holds none cannot be read.
+    # The kernel refuses to read an empty entry of an address table.
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()
     return ""

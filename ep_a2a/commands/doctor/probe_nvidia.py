@@ -1,12 +1,12 @@
-"""What nvidia-smi knows beyond the driver library: how GPUs are connected, what memory is free, MIG."""
+"""Adds what nvidia-smi knows beyond the driver library: links between GPUs, free memory, MIG."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-from ep_a2a.commands.doctor.subprocess_probe import command_output
 from ep_a2a.commands.doctor.system_info import Driver, Gpu
+from ep_a2a.commands.programs import command_output
 
 QUERY = ("name", "driver_version", "memory.total", "memory.free", "mig.mode.current", "compute_mode")
 MIB = 1 << 20
@@ -14,14 +14,14 @@ _UNDERLINE = re.compile(r"\x1b\[\d*m")
 
 
 def add_nvidia_smi(driver: Driver) -> Driver:
-    """The description with what nvidia-smi adds; as it is where there is no nvidia-smi."""
+    """Returns the description with what nvidia-smi adds; unchanged where there is no nvidia-smi."""
     listed = read_query(command_output("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
     if not listed:
         return driver
     version, gpus = listed
     links = read_links(command_output("nvidia-smi", "topo", "-m"))
     seen = driver.gpus
-    # nvidia-smi numbers all GPUs of the host, CUDA those that are visible: only where there are as many do they match.
+    # nvidia-smi numbers all GPUs of the host, CUDA the visible ones: the numbers match only where the counts do.
     if len(seen) == len(gpus):
         seen = tuple(
             replace(one, free_bytes=other.free_bytes, mig=other.mig, compute_mode=other.compute_mode)

@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether engines will find this one. Nothing of theirs is imported."""
+"""Describes the installed packages, and whether engines will find this one, without importing them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 import ep_a2a
-from ep_a2a.commands.doctor.system_info import Atom, Installation, Vllm
+from ep_a2a.commands.doctor.checks_links import LIBRARIES
+from ep_a2a.commands.doctor.system_info import NEEDED_PACKAGES, Atom, Installation, Vllm
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.signatures import read_signatures
@@ -17,15 +18,11 @@ PLUGIN_GROUP = "vllm.general_plugins"
 ATOM_LAYERS = Path("model_ops", "moe.py")
 UNKNOWN = "?"
 """Version of a package that lies on the import path without metadata."""
-NEEDED = ("numpy", "typer", "rich")
-"""What this package imports beside torch and Triton."""
 OPTIONAL = ("matplotlib", "cuda-bindings", "nvshmem4py-cu12", "nvshmem4py-cu13", "flashinfer-python", "amd-mori")
-LIBRARIES = ("nvidia-nccl-", "nvidia-nvshmem-")
-"""Beginnings of the names of packages that bring a library; what follows is the CUDA version."""
 
 
 def find_installation() -> Installation:
-    """How this package is installed, and what beside it."""
+    """Describes how this package is installed, and which others are."""
     plugins = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
     return Installation(
         version=ep_a2a.__version__,
@@ -38,7 +35,7 @@ def find_installation() -> Installation:
 
 
 def find_vllm() -> Vllm:
-    """The vLLM of this environment, read as the plugin reads it: from its source, without importing it."""
+    """Describes the vLLM of this environment from its source, as the plugin reads it, without importing it."""
     folder = _folder("vllm")
     if folder is None:
         return Vllm()
@@ -54,7 +51,7 @@ def find_vllm() -> Vllm:
 
 
 def find_atom() -> Atom:
-    """The ATOM of this environment. Another package has its name as well, but not its layers."""
+    """Describes the ATOM of this environment. Another package has its name as well, but not its layers."""
     folder = _folder("atom")
     return Atom(
         version=None if folder is None or not (folder / ATOM_LAYERS).is_file() else _version("atom") or UNKNOWN,
@@ -63,8 +60,8 @@ def find_atom() -> Atom:
 
 
 def _packages() -> dict[str, str]:
-    named = {name: version for name in (*NEEDED, *OPTIONAL) if (version := _version(name))}
-    # Two builds of one library in an environment are a fault that only a list of all packages shows.
+    named = {name: version for name in (*NEEDED_PACKAGES, *OPTIONAL) if (version := _version(name))}
+    # Only a list of all packages shows two builds of one library.
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
         if name.startswith(LIBRARIES):

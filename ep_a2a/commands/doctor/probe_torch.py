@@ -1,6 +1,6 @@
-"""Asks torch; run as a program of its own, since `import torch` may fail, crash or hang. Prints one line of JSON.
+"""Prints what torch says, as one line of JSON: fields of system_info.Torch.
 
-The facts are fields of machine.Torch.
+Runs as a program, since `import torch` may fail, crash or hang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """What torch says; with `problem` where it cannot be imported."""
+    """Returns what torch says; with `problem` where it cannot be imported."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""Asks Triton; run as a program of its own, since `import triton` may fail or crash. Prints one line of JSON.
+"""Prints what Triton says, as one line of JSON: fields of system_info.Triton.
 
-The facts are fields of machine.Triton.
+Runs as a program, since `import triton` may fail, crash or hang.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """What Triton says; with `problem` where it cannot be imported."""
+    """Returns what Triton says; with `problem` where it cannot be imported."""
     try:
         import triton
     except ModuleNotFoundError as error:

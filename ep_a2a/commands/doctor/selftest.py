@@ -1,4 +1,4 @@
-"""The self-test: every two ranks of this host push bytes and flags to each other and run the op; then all together."""
+"""Runs the self-test: every two ranks push bytes and flags to each other and run the op; then all ranks together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.doctor.diagnostic import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.diagnostic import Diagnostic, error, note, ok, warning
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 PAIR_SECS = 2.0
 ALL_SECS = 1.0
 LIMIT_SECS = 240.0
-"""For one pair, with what has to be compiled; a flag or row that does not come ends it after EP_A2A_TIMEOUT_SECS."""
+"""For one pair, compilation included. EP_A2A_TIMEOUT_SECS bounds the wait for a flag or row that never comes."""
 SLOW = 0.5
-"""A link below this share of the median is said to be slow."""
+"""A link with less than this share of the median rate gets a warning."""
 CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: these numbers say nothing about GPUs"
 REMEDIES = {
     "RankTimeoutError": "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics.",
@@ -36,11 +36,11 @@ OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and look at the ranks' 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What came of it.
+    """Results of a self-test.
 
     Attributes:
         device: "cpu" or "cuda". num_ranks: ranks that took part.
-        pairs: what two ranks measured, or why they did not, as text.
+        pairs: what two ranks measured, or why they failed, as text.
         together: why a step of all ranks failed; "" where it did not. step_us: how long it took.
     """
 
@@ -114,30 +114,30 @@ def run_selftest(
     return SelfTest(device, num_ranks, pairs, together, step_us)
 
 
-def judge(test: SelfTest) -> list[Finding]:
+def judge(test: SelfTest) -> list[Diagnostic]:
     """Findings about what the self-test measured."""
-    findings = []
+    diagnostics = []
     for (a, b), result in test.pairs.items():
         if isinstance(result, str):
-            findings.append(error(f"ranks {a}, {b}", result, _remedy(result)))
+            diagnostics.append(error(f"ranks {a}, {b}", result, _remedy(result)))
     if test.together:
-        findings.append(error("all ranks", test.together, _remedy(test.together)))
-    findings += _slow_links(test)
+        diagnostics.append(error("all ranks", test.together, _remedy(test.together)))
+    diagnostics += _slow_links(test)
     if test.num_ranks < 2:
-        findings.append(note("self-test", "one rank has no peers: nothing was pushed"))
-    if not findings:
+        diagnostics.append(note("self-test", "one rank has no peers: nothing was pushed"))
+    if not diagnostics:
         measured = [result for result in test.pairs.values() if isinstance(result, PairResult)]
         pushes, steps = sum(r.num_pushes for r in measured), sum(r.num_steps for r in measured)
-        findings.append(
+        diagnostics.append(
             ok("self-test", f"{len(measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right")
         )
     if test.device == "cpu":
-        findings.append(note("self-test", CPU_NOTE))
-    return findings
+        diagnostics.append(note("self-test", CPU_NOTE))
+    return diagnostics
 
 
 def table(test: SelfTest) -> str:
-    """The matrix of rates as text."""
+    """Returns the matrix of rates as text."""
     title = "GB/s from rank (down) to rank (across)"
     lines = [title, "      " + "".join(f"{rank:>9}" for rank in range(test.num_ranks))]
     for source, row in enumerate(test.gb_per_s):
@@ -146,7 +146,7 @@ def table(test: SelfTest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _slow_links(test: SelfTest) -> list[Finding]:
+def _slow_links(test: SelfTest) -> list[Diagnostic]:
     rates = [rate for row in test.gb_per_s for rate in row if rate]
     if test.device == "cpu" or not rates:
         return []
@@ -159,13 +159,12 @@ def _slow_links(test: SelfTest) -> list[Finding]:
 
 
 def _words(failure: RankFailure) -> str:
-    """What the first rank that failed said, in a line; a rank that was told of it by another says less."""
+    """Returns the first failing rank's error in a line; ConfigMismatchErrors only repeat another rank's."""
     errors = [*failure.errors.values()]
     if errors:
         first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
         return f"{type(first).__name__}: {first}"
-    last = [text.strip().splitlines()[-1] for text in failure.tracebacks.values() if text.strip()]
-    return "; ".join([str(failure).splitlines()[0], *sorted(set(last))])
+    return failure.summary
 
 
 def _remedy(words: str) -> str:

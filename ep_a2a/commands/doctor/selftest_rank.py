@@ -1,4 +1,4 @@
-"""The self-test on one rank: pushes with flags between two ranks, and steps of the op, with every result compared."""
+"""Runs the self-test on one rank: pushes with flags between two ranks, and steps of the op; compares every result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from ep_a2a import env
 from ep_a2a.commands.bench.wire_kernels import GAVE_UP
-from ep_a2a.commands.bench.wire_limit import VECTOR_BYTES, Direction, make_direction, pattern
+from ep_a2a.commands.bench.wire_limit import Direction, make_direction
+from ep_a2a.commands.bench.wire_plan import VECTOR_BYTES, pattern
 from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import Arena, allocate_symmetric
@@ -143,8 +144,8 @@ def _check_flag(direction: Direction, context: RankContext) -> None:
 
 
 def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) -> tuple[float, int]:
-    """Does `work` as often as fits into `secs`, equally often on all ranks; microseconds of one, and how often."""
-    # The first one compiles, the second one shows how long it takes.
+    """Calls `work` as often as fits into `secs`, equally often on all ranks; returns microseconds and the number."""
+    # The first call compiles; the second shows how long one takes.
     work(0)
     start = time.perf_counter()
     work(1)
@@ -170,7 +171,7 @@ def _config(context: RankContext) -> EpDispatchCombineConfig:
         num_experts_per_rank=EXPERTS_PER_RANK,
         num_experts_per_token=TOPK,
         compiled_calls=CompiledCalls.SERVING,
-        # both ranks are there: a flag that does not come will not come
+        # Both ranks are running, so a late flag never comes.
         first_timeout_secs=env.TIMEOUT_SECS.get(),
     )
 

@@ -1,25 +1,25 @@
-"""Runs the programs that ask libraries which may be broken, and other commands, and never waits for ever."""
+"""Runs the programs `probe_*.py` and `ep-a2a plan`, each with a time limit."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from ep_a2a.commands.programs import command_output
+
 MARK = "ep_a2a_facts:"
-COMMAND_SECS = 20.0
 
 
-def ask(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
-    """The facts that `probe_<name>.py` prints; where it does not come to that, `problem` says why.
+def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
+    """Returns the facts that `probe_<name>.py` prints; where it prints none, `problem` says why.
 
     Args:
         name: torch, triton, driver or backend.
-        timeout_secs: how long to wait.
+        timeout_secs: seconds to wait.
         arguments: of the program.
     """
     program = Path(__file__).with_name(f"probe_{name}.py")
@@ -40,22 +40,8 @@ def ask(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
     return {"version": "?", "problem": f"the process {_end(done.returncode)}: {last.strip()}"}
 
 
-def command_output(*command: str) -> str:
-    """What a program prints; "" where it is missing, fails or takes too long."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_SECS, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def plan_bytes(num_ranks: int, max_tokens: int, hidden_dim: int | None, quant: str) -> int | None:
-    """Bytes that an op takes on each rank, as `ep-a2a plan` says; None where that does not run or refuses the sizes."""
+    """Returns the bytes of an op on each rank, as `ep-a2a plan` says; None where it fails or refuses the sizes."""
     options = {"ranks": num_ranks, "max-tokens": max_tokens, "hidden": hidden_dim, "quant": quant}
     named = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     printed = command_output(sys.executable, "-m", "ep_a2a.cli", "plan", "--json", *named)

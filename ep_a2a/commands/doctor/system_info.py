@@ -1,12 +1,36 @@
-"""A machine as the checks see it: facts without judgement. The defaults are those of a machine that has nothing."""
+"""A machine as the checks see it: facts without judgement. The defaults describe a machine that has nothing."""
 
 from __future__ import annotations
 
+import re
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ep_a2a.managers.capabilities import Capabilities
+
+NEEDED_PACKAGES = ("numpy", "typer", "rich")
+"""What this package imports beside torch and Triton."""
+GIB = 1 << 30
+AMD, NVIDIA = "AMD", "NVIDIA"
+"""Makers of GPUs, as the capabilities of backends name them."""
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def dotted(numbers: tuple[int, ...] | None) -> str:
+    """Numbers as a version: "9.0" of (9, 0), "" of None."""
+    return ".".join(map(str, numbers or ()))
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A number of bytes as text, in GiB."""
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,17 @@ class Torch:
     has_symmetric_memory: bool = False
     has_nvshmem: bool = False
 
+    @property
+    def works(self) -> bool:
+        """Whether it is installed and imports."""
+        return self.version is not None and not self.problem
+
+    @property
+    def build(self) -> str:
+        """Its version, and what it is built for."""
+        target = f"CUDA {self.cuda_build}" if self.cuda_build else f"ROCm {self.hip_build}" if self.hip_build else "CPU"
+        return f"{self.version}, built for {target}"
+
 
 @dataclass(frozen=True)
 class Triton:
@@ -51,6 +86,11 @@ class Triton:
     version: str | None = None
     problem: str = ""
     cache_directory: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is installed and imports."""
+        return self.version is not None and not self.problem
 
 
 @dataclass(frozen=True)
@@ -70,6 +110,13 @@ class Gpu:
     free_bytes: int | None = None
     mig: bool = False
     compute_mode: str = "Default"
+
+    @property
+    def summary(self) -> str:
+        """What is known of its model and size."""
+        capability = self.capability and f"compute capability {dotted(self.capability)}"
+        memory = None if self.total_bytes is None else gibibytes(self.total_bytes)
+        return ", ".join(filter(None, [self.name, capability, memory]))
 
 
 @dataclass(frozen=True)
@@ -93,6 +140,18 @@ class Driver:
     atomics: tuple[tuple[bool, ...], ...] = ()
     num_gpus_of_host: int = 0
     links: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def versions(self) -> str:
+        """Its version and the CUDA version that it serves."""
+        return f"{self.version or 'version unknown'}, up to CUDA {dotted(self.cuda)}"
+
+    def unreached(self) -> dict[str, list[tuple[int, int]]]:
+        """By way of access, pairs of GPUs of which one does not reach the other."""
+        return {
+            way: [(a, b) for b in range(len(matrix)) for a in range(b) if not (matrix[a][b] and matrix[b][a])]
+            for way, matrix in (("peer access", self.access), ("native atomics", self.atomics))
+        }
 
 
 @dataclass(frozen=True)
@@ -135,6 +194,16 @@ class Folder:
     free_bytes: int = 0
     no_exec: bool = False
     unsafe: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether this user can make files in it."""
+        return self.exists and self.writable
+
+    @property
+    def others_may_replace(self) -> bool:
+        """Whether other users may remove and replace its files: writable by all, and not sticky."""
+        return self.mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -180,6 +249,21 @@ class Installation:
     packages: dict[str, str] = field(default_factory=dict)
     tuned_tables: tuple[str, ...] = ()
 
+    @property
+    def missing_packages(self) -> str:
+        """Names of packages that this one imports and that are not installed."""
+        return " ".join(name for name in NEEDED_PACKAGES if name not in self.packages)
+
+    @property
+    def packages_text(self) -> str:
+        """The packages as text."""
+        return ", ".join(f"{name} {self.packages[name]}" for name in sorted(self.packages))
+
+    @property
+    def has_nvshmem(self) -> bool:
+        """Whether a package brings NVSHMEM's libraries."""
+        return any(name.startswith("nvidia-nvshmem-") for name in self.packages)
+
 
 @dataclass(frozen=True)
 class Vllm:
@@ -208,6 +292,12 @@ class Atom:
     version: str | None = None
     aiter: str | None = None
 
+    @property
+    def versions(self) -> str:
+        """What is installed of the two."""
+        found = (("ATOM", self.version), ("AITER", self.aiter))
+        return ", ".join(f"{name} {version}" for name, version in found if version)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -235,7 +325,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Machine:
+class SystemInfo:
     """All that the checks look at.
 
     Attributes:
@@ -260,3 +350,24 @@ class Machine:
     def has_gpus(self) -> bool:
         """Whether there are GPUs here that torch could use, whether it can or not."""
         return bool(self.driver.gpus) or self.driver.num_gpus_of_host > 0 or self.torch.num_gpus > 0
+
+    @property
+    def has_nvidia_gpus(self) -> bool:
+        """Whether there are GPUs, and torch is not built for AMD's."""
+        return self.has_gpus and not self.torch.hip_build
+
+    @property
+    def num_hidden_gpus(self) -> int:
+        """GPUs of the host that torch does not see."""
+        return self.driver.num_gpus_of_host - self.torch.num_gpus
+
+    @property
+    def why_no_gpus(self) -> str:
+        """What torch or NVIDIA's driver says where torch sees no GPU."""
+        driver_problem = "" if self.torch.hip_build else self.driver.problem
+        return self.torch.gpu_problem or driver_problem or "it gives no reason"
+
+    @property
+    def visible_gpus(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES; None where it is not set."""
+        return self.environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,1 +1,1 @@
-"""`ep-a2a plan`: what an op's buffers take on each GPU, and what an exchange between nodes would take."""
+"""`ep-a2a plan`: the memory of an op on each GPU, and the predicted time of an exchange between nodes."""

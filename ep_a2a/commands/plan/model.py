@@ -1,4 +1,4 @@
-"""What a model's config.json (Hugging Face) says of its MoE layers, by the keys that vLLM reads."""
+"""Reads the MoE layers of a model from its config.json (Hugging Face), by the keys that vLLM reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Where models of several kinds of input keep their language model."""
+"""Keys of the language model in models with several kinds of input."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_BITS = 8
@@ -66,9 +66,9 @@ class MoeModel:
         return self.model_type not in COPIED_TOKENS
 
     def activation_quant(self) -> SimpleNamespace | None:
-        """The part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they stay as they are.
+        """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast.
 
-        Of the experts that vLLM has for this quantisation, those are meant that take rows already quantised.
+        It assumes experts that take quantised rows.
         """
         if self.quant_method == "fp8":
             return _fp8_quant(self.quantization)
@@ -78,7 +78,7 @@ class MoeModel:
 
 
 def read_model(path: Path) -> MoeModel:
-    """The MoE layers of the model of a config.json, or of the folder that it lies in.
+    """Reads the MoE layers from a config.json, or from the folder that it lies in.
 
     Raises:
         ConfigError: it cannot be read, or lacks a number that a MoE layer has.
@@ -95,7 +95,7 @@ def read_model(path: Path) -> MoeModel:
 
 
 def model_of(values: Mapping[str, Any]) -> MoeModel:
-    """The MoE layers of the model of a parsed config.json; see read_model."""
+    """Reads the MoE layers from a parsed config.json; raises as read_model."""
     configs = list(_with_nested(values))
     with_experts = [config for config in configs if _number(config, EXPERTS_KEYS) > 1]
     if not with_experts:
@@ -124,7 +124,7 @@ def _with_nested(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """The first of the keys that holds something above 0, else 0; of a number per layer the largest."""
+    """Returns the first number above 0 among the keys, else 0; of a number per layer the largest."""
     for key in keys:
         value = config.get(key)
         value = max((one for one in value if isinstance(one, int)), default=0) if isinstance(value, list) else value
@@ -141,7 +141,7 @@ def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 
 
 def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
-    """vLLM's `--dtype auto`: activations of a float32 model, or of one that does not say, are bfloat16."""
+    """Returns vLLM's `--dtype auto`: float32 models, and those without a dtype, have bfloat16 activations."""
     for config in configs:
         name = next((config[key] for key in DTYPE_KEYS if config.get(key)), None)
         if name is not None:
@@ -167,7 +167,7 @@ def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespac
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     if isinstance(block, str):
         sizes = block.split("x")
-        # what is no number is refused below
+        # _block_shape refuses other text.
         block = [int(size) for size in sizes] if all(size.strip().isdecimal() for size in sizes) else block
     shape = None if block is None else _block_shape("block_structure", block)
     by_token = shape is None and inputs.get("strategy") == "token"
@@ -182,7 +182,7 @@ def _targets(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
-    """The JSON object by a key, {} where there is none."""
+    """Returns the JSON object by a key, {} where there is none."""
     found = values.get(key) or {}
     if not isinstance(found, Mapping):
         raise _odd(f"a JSON object by {key} in {place}", found)
@@ -190,7 +190,7 @@ def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, An
 
 
 def _block_shape(key: str, found: Any) -> list[int]:
-    """Rows and columns of a block of weights with one scale."""
+    """Returns rows and columns of a block of weights with one scale."""
     are_sizes = isinstance(found, list) and all(type(size) is int and size > 0 for size in found)
     if not are_sizes or len(found) != 2:
         raise _odd(f"two whole numbers above 0 by {key} in {QUANTIZATION_KEYS[0]}", found)

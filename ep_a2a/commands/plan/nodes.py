@@ -1,4 +1,4 @@
-"""`ep-a2a plan --nodes` and `--published`: what an exchange between nodes is predicted to take."""
+"""Predicts exchanges between nodes, for `ep-a2a plan --nodes` and `--published`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def predictions(
     chunk_tokens: int | None = None, num_credits: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168,
     topk: int = 8, experts: int = 256, cast: str = "none",
 ) -> list[Prediction]:  # fmt: skip
-    """A copy per node and a copy per rank, for each number of nodes.
+    """Returns predictions for a copy per node and a copy per rank, for each number of nodes.
 
     Raises:
         ConfigError: numbers are impossible, or ranks is not nodes times gpus_per_node.
@@ -55,15 +55,15 @@ def predictions(
 
 @dataclass(frozen=True)
 class Files:
-    """Where results go: files, or None, and the terminal, as JSON or as a table."""
+    """The outputs: files, or None, and the terminal, as JSON or as a table."""
 
     markdown: Path | None
     plot: Path | None
     as_json: bool
 
     def check(self) -> None:
-        """Raises, before anything is simulated, what would keep the files from being written."""
-        from ep_a2a.commands.bench.plot import check_can_plot
+        """Raises, before the simulation, what would keep the files from being written."""
+        from ep_a2a.commands.plotting import check_can_plot
 
         check_folder(self.markdown)
         if self.plot is not None:
@@ -85,7 +85,7 @@ class Files:
 
 
 def show_predictions(options: dict[str, Any], files: Files) -> None:
-    """What the options of `ep-a2a plan` ask for; those of files are in `files`.
+    """Shows the predictions for options of `ep-a2a plan`; those of files are in `files`.
 
     Raises:
         ConfigError: as `predictions`, or an option is given that the simulator does not know.
@@ -104,7 +104,7 @@ def show_predictions(options: dict[str, Any], files: Files) -> None:
 
 
 def show_published(options: dict[str, Any], files: Files) -> None:
-    """Published times of other libraries beside the simulator's.
+    """Shows published times of other libraries beside the simulator's.
 
     Raises:
         ConfigError: any option but --markdown and --json is given.

@@ -1,19 +1,20 @@
-"""Predicted time and bytes against the number of GPUs. matplotlib is optional and loaded here only."""
+"""Draws predicted times and bytes against the number of GPUs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.commands.bench.plot import DOTS_PER_INCH, check_can_plot
+from ep_a2a.commands.plotting import Panel, plot_panels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ep_a2a.commands.simulation.predict import Prediction
 
 STYLES = {"node": "-", "rank": "--", "expert": ":"}
 MB, GB = 1e6, 1e9
+X_LABEL = "GPUs (EP size)"
 
 
 def plot_predictions(found: Sequence[Prediction], path: Path) -> None:
@@ -23,33 +24,23 @@ def plot_predictions(found: Sequence[Prediction], path: Path) -> None:
         found: of one shape. path: *.png or *.svg.
 
     Raises:
-        MissingPackageError, ConfigError: as ep_a2a.commands.bench.plot.check_can_plot.
+        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.check_can_plot.
     """
-    check_can_plot(path)
-    from matplotlib.figure import Figure
+    ticks = {count: str(count) for count in sorted({each.cluster.num_ranks for each in found})}
+    panels = times, wires, buffers = tuple(
+        Panel(X_LABEL, label, ticks) for label in ("time, µs", "bytes sent by a GPU's NIC, MB", "buffers of a GPU, GB")
+    )
 
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
-    labels = ("time, µs", "bytes sent by a GPU's NIC, MB", "buffers of a GPU, GB")
-    times, wires, buffers = axes = figure.subplots(1, 3)
-    ranks = sorted({each.cluster.num_ranks for each in found})
-    for panel, label in zip(axes, labels):
-        panel.set(xscale="log", xlabel="GPUs (EP size)", ylabel=label)
-        panel.set_xticks(ranks, [str(count) for count in ranks])
-        panel.minorticks_off()
-        panel.grid(visible=True, alpha=0.3)
+    def draw(panel: Panel, label: str, color: str, copies: str, value: Callable[[Prediction], float]) -> None:
+        points = [(each.cluster.num_ranks, value(each)) for each in found if each.copies == copies]
+        panel.lines.append((label, points, {"color": color, "linestyle": STYLES[copies], "marker": "o"}))
+
     for copies in dict.fromkeys(each.copies for each in found):
-        line = [each for each in found if each.copies is copies]
-        x, style = [each.cluster.num_ranks for each in line], {"linestyle": STYLES[copies], "marker": "o"}
         name = f"a copy per {copies}"
-        times.plot(x, [each.dispatch_us for each in line], color="C0", label=f"dispatch, {name}", **style)
-        times.plot(x, [each.combine_us for each in line], color="C1", label=f"combine, {name}", **style)
-        sent = [(each.nic_dispatch_bytes / MB, each.nic_combine_bytes / MB) for each in line]
-        wires.plot(x, [dispatch for dispatch, _ in sent], color="C0", label=f"dispatch, {name}", **style)
-        wires.plot(x, [combine for _, combine in sent], color="C1", label=f"combine, {name}", **style)
-        buffers.plot(x, [each.buffer_bytes / GB for each in line], color="C2", label=name, **style)
-    for panel in axes:
-        panel.set_ylim(bottom=0)
-        panel.legend(fontsize="small")
-    shape = found[0].shape
-    figure.suptitle(f"PREDICTED, not measured: {shape.num_tokens} tokens per GPU, {found[0].cluster.nic_gbps:g} Gb/s")
-    figure.savefig(path, format=path.suffix[1:], dpi=DOTS_PER_INCH)
+        draw(times, f"dispatch, {name}", "C0", copies, lambda each: each.dispatch_us)
+        draw(times, f"combine, {name}", "C1", copies, lambda each: each.combine_us)
+        draw(wires, f"dispatch, {name}", "C0", copies, lambda each: each.nic_dispatch_bytes / MB)
+        draw(wires, f"combine, {name}", "C1", copies, lambda each: each.nic_combine_bytes / MB)
+        draw(buffers, name, "C2", copies, lambda each: each.buffer_bytes / GB)
+    tokens, gbps = found[0].shape.num_tokens, found[0].cluster.nic_gbps
+    plot_panels(panels, f"PREDICTED, not measured: {tokens} tokens per GPU, {gbps:g} Gb/s", path)

@@ -1,4 +1,4 @@
-"""Predictions as tables: on a terminal, and as markdown."""
+"""Shows predictions as tables, on a terminal and in markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op's buffers take, part by part: the byte layout that ops are built with, added up without building one."""
+"""Adds up an op's buffers, part by part, from the byte layout that ops are built with."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ PART_BY_HOST = {
 
 @dataclass(frozen=True)
 class Part:
-    """Some of an op's memory on one GPU.
+    """One part of an op's memory on one GPU.
 
     Attributes:
         name: key of the part in JSON.
         num_bytes: with what alignment adds.
-        holds: what lies there, in words.
+        holds: the content, in words.
         is_shared: with other ops of the same manager and index.
         fields: the regions that it is made of; () for what is allocated later.
     """
@@ -82,7 +82,7 @@ class Plan:
     Attributes:
         config: that of rank 0, which owns the most experts.
         parts: what rank 0 allocates when the op is built.
-        later: what only certain calls allocate, each the first time, in memory that the arena counts then.
+        later: parts that only certain calls allocate, at their first use; the arena counts them then.
         bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
     """
 
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def deep_ep_hints(self) -> DeepEpHints:
-        """What DeepEP would ask for on each GPU for the same shape, by its formulas."""
+        """The buffers of DeepEP on each GPU for the same shape, by its formulas."""
         return deep_ep_hints(
             hidden_dim=self.config.hidden_dim,
             element_bytes=self.config.data_type.itemsize,
@@ -117,7 +117,7 @@ class Plan:
 
 
 def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool = False) -> Plan:
-    """What the op of these configs takes.
+    """Returns the plan of the op of these configs.
 
     Args:
         configs: one for each rank, in rank order.
@@ -140,7 +140,7 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
 
 
 def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
-    """What the op is, as plain values."""
+    """Returns the op's sizes and choices, as plain values."""
     return {
         "ranks": config.world_size,
         "max_tokens_per_rank": config.max_num_inp_token_per_rank,
@@ -158,7 +158,7 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
 
 
 def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]]:
-    """By part, in the order of the table: what it holds, and whether ops of one index share it."""
+    """Returns, by part in the order of the table, its content, and whether ops of one index share it."""
     layout = OpLayout.of(config)
     scales = f"{config.num_scales} scales and " if config.num_scales else ""
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
@@ -203,7 +203,7 @@ def _rings(rings: Rings) -> str:
 
 
 def rows_of(field: Field) -> str:
-    """A field's shape and dtype, in words."""
+    """Returns a field's shape and dtype, in words."""
     return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
 
 

@@ -1,4 +1,4 @@
-"""A plan on a terminal."""
+"""Shows a plan on a terminal."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ TITLES = {
 
 
 def view_of(plan: Plan, assumed: Iterable[str]) -> RenderableType:
-    """The table and what belongs to it.
+    """Returns the tables of a plan, with its assumptions.
 
     Args:
-        plan: what is shown.
-        assumed: what it takes for granted.
+        plan: the plan.
+        assumed: its assumptions, one sentence each.
     """
     assumed = list(assumed)
     lines: list[RenderableType] = [_op(plan), "", _table(plan), "", _deep_ep_table(plan)]

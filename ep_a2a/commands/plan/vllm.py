@@ -1,4 +1,4 @@
-"""The op that vLLM's MoE layers would ask for, from a model's config and vLLM's options, without vLLM."""
+"""Plans the op of vLLM's MoE layers from a model's config and vLLM's options, without vLLM."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 PADDED_MULTIPLE = 256
 GPUS_PER_NODE = 8
 TRANSPORT = "torch.distributed"
-"""What ops take between hosts unless EP_A2A_RAIL says otherwise."""
+"""Transport of ops between hosts unless EP_A2A_RAIL names another."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """vLLM's options that a plan depends on, and what is known better than config.json says it.
+    """vLLM's options that a plan depends on, and values that replace those of config.json.
 
     Attributes:
         data_parallel_size, tensor_parallel_size: of `vllm serve`. The expert-parallel group is their product.
@@ -76,7 +76,7 @@ class VllmOptions:
 
 
 def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombineConfig]:
-    """The config of each rank's op, as `EpA2APrepareAndFinalize.post_init_setup` asks for it.
+    """Returns the config of each rank's op, as `EpA2APrepareAndFinalize.post_init_setup` makes it.
 
     Raises:
         UnsupportedError: vLLM would make no op.
@@ -118,19 +118,19 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
 
 
 def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
-    """What that op takes, as the engine's log says it when the op is made; raises what vllm_configs does."""
+    """Returns the plan of that op, which equals the engine's log; raises as vllm_configs."""
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
 def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> WireFormat:
     if options.cast is not None:
         return WireFormat(options.cast)
-    # scales that are powers of two take as many bytes as others
+    # Scales that are powers of two take as many bytes as others.
     return wire_format(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
 
 
 def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
-    """What the plan takes for granted, one sentence each."""
+    """Returns the plan's assumptions, one sentence each."""
     found, cast = [], op_facts(config)["quant"]
     if options.max_num_batched_tokens is None:
         found.append(
@@ -157,7 +157,7 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
 
 
 def _about_nodes(options: VllmOptions) -> list[str]:
-    """Where the GPUs are, and what joins them."""
+    """Says how many GPUs a node has, and what joins nodes."""
     world_size, num_nodes, node_size = options.world_size, options.num_nodes, options.node_size
     else_say = "" if options.gpus_per_node else "; else --gpus-per-node"
     if num_nodes == 1:

@@ -1,4 +1,4 @@
-"""Bytes of memory on each GPU that an exchange between nodes needs, by how often a token crosses."""
+"""Computes the memory of an exchange between nodes on each GPU, by the number of crossings of a token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GATHER_CHUNKS = 4
 
 
 def expert_rows_bytes(cluster: Cluster, shape: Shape) -> int:
-    """The rows that experts read, at worst all tokens of all ranks; the same however tokens cross."""
+    """Returns the bytes of the rows that experts read: at worst all tokens of all ranks."""
     return cluster.num_ranks * shape.num_tokens * shape.dispatch_record_bytes
 
 
 def wire_buffers(cluster: Cluster, shape: Shape, copies: Copies) -> dict[str, int]:
-    """Everything else, by name.
+    """Returns the bytes of all other buffers, by name.
 
     A copy per node: tokens packed for the NIC; rings of `num_credits` chunks per other node, of dispatch on arrival and
     of combine on both sides; a pool of rows to add up; slots for the rows of the own node. Otherwise: packed tokens,

@@ -1,4 +1,4 @@
-"""The machines that are simulated: sizes, and every constant of the model with its unit and where it comes from."""
+"""Defines the simulated machines: sizes, and every constant of the model with its unit and source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated time: actions in order of time, and wires that carry one transfer after another."""
+"""Simulates time: actions in order of time, and wires that carry one transfer after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES_PER_US_OF_GB_PER_S = 1e3
 
 
 class Clock:
-    """Runs actions in order of time; those of one time in the order in which they were asked for."""
+    """Runs actions in order of time; those of one time in the order of their calls."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
@@ -40,7 +40,7 @@ class Wire:
         self._free_at_us = 0.0
 
     def reserve(self, now_us: float, num_bytes: float) -> tuple[float, float]:
-        """When a transfer that is ready now begins and ends."""
+        """Returns when a transfer that is ready now begins and ends."""
         begin_us = max(now_us, self._free_at_us)
         self._free_at_us = begin_us + num_bytes / self._bytes_per_us
         return begin_us, self._free_at_us

@@ -1,12 +1,12 @@
-"""Dispatch and combine between nodes, played event by event on one GPU of each node.
+"""Simulates dispatch and combine between nodes, event by event, on one GPU of each node.
 
 With a copy per node (InterNodeV1) a token crosses once, to the GPU of the same local rank, which pushes it on over
 NVLink to the ranks of its node that need it; combine goes the same way back, and each node adds up its rows before one
 row per token crosses. A node has room for `num_credits` chunks of each other GPU; a credit comes back when a chunk has
 been worked off. With a copy per rank or per expert rows go straight to their destinations, without credits.
 
-What is left out: multiprocessors (they keep up with the wires), reading and writing a GPU's own memory, the network
-behind the NICs (it has no bottleneck), skew between ranks when a step begins.
+The model leaves out multiprocessors (they keep up with the wires), a GPU's own memory, the network behind the NICs (it
+has no bottleneck), and skew between ranks at the start of a step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Phase(enum.StrEnum):
 
 
 def simulate(cluster: Cluster, shape: Shape, copies: Copies, phase: Phase, chunks: list[list[list[Chunk]]]) -> float:
-    """Microseconds until the last GPU is done.
+    """Returns microseconds until the last GPU is done.
 
     Args:
-        cluster, shape, copies: what is simulated.
+        cluster, shape, copies: the exchange.
         phase: dispatch or combine.
         chunks: of that cluster, shape and copies, as sample_chunks makes them.
     """
@@ -81,7 +81,7 @@ class _Exchange:
 
     def cross(self, node: int, other: int, number: int) -> None:
         """A chunk from node to other, which has a credit; the next one of this credit follows when it is back."""
-        # In combine rows return: what `other` brought to `node` in dispatch is what node owes other.
+        # In combine rows return: node sends back the rows that `other` brought in dispatch.
         chunks = self.chunks[other][node] if self.is_combine else self.chunks[node][other]
         if number >= len(chunks):
             return
@@ -110,7 +110,7 @@ class _Exchange:
             put(forward)
 
     def finish(self) -> None:
-        """Something has come to where it is needed."""
+        """Notes an arrival at its destination."""
         self.last_us = max(self.last_us, self.clock.now_us)
 
 

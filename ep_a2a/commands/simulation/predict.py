@@ -1,4 +1,4 @@
-"""What an exchange between nodes would take: simulated times, expected traffic, buffers."""
+"""Predicts an exchange between nodes: simulated times, expected traffic, buffers."""
 
 from __future__ import annotations
 

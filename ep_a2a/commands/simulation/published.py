@@ -1,4 +1,4 @@
-"""Published times of other libraries between nodes, and what the simulator says of the same exchange.
+"""Compares published times of other libraries between nodes with the simulator's.
 
 Times are the authors' claims, read in their documents in 2026 (DeepEP: README and docs/legacy.md; pplx-garden:
 docs/fabric-lib.md; NCCL: contrib/nccl_ep/README.md; MORI: README); none was measured by this project. All are for
@@ -17,7 +17,7 @@ from ep_a2a.commands.simulation.exchange import Phase, simulate
 from ep_a2a.commands.simulation.traffic import Copies, Shape, sample_chunks
 
 H800_NVLINK_GB_PER_S = 160.0
-"""What DeepEP's document gives as the most of an H800's NVLink."""
+"""Highest rate of an H800's NVLink, by DeepEP's document."""
 MI300X_GB_PER_S = 269.0
 MI355X_GB_PER_S = 302.0
 """Inside a node: MORI's own figure for dispatch with eight GPUs, 307 and 345 GB/s, of which 7/8 leave the GPU."""
@@ -63,7 +63,7 @@ class Compared:
 
     @property
     def error_percent(self) -> float:
-        """How far the prediction is off: below 0, too fast."""
+        """Relative error of the prediction; below 0 it is too fast."""
         return (self.predicted_us / self.published_us - 1) * 100
 
     def as_json_object(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What has to travel: expected numbers of copies by exact formulas, and sampled routings cut into chunks."""
+"""Computes the traffic: expected numbers of copies by exact formulas, and sampled routings cut into chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALE_BYTES = 4
 
 
 class Copies(enum.StrEnum):
-    """How often a token crosses to another node: once per node (and on by NVLink), per rank, or per expert."""
+    """Number of crossings of a token to another node: per node (then on by NVLink), per rank, or per expert."""
 
     NODE = "node"
     RANK = "rank"
@@ -49,19 +49,19 @@ class Shape:
 
     @property
     def dispatch_row_bytes(self) -> int:
-        """Of a row with its scales."""
+        """Bytes of a row with its scales."""
         if not self.casts:
             return self.hidden_dim * BFLOAT16_BYTES
         return self.hidden_dim + self.hidden_dim // FP8_GROUP_SIZE * SCALE_BYTES
 
     @property
     def dispatch_record_bytes(self) -> int:
-        """Of a row with all that travels beside it: scales, ids, weights, where it comes from."""
+        """Bytes of a row with its scales, ids, weights and source."""
         return self.dispatch_row_bytes + self.topk * ID_WEIGHT_BYTES + POSITION_BYTES
 
     @property
     def combine_row_bytes(self) -> int:
-        """Of a row on the way back."""
+        """Bytes of a row on the way back."""
         return self.hidden_dim * BFLOAT16_BYTES
 
     def placed_experts(self, num_ranks: int) -> int:

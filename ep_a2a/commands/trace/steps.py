@@ -1,4 +1,4 @@
-"""The op with its kernels' spans recorded: what `ep-a2a trace` runs on every rank."""
+"""Runs the op with its kernels' spans recorded, on every rank of `ep-a2a trace`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def trace_steps(context: BenchContext, workload: Workload, num_steps: int) -> list[TraceSpan]:
     """Runs steps with identity experts and returns this rank's spans of the latest ones. Collective.
 
-    A step runs before them, against the result that it must have: kernels are compiled then.
+    One checked step runs before them and compiles the kernels.
 
     Args:
         num_steps: steps; of more than SPAN_STEPS the latest are returned.

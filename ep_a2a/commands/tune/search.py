@@ -1,4 +1,4 @@
-"""Looks for the launch numbers that make round trips fastest, and keeps them in tuned tables."""
+"""Searches for the launch numbers with the fastest round trips, and writes them to tuned tables."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ VALUES = {
     "add_elements": (512, 1024, 2048),
     "pause_ns": (0, 100, 500),
 }
-"""What is tried of launch numbers that are not numbers of programs."""
+"""Values to try, by launch number; numbers of programs are scaled instead."""
 SCALES = (0.5, 0.75, 1.5, 2.0)
-"""What numbers of programs are multiplied by."""
+"""Factors to try for numbers of programs."""
 LEAST_GAIN = 0.01
-"""Share of the time that a launch must save to be taken for better: less is noise."""
+"""Share of the time that a better launch must save; less is noise."""
 POINT_TIMEOUT_SECS = 900.0
-"""Beyond a point's budget: building the op, and the last trial's compilation."""
+"""Seconds beyond a point's budget, for building the op and compiling the last trial."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search has found for one workload, the same on all ranks.
+    """Result of a search for one workload, the same on all ranks.
 
     Attributes:
-        workload: what was moved; its max_num_tokens is the key's.
+        workload: the tokens that were moved; its max_num_tokens is the key's.
         default, best: analytic launch numbers and the fastest ones, by phase.
         default_us, best_us: microseconds of a round trip, measured one after the other when the search was over.
         num_trials: launches timed. is_complete: every neighbour of the best was tried within the budget.
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:
-    """Launches that differ from this one in one number."""
+    """Yields the launches that differ from this one in one number."""
     for name in LAUNCH_FIELDS[phase]:
         now: int = getattr(launch, name)
         values = VALUES.get(name) or [min(MAX_PROGRAMS, max(1, round(now * scale))) for scale in SCALES]
@@ -90,7 +90,7 @@ def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:
 
 @dataclass
 class Search:
-    """Coordinate search: what is faster is kept and becomes the point whose neighbours are tried next.
+    """Coordinate search: tries the neighbours of the fastest launch so far.
 
     Args:
         time_of: microseconds of a round trip with these launches; infinite where the result is wrong.
@@ -105,7 +105,7 @@ class Search:
     is_complete: bool = False
 
     def run(self, start: Launches) -> Launches:
-        """The fastest launches found from `start`."""
+        """Returns the fastest launches found from `start`."""
         tried = {self.effect_of(start)}
         best, best_us = start, self._time(start)
         while True:
@@ -133,7 +133,7 @@ class Search:
 
 
 def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunch]) -> TunedTables:
-    """Tables with these launches for steps of M tokens."""
+    """Returns tables with these launches for steps of M tokens."""
     nothing = Evidence(0.0, 0.0, 0, "", {}, "")
     size = config.max_num_inp_token_per_rank
     return TunedTables({
@@ -143,9 +143,9 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
 
 
 def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None) -> Launches:
-    """What the policy gives steps of M tokens, as a table would have it: the analytic numbers, or those of tables.
+    """Returns the policy's launches for steps of M tokens: the analytic numbers, or those of tables.
 
-    What tables ask for beyond the device or the work is cut off.
+    Numbers of tables are cut to the device and the work.
     """
     size = config.max_num_inp_token_per_rank
     launches = {}
@@ -156,7 +156,7 @@ def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: Tuned
 
 
 def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int) -> tuple[Any, ...]:
-    """What the policy makes of launches on a device, whatever their reason."""
+    """Returns the launches that the policy makes of these on a device; equal results need only one trial."""
     size, tables = config.max_num_inp_token_per_rank, tables_of(config, launches)
     chosen = [choose_launch(config, Phase(phase), size, size, num_sms, tables=tables) for phase in launches]
     return tuple(replace(launch, reason="") for launch in chosen)
@@ -189,7 +189,7 @@ def search_point(
         lambda: all(rendezvous.exchange("time left", time.monotonic() < deadline)),
     )
     best = search.run(default)
-    # once more, one after the other: the fastest of many trials was also the luckiest
+    # Measured once more, one after the other: the fastest of many trials was also the luckiest.
     default_us, best_us = time_of(default), time_of(best)
     if not math.isfinite(default_us):
         raise CheckFailedError("right results with analytic launches", "wrong ones", "Run ep-a2a bench; it says more.")
@@ -214,7 +214,7 @@ def _checked_time(session: OpSession, rendezvous: Rendezvous, time_session: Call
 
 
 def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
-    """The entries that an outcome becomes, by phase."""
+    """Returns the table entries of an outcome, by phase."""
     workload, config = outcome.workload, make_config(outcome.workload, 0)
     num_bytes = workload.dispatch_bytes + workload.combine_bytes
     us = round(outcome.best_us, 2)
@@ -236,15 +236,15 @@ def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
 def tune(
     points: Sequence[Workload], settings: TimingSettings, budget_secs: float, output: Path
 ) -> Iterator[Outcome | str]:
-    """Searches for each workload on GPUs and writes what was found, each as soon as it is known.
+    """Searches for each workload on GPUs and writes each result at once.
 
     Args:
         points: all of one number of ranks. settings: how a trial is timed.
-        budget_secs: how long each search may go on beginning trials.
+        budget_secs: seconds in which each search may begin trials.
         output: folder of the tables; made where it does not exist.
 
     Yields:
-        What was found, or why nothing was.
+        The outcome of each workload, or why there is none.
 
     Raises:
         UnsupportedError: there are fewer GPUs than ranks.
@@ -266,7 +266,7 @@ def tune(
 
 
 def check_can_tune(num_ranks: int) -> None:
-    """Raises where this machine cannot give tables for so many ranks.
+    """Checks that this machine can measure so many ranks.
 
     Raises:
         UnsupportedError: there are fewer GPUs than ranks.

@@ -1,0 +1,87 @@
+"""Runs a sweep, and reports it on the terminal and in files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from ep_a2a.commands.bench.environment import describe
+from ep_a2a.commands.bench.launcher import run_sweep
+from ep_a2a.commands.bench.plot import plot_round_trips
+from ep_a2a.commands.bench.report import JsonLines, show, write_markdown
+from ep_a2a.commands.bench.rows import Status, make_records
+from ep_a2a.commands.options import numbers
+from ep_a2a.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ep_a2a.commands.bench.launcher import Runner
+    from ep_a2a.commands.bench.sweep import Sweep
+    from ep_a2a.commands.bench.timing import TimingSettings
+
+
+def execute(
+    runner: Runner,
+    sweep: Sweep,
+    names: Sequence[str],
+    settings: TimingSettings,
+    device: str,
+    *,
+    json_file: Path | None = None,
+    plot: Path | None = None,
+    markdown: Path | None = None,
+) -> bool:
+    """Runs the sweep and reports it, on the rank that shows results.
+
+    Returns:
+        Whether every contender that is available here was right and did not raise.
+    """
+    points = sweep.points()
+    header = describe(device) if runner.shows_results else {}
+    console = Console(quiet=not runner.shows_results)
+    progress = Console(stderr=True, quiet=not runner.shows_results)
+    if "note" in header:
+        console.print(header["note"], style="bold yellow", highlight=False)
+    lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
+    records: list[dict[str, Any]] = []
+
+    def on_row(row: Any) -> None:
+        took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
+        bound = f" max SMs={row.workload.max_sms}" if row.workload.max_sms else ""
+        progress.print(f"T={row.workload.num_tokens}{bound} {row.contender}: {took}", style="dim", highlight=False)
+
+    for rows in run_sweep(points, names, settings, runner, on_row):
+        records += make_records(rows)
+        if lines is not None:
+            lines.append(records[-len(rows) :])
+    if runner.shows_results:
+        show(console, header, records)
+        if markdown is not None:
+            write_markdown(markdown, header, records)
+        if plot is not None:
+            if not any(record["status"] == Status.OK for record in records):
+                console.print("nothing was measured: the picture is empty", style="bold yellow", highlight=False)
+            plot_round_trips(records, plot, header.get("note", ""))
+        for path in filter(None, (json_file, plot, markdown)):
+            console.print(f"written: {path}", markup=False, highlight=False)
+    return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
+
+
+def asked_ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
+    """Returns the numbers of ranks to measure: those of --ranks, else of the job or all GPUs.
+
+    Raises:
+        ConfigError: --ranks is not the number of ranks that torchrun has started.
+        UnsupportedError: there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    asked = numbers("ranks", text, (default or num_gpus,))
+    if is_joined and asked != (default,):
+        raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
+    if not is_joined and device == "cuda" and max(asked) > num_gpus:
+        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(asked)), "Lower --ranks.")
+    return asked

@@ -1,0 +1,70 @@
+"""Starts and calls ranks for a command: the choice of device, errors as a command shows them, stdout kept clean."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.commands.log import set_up_logging
+from ep_a2a.errors import StateError, UnsupportedError
+from ep_a2a.testing.launch import RankFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.testing.launch import RankPool
+    from ep_a2a.testing.worker import RankContext
+
+
+def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
+    """Device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
+
+    Raises:
+        UnsupportedError: GPUs are asked for and there are none.
+    """
+    num_gpus = torch.cuda.device_count()
+    if asked == "cuda" and num_gpus == 0:
+        raise UnsupportedError("a GPU for --device cuda", "none that torch can use", "Use --device cpu.")
+    if asked == "cpu" or num_gpus == 0:
+        return "cpu", num_ranks
+    return "cuda", min(num_ranks, num_gpus)
+
+
+def join(context: RankContext) -> None:
+    """Sets up logging on every rank; the first call into a pool, so it waits for the processes to start."""
+    set_up_logging()
+
+
+def call_ranks(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`pool.run`, with errors as a command shows them.
+
+    Raises:
+        EpA2AError: the ranks met an expected error.
+        StateError: anything else that went wrong on a rank; what the ranks said has gone to stderr.
+    """
+    try:
+        return pool.run(function, *args)
+    except RankFailure as failure:
+        expected = failure.expected_error
+        if expected is None:
+            sys.stderr.write(f"{failure}\n")
+            headline = str(failure).partition("\n")[0]
+            raise StateError("every rank to finish", headline, "See what the ranks said, above.") from failure
+        raise expected from failure
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Processes started meanwhile print to stderr: libraries may greet on stdout, which belongs to the report."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,60 @@
+"""Says where tuned tables go, and prints what a search has found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+import ep_a2a
+from ep_a2a import env
+from ep_a2a.errors import ConfigError
+from ep_a2a.tuning import tables
+from ep_a2a.tuning.parse import LAUNCH_FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.commands.tune.search import Outcome
+    from ep_a2a.tuning.tables import TunedLaunch
+
+
+def default_output() -> Path:
+    """EP_A2A_TUNING_DIR, else configs/ of the checkout.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    own = env.TUNING_DIR.get()
+    if own and own != tables.NO_TABLES:
+        return Path(own)
+    shipped = tables.shipped_directory()
+    # what is installed belongs to the package manager
+    if shipped.parent == Path(ep_a2a.__file__).resolve().parent or not shipped.is_dir():
+        raise ConfigError("a folder for the tables", "none", f"Say --output DIR, and set {env.TUNING_DIR.name} to it.")
+    return shipped
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Prints analytic and best launches and their times."""
+    table = Table(title="round trips, µs")
+    for heading in ("max tokens", "phase", "analytic", "best"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("analytic µs", "best µs", "saved", "trials"):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        saved = f"{1 - outcome.best_us / outcome.default_us:.1%}"
+        trials = f"{outcome.num_trials}{'' if outcome.is_complete else ', out of time'}"
+        times = (f"{outcome.default_us:.1f}", f"{outcome.best_us:.1f}", saved, trials)
+        for number, phase in enumerate(outcome.default):
+            first = number == 0
+            cells = (_text(outcome.default[phase], phase), _text(outcome.best[phase], phase))
+            size = str(outcome.workload.max_num_tokens) if first else ""
+            table.add_row(size, phase, *cells, *(times if first else ("",) * len(times)))
+    Console().print(table)
+
+
+def _text(launch: TunedLaunch, phase: str) -> str:
+    return " ".join(f"{name.removeprefix('num_')} {getattr(launch, name)}" for name in LAUNCH_FIELDS[phase])
