@@ -73,7 +73,8 @@ POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
 # Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
 POLLS_PER_CLOCK = tl.constexpr(32)
 
-INTERPRETER_PAUSE_SECS = 5e-5
+INTERPRETER_PAUSE_SECS = 2e-3
+"""An interpreted poll costs a millisecond of Python, so ranks that share cores sleep longer than they poll."""
 
 
 def _host_clock_ns() -> int:
