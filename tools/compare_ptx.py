@@ -218,7 +218,11 @@ def plain_ttir(text: str) -> str:
     text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\s*\bloc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)", "", text)
     text = re.sub(r"tt\.func public @\w+", "tt.func public @KERNEL", text)
-    text = _numbered(r"%[A-Za-z_0-9]+", "%", text)
+    # constants stand where they are used: their order says nothing
+    defined = re.compile(r"^\s*(%[\w-]+) = arith\.constant (.*)$", re.MULTILINE)
+    values = {name: f"<{value.strip()}>" for name, value in defined.findall(text)}
+    text = re.sub(r"%[\w-]+", lambda match: values.get(match.group(), match.group()), defined.sub("", text))
+    text = _numbered(r"%[\w-]+", "%", text)
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 

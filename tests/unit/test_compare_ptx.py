@@ -65,7 +65,8 @@ def test_tritons_own_code_is_renumbered() -> None:
     text = """#loc = loc("a.py":1:0)
 module {{
   tt.func public @{name}(%{arg}: i32 loc("{arg}"(#loc))) attributes {{noinline = false}} {{
-    %{sum}_12 = arith.addi %{arg}, %{arg} : i32 loc(#loc3)
+    %c1 = arith.constant 1 : i32 loc(#loc)
+    %{sum}_12 = arith.addi %{arg}, %c1 : i32 loc(#loc3)
     tt.return loc(#loc)
   }} loc(#loc)
 }} loc(#loc)
@@ -76,7 +77,7 @@ module {{
         for name, arg, total in (("f", "x", "y"), ("g", "rows", "total"))
     )
     assert one == other
-    assert "%1 = arith.addi %0, %0 : i32\n" in one
+    assert "%1 = arith.addi %0, <1 : i32> : i32\n" in one
     assert "loc" not in one
 
 
