@@ -1,7 +1,7 @@
-"""IntraNode dispatch of many tokens: every row is written where its expert reads it, then one flag per peer is raised.
+"""IntraNode bulk dispatch: writes rows where their experts read them, then raises one flag per peer.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
-land in (source rank, source token) order. The last program to finish tells the peers and waits for them.
+land in (source rank, source token) order. The last program to finish posts the flags and waits for those of the peers.
 """
 
 import triton.language as tl
@@ -9,6 +9,7 @@ import triton.language as tl
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.primitives import (
+    DISPATCH_PHASE,
     NUM_TOKENS,
     POISON,
     STATE,
@@ -16,17 +17,20 @@ from ep_a2a.kernels.primitives import (
     after_previous_launch,
     arrive_last,
     ask_poison,
+    begin_span,
     begin_stage,
+    end_span,
     fail,
     finish_stage,
     lanes_behind,
+    like,
     may_go_on,
     poison_of,
     post_all,
-    record_span_edge,
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
+    DispatchStep,
     accept_rows,
     last_received,
     post_counts,
@@ -46,8 +50,8 @@ from ep_a2a.kernels.routing_kernels import (
 from ep_a2a.kernels.send_kernels import (
     first_rows_of,
     load_choices,
-    load_for_cast,
     load_line,
+    load_tile,
     rows_of,
     send_payload,
     send_quantized,
@@ -70,29 +74,179 @@ WAIT = tl.constexpr(Span.WAIT.value)
 
 
 @portable
-def receive_rows(
-    table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr, FORWARDED: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
-    """One program's part: wait for every peer's flag and publish the counts. FORWARDED: as of dispatch_kernel."""
-    if SPANS:
-        record_span_edge(table, WAIT, False, WORLD_SIZE)
-    old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
+def receive_rows(step, poison, S: tl.constexpr, FORM: tl.constexpr, FORWARDED: tl.constexpr):
+    """One program's part: waits for every peer's flag and publishes the counts. FORWARDED: as in BulkDispatch."""
+    table, rank = step.table, step.rank
+    begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+    old = last_received(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
-        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True, 2 if FORWARDED else 1)
+        patience: tl.constexpr = 2 if FORWARDED else 1
+        poison = wait_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
     if poison == 0:
-        poison = accept_rows(
-            table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows,
-            rank, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
-        )  # fmt: skip
+        poison = accept_rows(step, old, S)
     if poison != 0:
-        late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
-        fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-        receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
-    if SPANS:
-        record_span_edge(table, WAIT, True, WORLD_SIZE)
-    finish_stage(table, DISPATCH_RECEIVE, 0, 1, WORLD_SIZE)
+        late = lanes_behind(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    end_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+    finish_stage(table, DISPATCH_RECEIVE, 0, 1, S.WORLD_SIZE)
+
+
+@portable
+def send_token(
+    x, scales, weights, ids, step, token, last, rows, tile, token_scales, token_ids, token_weights,
+    S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Writes a token's row, and all that belongs to it, to the ranks it goes to; asks for what the next token sends.
+
+    Args:
+        rows: its row at every rank, from rows_of.
+        tile, token_scales: what has been loaded of this token.
+
+    Returns:
+        (tile, scales, ids, weights) of the next token.
+    """
+    table, rank = step.table, step.rank
+    # scales made here are words or bytes; given ones are lines of either
+    scale_dtype: tl.constexpr = (tl.uint8 if ROW.BYTE_SCALES else tl.int32) if ROW.GROUP > 0 else LINE.SCALE_DTYPE
+    scale_width: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP if ROW.GROUP > 0 else LINE.SCALE_WIDTH
+    choices, scale_lanes = tl.arange(0, S.TOPK_LANES), tl.arange(0, LINE.SCALE_LANES)
+    following_ids, following_weights = load_choices(
+        ids, weights, token + 1, last, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS
+    )
+    # all addresses before the first store, which would wait for each in turn
+    weight_targets = targets_of(table, WEIGHTS, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
+    id_targets = targets_of(table, INDICES, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
+    positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, S.WORLD_SIZE, tl.int32)
+    scale_targets = targets_of(table, SCALES, rows, rank, scale_width, S.WORLD_SIZE, scale_dtype)
+    if ROW.GROUP > 0:
+        send_quantized(tile, scale_targets, table, rows, rank, S.WORLD_SIZE, ROW)
+        # while this row leaves
+        tile = load_tile(x, token + 1, last, ROW)
+    else:
+        send_payload(x, table, token, rows, rank, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+    if LINE.SCALE_WIDTH > 0:
+        inside = scale_lanes < LINE.SCALE_WIDTH
+        store_at_all(scale_targets, rows, scale_lanes, token_scales, inside, S.WORLD_SIZE)
+        token_scales = load_line(scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    if FORM.HAS_WEIGHTS:
+        store_at_all(weight_targets, rows, choices, token_weights, choices < S.TOPK, S.WORLD_SIZE)
+    store_at_all(id_targets, rows, choices, token_ids, choices < S.TOPK, S.WORLD_SIZE)
+    for peer in tl.static_range(S.WORLD_SIZE):
+        if rows[peer] >= 0:
+            tl.store(positions[peer], step.first_position + token)
+    return tile, token_scales, following_ids, following_weights
+
+
+@portable
+def count_rows_before(ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr):
+    """(rows of all tokens before this program's, as fields; as a vector; and this program's own rows as a vector).
+
+    The vectors are 0 where programs count alone (redundant scan).
+    """
+    ranks = tl.arange(0, S.WORLD_LANES)
+    first_index, own_counts = like(ranks, 0), like(ranks, 0)
+    if BULK.COUNTS_ALONE:
+        before = count_rows(ids, 0, first, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+    else:
+        own = count_rows(ids, first, last, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
+        own_counts = field_of(own, ranks, S.WORLD_SIZE, BULK.COUNT_BITS)
+        first_index = rows_of_programs_before(
+            step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
+        )
+        before = packed(first_index, S.WORLD_SIZE, S.WORLD_LANES, BULK.COUNT_BITS)
+    return before, first_index, own_counts
+
+
+@portable
+def publish_counts(
+    ids, step, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr
+):
+    """Posts how many rows this rank sends; one program does."""
+    # others wait for these counts, so they cannot wait for other programs where programs wait for counts
+    counts_all: tl.constexpr = S.COMPACT or BULK.COUNTS_ALONE
+    if step.program == (0 if counts_all else step.num_programs - 1):
+        begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
+        if counts_all:
+            totals = count_rows(
+                ids, 0, step.num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.MANY_TOKENS, BULK.COUNT_BITS
+            )
+            counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
+        else:
+            counts = first_index + own_counts
+        post_counts(step.table, counts, step.wire_word, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+        end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
+
+
+@portable
+def send_rows(
+    x, scales, weights, ids, step, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Sends this program's share of the tokens. Returns the poison word.
+
+    Args:
+        answer: from ask_poison. out_of_order: from begin_stage.
+    """
+    table, rank = step.table, step.rank
+    program, num_programs = step.program, step.num_programs
+    chunk = (step.num_tokens + num_programs - 1) // num_programs
+    first = tl.minimum(program * chunk, step.num_tokens)
+    last = tl.minimum(first + chunk, step.num_tokens)
+    tile = first
+    token_scales = first
+    # in flight together with all that decides where the row goes
+    if ROW.GROUP > 0:
+        tile = load_tile(x, first, last, ROW)
+    if LINE.SCALE_WIDTH > 0:
+        token_scales = load_line(scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    token_ids, token_weights = load_choices(ids, weights, first, last, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
+    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
+    before, first_index, own_counts = count_rows_before(ids, step, first, last, OWNERS, S, BULK)
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    if program == 0:
+        tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
+    bases = like(tl.arange(0, S.WORLD_LANES), rank * step.stride)
+    poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if poison == 0:
+        publish_counts(ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
+        if S.COMPACT:
+            _, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
+            bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    if poison == 0:
+        first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        for token in range(first, last):
+            own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
+            rows = rows_of(before, own, first_rows, step.row_limit, rank, S.WORLD_SIZE, BULK.COUNT_BITS)
+            sent = token_ids
+            tile, token_scales, token_ids, token_weights = send_token(
+                x, scales, weights, ids, step, token, last, rows, tile, token_scales, token_ids, token_weights,
+                S, ROW, LINE, FORM,
+            )  # fmt: skip
+            record_route(
+                routes, sent_ids, sent, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE, S.WORLD_LANES,
+                BULK.COUNT_BITS,
+            )  # fmt: skip
+            before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
+    end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    return poison
+
+
+@portable
+def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
+    """The last program to come here raises the flags, and receives if the launch does."""
+    is_last, any_poisoned = arrive_last(step.table, step.rank, step.num_programs, poison, S.WORLD_SIZE)
+    if is_last:
+        poison = tl.full((), 0, tl.int32)
+        if any_poisoned:
+            # a program left its rows unsent, so this step must not look complete to anyone
+            poison += poison_of(step.table, step.rank, S.WORLD_SIZE)
+        else:
+            post_all(step.table, DISPATCH_FLAGS, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES, True)
+        finish_stage(step.table, DISPATCH_SEND, 0, 1, S.WORLD_SIZE)
+        if FORM.RECEIVE:
+            receive_rows(step, poison, S, FORM, False)
 
 
 @portable(
@@ -101,157 +255,40 @@ def receive_rows(
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
-def dispatch_kernel(
+def bulk_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
-    BYTE_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    MANY_TOKENS: tl.constexpr, COUNTS_ALONE: tl.constexpr, COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr,
-    POISON_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, FORWARDED: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-    SPANS: tl.constexpr,
+    S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """Dispatch of one step.
+    """Dispatch of one step; DispatchStep describes the numbers, kernels/constants.py what is known at compile time.
 
     Args:
-        x: [num_tokens, row] as 4-byte words, or as elements when GROUP > 0 asks for the fp8 cast.
-        scales: [num_tokens, SCALE_WIDTH] of SCALE_DTYPE, when SCALE_WIDTH > 0.
-        weights: [num_tokens, TOPK] float32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
+        x: [num_tokens, row] as 4-byte words, or as elements when ROW asks for the fp8 cast.
+        scales: [num_tokens, SCALE_WIDTH] of SCALE_DTYPE, when LINE has them.
+        weights: [num_tokens, TOPK] float32 as int32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
         table: addresses, see kernels/layout.py.
-        stride: max_num_tokens, rows per source in layout rank_major; the same on all ranks.
-        wire_word: stride and wire format of this step, compared with every peer's.
-        pad_id: id of rows without a token.
-        row_limit: rows that a rank may receive this step; num_region_rows: rows of the regions.
-        first_position: source position of this rank's token 0, rank * W * M.
-        BLOCK_TOKENS, MANY_TOKENS: tokens whose ids a program looks at at once, where it counts its own or all.
-        COUNTS_ALONE: every program counts the rows before its own; else it learns them from the programs before it.
-        COUNT_BITS: bits that hold any rank's number of tokens.
-        SEND, RECEIVE: what this launch does; RECEIVE alone is one program.
-        FORWARDED: rows and flags come through another rank of this node (only with RECEIVE alone).
-        SPANS: programs note when they begin and end what they do.
+        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch.
+        FORM: Form. A launch that only receives is one program.
     """
     # an address never changes, so it may be read before the launch before this one has ended
-    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
-    if DEPENDENT_LAUNCH:
+    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    # scales made here are words or bytes; given ones are lines of either
-    scale_dtype: tl.constexpr = (tl.uint8 if BYTE_SCALES else tl.int32) if GROUP > 0 else SCALE_DTYPE
-    scale_width: tl.constexpr = ROW_WORDS * 4 // GROUP if GROUP > 0 else SCALE_WIDTH
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if SEND else DISPATCH_RECEIVE, WORLD_SIZE)
-    answer = ask_poison(poison_word, POISON_LANES)
-    if SEND:
-        chunk = (num_tokens + num_programs - 1) // num_programs
-        first = tl.minimum(program * chunk, num_tokens)
-        last = tl.minimum(first + chunk, num_tokens)
-        # in flight together with all that decides where the row goes
-        if GROUP > 0:
-            tile = load_for_cast(x, first, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-        if SCALE_WIDTH > 0:
-            token_scales = load_line(scales, first, last, SCALE_WIDTH, SCALE_LANES)
-        token_ids, token_weights = load_choices(ids, weights, first, last, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        choices, scale_lanes, ranks = tl.arange(0, TOPK_LANES), tl.arange(0, SCALE_LANES), tl.arange(0, WORLD_LANES)
-        sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
-        if COUNTS_ALONE:
-            before = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
-        else:
-            own_fields = count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
-            own_counts = field_of(own_fields, ranks, WORLD_SIZE, COUNT_BITS)
-            first_index = rows_of_programs_before(
-                table, epoch, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES
-            )
-            before = packed(first_index, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
-        routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
-        if program == 0:
-            tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-        bases = ranks * 0 + rank * stride
-        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-        if poison == 0:
-            # others wait for these counts, so they cannot wait for other programs where programs wait for counts
-            counts_all: tl.constexpr = COMPACT or COUNTS_ALONE
-            if program == (0 if counts_all else num_programs - 1):
-                if SPANS:
-                    record_span_edge(table, COUNT_PUT, False, WORLD_SIZE)
-                if counts_all:
-                    totals = count_rows(ids, 0, num_tokens, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
-                    counts = field_of(totals, ranks, WORLD_SIZE, COUNT_BITS)
-                else:
-                    counts = first_index + own_counts
-                post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
-                if SPANS:
-                    record_span_edge(table, COUNT_PUT, True, WORLD_SIZE)
-            if COMPACT:
-                _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-                bases = rows_before(table, rank, rank, WORLD_SIZE, WORLD_LANES)
-        if SPANS:
-            record_span_edge(table, QUANT_AND_PUT, False, WORLD_SIZE)
-        if poison == 0:
-            first_rows = first_rows_of(bases, rank, WORLD_SIZE, WORLD_LANES)
-            for token in range(first, last):
-                own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-                rows = rows_of(before, own, first_rows, row_limit, rank, WORLD_SIZE, COUNT_BITS)
-                following_ids, following_weights = load_choices(
-                    ids, weights, token + 1, last, TOPK, TOPK_LANES, HAS_WEIGHTS
-                )
-                # all addresses before the first store, which would wait for each in turn
-                weight_targets = targets_of(table, WEIGHTS, rows, rank, TOPK, WORLD_SIZE, tl.int32)
-                id_targets = targets_of(table, INDICES, rows, rank, TOPK, WORLD_SIZE, tl.int32)
-                positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, WORLD_SIZE, tl.int32)
-                scale_targets = targets_of(
-                    table, SCALES, rows, rank, scale_width, WORLD_SIZE, scale_dtype
-                )  # fmt: skip
-                if GROUP > 0:
-                    send_quantized(
-                        tile, scale_targets, table, rows, rank, WORLD_SIZE, ROW_WORDS * 4, GROUP, GROUP_LANES,
-                        GROUPS_LANES, POWERS_OF_TWO, BYTE_SCALES,
-                    )  # fmt: skip
-                    # while this row leaves
-                    tile = load_for_cast(x, token + 1, last, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-                else:
-                    send_payload(x, table, token, rows, rank, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)
-                if SCALE_WIDTH > 0:
-                    store_at_all(scale_targets, rows, scale_lanes, token_scales, scale_lanes < SCALE_WIDTH, WORLD_SIZE)
-                    token_scales = load_line(scales, token + 1, last, SCALE_WIDTH, SCALE_LANES)
-                if HAS_WEIGHTS:
-                    store_at_all(weight_targets, rows, choices, token_weights, choices < TOPK, WORLD_SIZE)
-                store_at_all(id_targets, rows, choices, token_ids, choices < TOPK, WORLD_SIZE)
-                for step in tl.static_range(WORLD_SIZE):
-                    if rows[step] >= 0:
-                        tl.store(positions[step], first_position + token)
-                record_route(
-                    routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES,
-                    COUNT_BITS,
-                )  # fmt: skip
-                before = plus(before, own, WORLD_SIZE, COUNT_BITS)
-                token_ids, token_weights = following_ids, following_weights
-        if SPANS:
-            record_span_edge(table, QUANT_AND_PUT, True, WORLD_SIZE)
-        is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, WORLD_SIZE)
-        if is_last:
-            poison = tl.full((), 0, tl.int32)
-            if any_poisoned:
-                # a program left its rows unsent, so this step must not look complete to anyone
-                poison += poison_of(table, rank, WORLD_SIZE)
-            else:
-                post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, True)
-            finish_stage(table, DISPATCH_SEND, 0, 1, WORLD_SIZE)
-            if RECEIVE:
-                receive_rows(
-                    table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-                    TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, False, SPANS,
-                )  # fmt: skip
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
+    answer = ask_poison(poison_word, BULK.POISON_LANES)
+    step = DispatchStep(
+        table, rank, epoch, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows, first_position, program,
+        num_programs,
+    )  # fmt: skip
+    if FORM.SEND:
+        poison = send_rows(x, scales, weights, ids, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
+        finish_sending(step, poison, S, FORM)
     else:
-        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-        if FORWARDED:
+        poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        if BULK.FORWARDED:
             # counts come from their own rank, so a rank that never came is named and not the one that waits for it
             if poison == 0:
-                _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-        receive_rows(
-            table, poison, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT, FORWARDED, SPANS,
-        )  # fmt: skip
+                _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
+        receive_rows(step, poison, S, FORM, BULK.FORWARDED)

@@ -12,6 +12,7 @@ from ep_a2a.kernels.combine_send_kernels import first_unit, push_results
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.primitives import (
+    COMBINE_PHASE,
     NOBODY,
     NUM_TOKENS,
     POISON,
@@ -20,13 +21,15 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     ask_poison,
+    begin_span,
     begin_stage,
+    end_span,
     fail,
     finish_stage,
     lanes_behind,
+    like,
     may_go_on,
     post_all,
-    record_span_edge,
     reduce_max,
     reduce_sum,
     wait_all,
@@ -40,6 +43,9 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 COPY_AND_PUT = tl.constexpr(Span.COPY_AND_PUT.value)
 RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
 TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
+
+# The program that speaks with the peers.
+SPEAKER = tl.constexpr(0)
 
 
 @portable
@@ -55,7 +61,7 @@ def tell_peers(
         lanes = tl.arange(0, WORLD_LANES)
         present = lanes < WORLD_SIZE
         told = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
-        tl.store(told, lanes * 0 + epoch, mask=present)
+        tl.store(told, like(lanes, epoch), mask=present)
     post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
 
 
@@ -77,8 +83,55 @@ def hear_peers(
             missing = ((brought != epoch) & (lanes < WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
-                fail(table, poison, 2, epoch, 1, missing, rank, WORLD_SIZE, WORLD_LANES)
+                fail(table, poison, COMBINE_PHASE, epoch, 1, missing, rank, WORLD_SIZE, WORLD_LANES)
     return poison
+
+
+@portable
+def send_results(
+    first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, epoch, poison, is_speaker,
+    sender, is_sender, num_senders, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The sending part of a program: tells the peers, or sends its share of the rows. first: from first_unit."""
+    if is_speaker & (poison == 0):
+        tell_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+    if is_sender & (poison == 0):
+        begin_span(FORM.SPANS, table, COPY_AND_PUT, S.WORLD_SIZE)
+        push_results(
+            first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders, S, SENT,
+            FORM.HAS_WEIGHTS, COMBINE.OWN_IN_PLACE,
+        )  # fmt: skip
+        end_span(FORM.SPANS, table, COPY_AND_PUT, S.WORLD_SIZE)
+
+
+@portable
+def receive_results(
+    rows_in, weights_in, result, ids, bias_0, bias_1, table, counts, num_tokens, stride, slots_per_rank, rank, epoch,
+    poison, is_speaker, receiver, num_receivers, pause_ns, S: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr,
+    COMBINE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The receiving part of a program: hears the peers, or adds its share of the tokens' rows."""
+    if is_speaker | (receiver >= 0):
+        begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+    if is_speaker:
+        if poison == 0:
+            # also tells that every peer's experts have read what this rank will write next
+            poison = hear_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+        end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+    elif (receiver >= 0) & (poison == 0):
+        first_own_row = rank * stride
+        if S.COMPACT:
+            first_own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < rank, counts, 0), 0)
+        poison = add_results(
+            rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank,
+            rank, epoch, receiver, num_receivers, pause_ns, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS,
+        )  # fmt: skip
+        end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+    if poison != 0:
+        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        if receiver >= 0:
+            clear_results(result, num_tokens, receiver, num_receivers, ADDED, COMBINE.DTYPE)
 
 
 @portable(
@@ -88,100 +141,61 @@ def hear_peers(
 def combine_kernel(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, stride, slots_per_rank, rank, num_senders,
     num_receivers, pause_ns,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WEIGHT_LANES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    HIDDEN: tl.constexpr, SEND_GROUPS_LANES: tl.constexpr, SEND_GROUP: tl.constexpr,
-    GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr,
-    DTYPE: tl.constexpr, WIRE_DTYPE: tl.constexpr, ELEMENT: tl.constexpr, QUANTIZED: tl.constexpr,
-    SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CHECK_INDICES: tl.constexpr, COMPACT: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
+    S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """Combine of one step: result [num_tokens, HIDDEN] of DTYPE; a token that went nowhere becomes zeros, and so
-    do those of a program that fails.
+    """Combine of one step: result [num_tokens, H]; tokens that went nowhere, or whose program fails, become zeros.
+
+    The interpreter, which runs programs in turn, needs one launch that sends and one that receives.
 
     Args:
         rows_in: the received rows' results, in the order in which dispatch left the rows; integer elements of the
-            wire's width, or DTYPE when QUANTIZED asks for the cast to fp8 (SCALED: one scale per GROUP elements).
+            wire's width, or the result's dtype when they are QUANTIZED.
         weights_in: [rows, TOPK] float32 as int32, in the same order, when HAS_WEIGHTS.
+        result: of COMBINE.DTYPE.
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
-        bias_0, bias_1: [num_tokens, HIDDEN] of DTYPE to add to the sums before they are rounded, or None.
+        bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
         stride: rows per source in layout rank_major. slots_per_rank: M, rows that each peer may send back.
-        num_senders: the programs after the first, which send blocks of SEND_GROUPS_LANES * SEND_GROUP elements.
-        num_receivers: the last programs of the grid, which add blocks of GROUPS_LANES * GROUP elements. Program 0
-            speaks with the peers.
+        num_senders: the programs after the first, which send. Program 0 speaks with the peers.
+        num_receivers: the last programs of the grid, which add.
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
-        OWN_IN_PLACE: this rank's own rows are added where they lie, instead of being sent.
-        READ_AHEAD: see add_results.
-        SPANS: programs note when they begin and end what they do.
-        SEND, RECEIVE: what this launch does. The interpreter, which runs programs in turn, needs two launches.
+        S: Shape. SENT, ADDED, WEIGHTS: Block of what is sent, added, and of weights. COMBINE: Combine. FORM: Form.
     """
     # addresses never change, so they may be read before the launch before this one has ended
-    recv_counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
-    if DEPENDENT_LAUNCH:
+    recv_counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    is_keeper = program == 0
-    lanes = tl.arange(0, WORLD_LANES)
-    counts = tl.load(recv_counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND if SEND else COMBINE_RECEIVE, WORLD_SIZE)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    is_speaker = program == SPEAKER
+    lanes = tl.arange(0, S.WORLD_LANES)
+    counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
+    epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
     # a graph of another number of tokens would leave rows behind that nobody takes
     sent_tokens = tl.load(state + NUM_TOKENS)
     out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
-    answer = ask_poison(poison_word, WEIGHT_LANES)
+    answer = ask_poison(poison_word, WEIGHTS.GROUP)
     sender = program - 1
     is_sender = (sender >= 0) & (sender < num_senders)
-    if SEND:
+    if FORM.SEND:
         # in flight together with what decides whether it is sent
         first = first_unit(
-            rows_in, table, counts, stride, rank, sender, is_sender, WORLD_SIZE, WORLD_LANES, HIDDEN,
-            SEND_GROUPS_LANES, SEND_GROUP, ELEMENT, COMPACT, OWN_IN_PLACE,
+            rows_in, table, counts, stride, rank, sender, is_sender, S, SENT,
+            COMBINE.OWN_IN_PLACE,
         )  # fmt: skip
-    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-    if SEND:
-        if is_keeper & (poison == 0):
-            tell_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
-        if is_sender & (poison == 0):
-            if SPANS:
-                record_span_edge(table, COPY_AND_PUT, False, WORLD_SIZE)
-            push_results(
-                first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders,
-                TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, HIDDEN, SEND_GROUPS_LANES, SEND_GROUP, ELEMENT, QUANTIZED,
-                SCALED, HAS_WEIGHTS, COMPACT, OWN_IN_PLACE,
-            )  # fmt: skip
-            if SPANS:
-                record_span_edge(table, COPY_AND_PUT, True, WORLD_SIZE)
-    if RECEIVE:
+    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if FORM.SEND:
+        send_results(
+            first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, epoch, poison, is_speaker, sender,
+            is_sender, num_senders, S, SENT, COMBINE, FORM,
+        )  # fmt: skip
+    if FORM.RECEIVE:
         receiver = program - (num_programs - num_receivers)
-        if SPANS:
-            if is_keeper | (receiver >= 0):
-                record_span_edge(table, RECV_WAIT, False, WORLD_SIZE)
-        if is_keeper:
-            if poison == 0:
-                # also tells that every peer's experts have read what this rank will write next
-                poison = hear_peers(table, epoch, rank, WORLD_SIZE, WORLD_LANES, HAS_WEIGHTS, HAS_WEIGHTS)
-            if SPANS:
-                record_span_edge(table, RECV_WAIT, True, WORLD_SIZE)
-        elif (receiver >= 0) & (poison == 0):
-            first_own_row = rank * stride
-            if COMPACT:
-                first_own_row = reduce_sum(tl.where(lanes < rank, counts, 0), 0)
-            poison = add_results(
-                rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank,
-                rank, epoch, receiver, num_receivers, pause_ns,
-                TOPK, TOPK_LANES, WEIGHT_LANES, WORLD_SIZE, HIDDEN, GROUPS_LANES, GROUP, DTYPE, WIRE_DTYPE, ELEMENT,
-                SCALED, HAS_WEIGHTS, CHECK_INDICES, OWN_IN_PLACE, READ_AHEAD, SPANS,
-            )  # fmt: skip
-            if SPANS:
-                record_span_edge(table, TOPK_REDUCE, True, WORLD_SIZE)
-        if poison != 0:
-            late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-            if receiver >= 0:
-                clear_results(result, num_tokens, receiver, num_receivers, HIDDEN, GROUPS_LANES, GROUP, DTYPE)
-        finish_stage(table, COMBINE_RECEIVE, program, num_programs, WORLD_SIZE)
-    if SEND:
-        finish_stage(table, COMBINE_SEND, program, num_programs, WORLD_SIZE)
+        receive_results(
+            rows_in, weights_in, result, ids, bias_0, bias_1, table, counts, num_tokens, stride, slots_per_rank, rank,
+            epoch, poison, is_speaker, receiver, num_receivers, pause_ns, S, ADDED, WEIGHTS, COMBINE, FORM,
+        )  # fmt: skip
+        finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE)
+    if FORM.SEND:
+        finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE)

@@ -3,28 +3,32 @@
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
-from ep_a2a.kernels.combine_send_kernels import block_offsets
+from ep_a2a.kernels.combine_send_kernels import block_offsets, return_places
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span
 from ep_a2a.kernels.primitives import (
+    COMBINE_PHASE,
     EMPTY,
     ERROR_CLAIMED,
     ERROR_RECORD,
     FOREIGN_INDICES,
     POLLS_PER_CLOCK,
+    RECORD_CODE,
+    RECORD_DETAIL,
+    RECORD_EPOCH,
+    RECORD_PHASE,
     STATE,
     address,
+    begin_span,
+    end_span,
+    like,
     overdue,
     pause,
-    record_span_edge,
     reduce_max,
     reduce_min,
     reduce_sum,
 )
 
-COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
-COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
-COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
@@ -47,10 +51,10 @@ def note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE: tl.constexp
         state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
         if tl.atomic_cas(state + ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
             record = address(table, ERROR_RECORD, rank, WORLD_SIZE, tl.int32)
-            tl.store(record + 2, 2)
-            tl.store(record + 3, epoch)
-            tl.store(record + 4, token)
-            tl.store(record, FOREIGN_INDICES)
+            tl.store(record + RECORD_PHASE, COMBINE_PHASE)
+            tl.store(record + RECORD_EPOCH, epoch)
+            tl.store(record + RECORD_DETAIL, token)
+            tl.store(record + RECORD_CODE, FOREIGN_INDICES)
 
 
 @portable
@@ -74,13 +78,13 @@ def own_slot(slots, rank, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def lines_of(rows, slots, WIDTH: tl.constexpr, ELEMENT: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Where the rows in those slots begin, in a region with WIDTH elements per row."""
+def lines_of(rows, slots, B: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Where the rows in those slots begin, in a region of rows like those of block B."""
     lines = ()
     # the hint must be given here: on the result of a call it would be lost
-    aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
+    aligned: tl.constexpr = 16 if B.WIDTH * B.ELEMENT.primitive_bitwidth % 128 == 0 else 1
     for peer in tl.static_range(WORLD_SIZE):
-        lines = lines + (tl.multiple_of(rows + tl.cast(slots[peer], tl.int64) * WIDTH, aligned),)
+        lines = lines + (tl.multiple_of(rows + tl.cast(slots[peer], tl.int64) * B.WIDTH, aligned),)
     return lines
 
 
@@ -96,57 +100,53 @@ def own_lines_of(
 
 @portable
 def read_block(
-    rows, scales, slots, own_line, first, rank, WIDTH: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+    rows, scales, slots, own_line, first, rank, B: tl.constexpr, WORLD_SIZE: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+):
     """A block of a token's rows as it lies there now: a tile for each rank, and if SCALED another with its scales.
 
     Each element is read by one thread, so that a reduction over them is one verdict for all; the tile must have at
     least as many lanes as a program has threads. Scales are a tile with one lane of each group read: as a vector of
     groups, the compiler would load them several times, and might check one copy and multiply by another.
     """
-    offsets = block_offsets(first, GROUPS_LANES, GROUP)
-    lines = lines_of(rows, slots, WIDTH, ELEMENT, WORLD_SIZE)
-    aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
+    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
+    lines = lines_of(rows, slots, B, WORLD_SIZE)
+    aligned: tl.constexpr = 16 if B.WIDTH * B.ELEMENT.primitive_bitwidth % 128 == 0 else 1
     seen = ()
     for peer in tl.static_range(WORLD_SIZE):
-        # vectors of the slot number: the interpreter mistypes a scalar condition that meets a vector
-        present = (offsets < WIDTH) & (slots[peer] + offsets * 0 >= 0)
+        present = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
         line = lines[peer]
         if OWN_IN_PLACE:
             line = tl.multiple_of(tl.where(rank == peer, own_line, line), aligned)
         seen = seen + (tl.load(line + offsets, mask=present, other=0, volatile=True),)
-        if SCALED:
-            elements = offsets % GROUP
-            scale_line = scales + tl.cast(slots[peer], tl.int64) * (WIDTH // GROUP)
-            where = scale_line + offsets // GROUP + elements
+        if B.SCALED:
+            elements = offsets % B.GROUP
+            scale_line = scales + tl.cast(slots[peer], tl.int64) * (B.WIDTH // B.GROUP)
+            where = scale_line + offsets // B.GROUP + elements
             seen = seen + (tl.load(where, mask=present & (elements == 0), other=0, volatile=True),)
     return seen
 
 
 @portable
 def judge_block(
-    seen, slots, first, rank, WIDTH: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
+    seen, slots, first, rank, B: tl.constexpr, WORLD_SIZE: tl.constexpr, OWN_IN_PLACE: tl.constexpr
 ):  # fmt: skip
     """(lowest rank with an element that has not arrived, or W; the sum of what has, in ascending rank order, float32).
 
     Args:
         seen: from read_block.
     """
-    offsets = block_offsets(first, GROUPS_LANES, GROUP)
-    total = tl.full((GROUPS_LANES, GROUP), 0.0, tl.float32)
-    missing = tl.full((GROUPS_LANES, GROUP), WORLD_SIZE, tl.int32)
-    per_peer: tl.constexpr = 2 if SCALED else 1
+    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
+    total = tl.full((B.GROUPS_LANES, B.GROUP), 0.0, tl.float32)
+    missing = tl.full((B.GROUPS_LANES, B.GROUP), WORLD_SIZE, tl.int32)
+    per_peer: tl.constexpr = 2 if B.SCALED else 1
     for peer in tl.static_range(WORLD_SIZE):
-        present = (offsets < WIDTH) & (slots[peer] + offsets * 0 >= 0)
+        present = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
         bits = seen[peer * per_peer]
-        values = widened(bits, DTYPE)
-        late = bits == (EMPTY_BYTE if ELEMENT == tl.uint8 else EMPTY)
+        values = widened(bits, B.DTYPE)
+        late = bits == (EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY)
         if OWN_IN_PLACE:
-            late = late & (offsets * 0 + rank != peer)
-        if SCALED:
+            late = late & (like(offsets, rank) != peer)
+        if B.SCALED:
             scale_bits = reduce_sum(seen[peer * per_peer + 1], 1)
             late = late | ((scale_bits == EMPTY)[:, None] & present)
             values = values * scale_bits.to(tl.float32, bitcast=True)[:, None]
@@ -156,10 +156,28 @@ def judge_block(
 
 
 @portable
+def empty_block(
+    rows, scales, slots, first, rank, B: tl.constexpr, WORLD_SIZE: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+):
+    """Leaves EMPTY in a block of a token's rows; this rank's own row stays as it is with OWN_IN_PLACE."""
+    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
+    groups = first // B.GROUP + tl.arange(0, B.GROUPS_LANES)
+    empty = tl.full((B.GROUPS_LANES, B.GROUP), EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY, B.ELEMENT)
+    lines = lines_of(rows, slots, B, WORLD_SIZE)
+    for peer in tl.static_range(WORLD_SIZE):
+        arrived = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
+        if OWN_IN_PLACE:
+            arrived = arrived & (like(offsets, rank) != peer)
+        tl.store(lines[peer] + offsets, empty, mask=arrived)
+        if B.SCALED:
+            there = (groups < B.WIDTH // B.GROUP) & (like(groups, slots[peer]) >= 0)
+            scale_line = scales + tl.cast(slots[peer], tl.int64) * (B.WIDTH // B.GROUP)
+            tl.store(scale_line + groups, like(groups, EMPTY), mask=there)
+
+
+@portable
 def take_block(
-    table, seen, rows, scales, slots, own_line, first, rank, pause_ns,
-    WIDTH: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr,
+    table, seen, rows, scales, slots, own_line, first, rank, pause_ns, B: tl.constexpr, WORLD_SIZE: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Waits for a block of a token's rows and empties it: (sum float32, poison word).
@@ -169,147 +187,139 @@ def take_block(
     Args:
         seen: what read_block has found in this launch.
     """
-    missing, total = judge_block(
-        seen, slots, first, rank, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, DTYPE, ELEMENT, SCALED, OWN_IN_PLACE
-    )
+    missing, total = judge_block(seen, slots, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (missing < WORLD_SIZE) & (poison == 0):
         pause(pause_ns)
-        now_seen = read_block(
-            rows, scales, slots, own_line, first, rank, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, ELEMENT, SCALED,
-            OWN_IN_PLACE,
-        )  # fmt: skip
-        missing, total = judge_block(
-            now_seen, slots, first, rank, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, DTYPE, ELEMENT, SCALED, OWN_IN_PLACE
-        )
+        now_seen = read_block(rows, scales, slots, own_line, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
+        missing, total = judge_block(now_seen, slots, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
         polls += 1
         if (polls % POLLS_PER_CLOCK == 0) & (missing < WORLD_SIZE):
             poison, deadline = overdue(table, polls, deadline, missing, rank, WORLD_SIZE, 1)
-    offsets = block_offsets(first, GROUPS_LANES, GROUP)
-    groups = first // GROUP + tl.arange(0, GROUPS_LANES)
-    empty = tl.full((GROUPS_LANES, GROUP), EMPTY_BYTE if ELEMENT == tl.uint8 else EMPTY, ELEMENT)
-    lines = lines_of(rows, slots, WIDTH, ELEMENT, WORLD_SIZE)
-    for peer in tl.static_range(WORLD_SIZE):
-        arrived = (offsets < WIDTH) & (slots[peer] + offsets * 0 >= 0)
-        if OWN_IN_PLACE:
-            arrived = arrived & (offsets * 0 + rank != peer)
-        tl.store(lines[peer] + offsets, empty, mask=arrived)
-        if SCALED:
-            there = (groups < WIDTH // GROUP) & (slots[peer] + groups * 0 >= 0)
-            scale_line = scales + tl.cast(slots[peer], tl.int64) * (WIDTH // GROUP)
-            tl.store(scale_line + groups, groups * 0 + EMPTY, mask=there)
+    empty_block(rows, scales, slots, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
     return total, poison
 
 
 @portable
-def clear_results(
-    result, num_tokens, receiver, num_receivers, HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr,
-    GROUP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def clear_results(result, num_tokens, receiver, num_receivers, B: tl.constexpr, DTYPE: tl.constexpr):
     """Zeros in place of what add_results stores: a step that failed shows neither parts of sums nor older ones."""
-    block: tl.constexpr = GROUPS_LANES * GROUP
-    num_blocks: tl.constexpr = (HIDDEN + block - 1) // block
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     for unit in range(receiver, num_tokens * num_blocks, num_receivers):
-        offsets = block_offsets((unit % num_blocks) * block, GROUPS_LANES, GROUP)
-        target = result + tl.cast(unit // num_blocks, tl.int64) * HIDDEN + offsets
-        tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < HIDDEN)
+        offsets = block_offsets((unit % num_blocks) * block, B.GROUPS_LANES, B.GROUP)
+        target = result + tl.cast(unit // num_blocks, tl.int64) * B.WIDTH + offsets
+        tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < B.WIDTH)
+
+
+@portable
+def add_weights(
+    table, places, slots, own_weights, token, rank, pause_ns, S: tl.constexpr, WEIGHTS: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Waits for a token's weights, adds and stores them. Returns the poison word."""
+    seen = read_block(
+        places.weights, places.scales, slots, own_weights, 0, rank, WEIGHTS, S.WORLD_SIZE, OWN_IN_PLACE
+    )  # fmt: skip
+    sums, poison = take_block(
+        table, seen, places.weights, places.scales, slots, own_weights, 0, rank, pause_ns, WEIGHTS, S.WORLD_SIZE,
+        OWN_IN_PLACE,
+    )  # fmt: skip
+    sums_out = address(table, RESULT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
+    sums_out += tl.cast(token, tl.int64) * S.TOPK
+    weights_at = block_offsets(0, 1, WEIGHTS.GROUP)
+    tl.store(sums_out + weights_at, sums, mask=weights_at < S.TOPK)
+    return poison
 
 
 @portable
 def add_results(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
-    receiver, num_receivers, pause_ns,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WEIGHT_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
-    WIRE_DTYPE: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    CHECK_INDICES: tl.constexpr, OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr, SPANS: tl.constexpr = False,
+    receiver, num_receivers, pause_ns, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
     """This program's share of the tokens: waits for their rows, adds and stores them. Returns the poison word.
 
+    With READ_AHEAD a unit is read for the first time while the one before it is added, which takes registers.
+
     Args:
         first_own_row: where this rank's own rows begin in rows_in and weights_in, used with OWN_IN_PLACE.
-        READ_AHEAD: a unit is read for the first time while the one before it is added, which takes registers.
+        B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
-    block: tl.constexpr = GROUPS_LANES * GROUP
-    num_blocks: tl.constexpr = (HIDDEN + block - 1) // block
-    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
-    rows = address(table, COMBINE_ROWS, rank, WORLD_SIZE, ELEMENT)
-    scales = address(table, COMBINE_SCALES, rank, WORLD_SIZE, tl.int32)
-    weight_rows = address(table, COMBINE_WEIGHTS, rank, WORLD_SIZE, tl.int32)
-    weights_at = block_offsets(0, 1, WEIGHT_LANES)
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
     poison = tl.full((), 0, tl.int32)
     num_units = num_tokens * num_blocks
-    slots = slots_of_token(routes, receiver // num_blocks, num_tokens, slots_per_rank, WORLD_SIZE)
-    if READ_AHEAD:
+    slots = slots_of_token(routes, receiver // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE)
+    if COMBINE.READ_AHEAD:
         following = slots_of_token(
-            routes, (receiver + num_receivers) // num_blocks, num_tokens, slots_per_rank, WORLD_SIZE
+            routes, (receiver + num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
         )
         own_line, own_weights = own_lines_of(
-            rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, HIDDEN, TOPK, WORLD_SIZE
+            rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
         )
         seen = read_block(
-            rows, scales, slots, own_line, (receiver % num_blocks) * block, rank, HIDDEN, GROUPS_LANES, GROUP,
-            WORLD_SIZE, ELEMENT, SCALED, OWN_IN_PLACE,
+            places.rows, places.scales, slots, own_line, (receiver % num_blocks) * block, rank, B, S.WORLD_SIZE,
+            COMBINE.OWN_IN_PLACE,
         )  # fmt: skip
     for unit in range(receiver, num_units, num_receivers):
         token = unit // num_blocks
         first = (unit % num_blocks) * block
         # in flight while this unit's rows are waited for
-        if READ_AHEAD:
+        if COMBINE.READ_AHEAD:
             later = slots_of_token(
-                routes, (unit + 2 * num_receivers) // num_blocks, num_tokens, slots_per_rank, WORLD_SIZE
+                routes, (unit + 2 * num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
             )
             next_own_line, next_own_weights = own_lines_of(
-                rows_in, weights_in, following, first_own_row, slots_per_rank, rank, HIDDEN, TOPK, WORLD_SIZE
+                rows_in, weights_in, following, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
             )
             taken = seen
             seen = read_block(
-                rows, scales, following, next_own_line, ((unit + num_receivers) % num_blocks) * block, rank, HIDDEN,
-                GROUPS_LANES, GROUP, WORLD_SIZE, ELEMENT, SCALED, OWN_IN_PLACE,
+                places.rows, places.scales, following, next_own_line, ((unit + num_receivers) % num_blocks) * block,
+                rank, B, S.WORLD_SIZE, COMBINE.OWN_IN_PLACE,
             )  # fmt: skip
         else:
-            later = slots_of_token(routes, (unit + num_receivers) // num_blocks, num_tokens, slots_per_rank, WORLD_SIZE)
+            later = slots_of_token(
+                routes, (unit + num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
+            )
             own_line, own_weights = own_lines_of(
-                rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, HIDDEN, TOPK, WORLD_SIZE
+                rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
             )
             taken = read_block(
-                rows, scales, slots, own_line, first, rank, HIDDEN, GROUPS_LANES, GROUP, WORLD_SIZE, ELEMENT, SCALED,
-                OWN_IN_PLACE,
-            )  # fmt: skip
+                places.rows, places.scales, slots, own_line, first, rank, B, S.WORLD_SIZE, COMBINE.OWN_IN_PLACE
+            )
         if poison == 0:
             total, poison = take_block(
-                table, taken, rows, scales, slots, own_line, first, rank, pause_ns,
-                HIDDEN, GROUPS_LANES, GROUP, WORLD_SIZE, WIRE_DTYPE, ELEMENT, SCALED, OWN_IN_PLACE,
+                table, taken, places.rows, places.scales, slots, own_line, first, rank, pause_ns, B, S.WORLD_SIZE,
+                COMBINE.OWN_IN_PLACE,
             )  # fmt: skip
-            if SPANS:
-                if unit == receiver:
-                    record_span_edge(table, RECV_WAIT, True, WORLD_SIZE)
-                    record_span_edge(table, TOPK_REDUCE, False, WORLD_SIZE)
-            offsets = block_offsets(first, GROUPS_LANES, GROUP)
-            target = tl.multiple_of(result + tl.cast(token, tl.int64) * HIDDEN, 16)
-            total = plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN)
-            tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < HIDDEN)
+            if unit == receiver:
+                end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+                begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+            store_sum(result, total, bias_0, bias_1, token, first, B, COMBINE.DTYPE)
             if unit % num_blocks == 0:
                 if HAS_WEIGHTS:
                     if poison == 0:
-                        weights_seen = read_block(
-                            weight_rows, scales, slots, own_weights, 0, rank, TOPK, 1, WEIGHT_LANES, WORLD_SIZE,
-                            tl.int32, False, OWN_IN_PLACE,
-                        )  # fmt: skip
-                        sums, poison = take_block(
-                            table, weights_seen, weight_rows, scales, slots, own_weights, 0, rank, pause_ns,
-                            TOPK, 1, WEIGHT_LANES, WORLD_SIZE, tl.float32, tl.int32, False, OWN_IN_PLACE,
-                        )  # fmt: skip
-                        sums_out = address(table, RESULT_WEIGHTS, rank, WORLD_SIZE, tl.float32)
-                        sums_out += tl.cast(token, tl.int64) * TOPK
-                        tl.store(sums_out + weights_at, sums, mask=weights_at < TOPK)
-                if CHECK_INDICES:
-                    note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE, TOPK, TOPK_LANES)
-        if READ_AHEAD:
+                        poison = add_weights(
+                            table, places, slots, own_weights, token, rank, pause_ns, S, WEIGHTS, COMBINE.OWN_IN_PLACE
+                        )
+                if COMBINE.CHECK_INDICES:
+                    note_foreign_indices(table, ids, token, epoch, rank, S.WORLD_SIZE, S.TOPK, S.TOPK_LANES)
+        if COMBINE.READ_AHEAD:
             slots, following, own_line, own_weights = following, later, next_own_line, next_own_weights
         else:
             slots = later
     return poison
+
+
+@portable
+def store_sum(result, total, bias_0, bias_1, token, first, B: tl.constexpr, DTYPE: tl.constexpr):
+    """Stores a block of a token's sums, with the biases that are not None, rounded to DTYPE."""
+    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
+    target = tl.multiple_of(result + tl.cast(token, tl.int64) * B.WIDTH, 16)
+    total = plus_biases(total, bias_0, bias_1, token, offsets, B.WIDTH)
+    tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < B.WIDTH)

@@ -1,11 +1,13 @@
 """Device helpers that send experts' results back to where their tokens came from."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import EMPTY, address, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import EMPTY, address, like, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
@@ -32,23 +34,20 @@ def block_offsets(first, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @portable
-def unit_of(
-    unit, counts, stride, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
-    """(destination, index of the row among those from there, the row's number here) of a sender's unit of work.
+def unit_of(unit, counts, stride, rank, NUM_BLOCKS: tl.constexpr, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+    """A sender's unit of work, as an Aim.
 
     Rows are sent back in the order in which they lie. One row for each source in turn, beginning after this rank,
     spreads the load over the links. OWN_IN_PLACE leaves out this rank's own rows.
     """
-    destinations: tl.constexpr = max(1, WORLD_SIZE - 1 if OWN_IN_PLACE else WORLD_SIZE)
+    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
     turn = unit // NUM_BLOCKS
-    destination = (rank + 1 + turn % destinations) % WORLD_SIZE
+    destination = (rank + 1 + turn % destinations) % S.WORLD_SIZE
     index = turn // destinations
     row = destination * stride + index
-    if COMPACT:
-        row = reduce_sum(tl.where(tl.arange(0, WORLD_LANES) < destination, counts, 0), 0) + index
-    return destination, index, row
+    if S.COMPACT:
+        row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < destination, counts, 0), 0) + index
+    return Aim(destination, index, row)
 
 
 @portable
@@ -56,13 +55,29 @@ def load_block(rows_in, row, first, HIDDEN: tl.constexpr, GROUPS_LANES: tl.const
     """One block of a row to send back; nothing is read of row -1."""
     offsets = block_offsets(first, GROUPS_LANES, GROUP)
     source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * HIDDEN, 16)
-    return tl.load(source + offsets, mask=(offsets < HIDDEN) & (offsets * 0 + row >= 0), other=0)
+    return tl.load(source + offsets, mask=(offsets < HIDDEN) & (like(offsets, row) >= 0), other=0)
+
+
+class ReturnPlaces(NamedTuple):
+    """Where a rank takes results: rows, and as words scales and weights."""
+
+    rows: tl.tensor
+    scales: tl.tensor
+    weights: tl.tensor
+
+
+class Aim(NamedTuple):
+    """A sender's unit of work: a row's destination, its index among the rows from there, and its number here."""
+
+    destination: tl.tensor
+    index: tl.tensor
+    row: tl.tensor
 
 
 @portable
 def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.constexpr):
-    """Where a rank takes results: (rows, scales as words, weights as words)."""
-    return (
+    """Where a rank takes results (ReturnPlaces)."""
+    return ReturnPlaces(
         address(table, COMBINE_ROWS, destination, WORLD_SIZE, ELEMENT),
         address(table, COMBINE_SCALES, destination, WORLD_SIZE, tl.int32),
         address(table, COMBINE_WEIGHTS, destination, WORLD_SIZE, tl.int32),
@@ -77,13 +92,13 @@ def push_block(
     """Sends one block of a row to the rank that its token came from, cast to fp8 if asked."""
     offsets = block_offsets(first, GROUPS_LANES, GROUP)
     inside = offsets < HIDDEN
-    target = tl.multiple_of(places[0] + tl.cast(slot, tl.int64) * HIDDEN, 16)
+    target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * HIDDEN, 16)
     if QUANTIZED:
         if SCALED:
             bits, scale_bits = quantize_tile(values.to(tl.float32), False)
             num_groups: tl.constexpr = HIDDEN // GROUP
             groups = first // GROUP + tl.arange(0, GROUPS_LANES)
-            scales = places[1] + tl.cast(slot, tl.int64) * num_groups
+            scales = places.scales + tl.cast(slot, tl.int64) * num_groups
             tl.store(scales + groups, scale_bits, mask=groups < num_groups, cache_modifier=".wt")
         else:
             bits = e4m3_bits(values.to(tl.float32))
@@ -94,72 +109,65 @@ def push_block(
 
 @portable
 def first_unit(
-    rows_in, table, counts, stride, rank, sender, is_sender, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr,
-    COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
+    rows_in, table, counts, stride, rank, sender, is_sender, S: tl.constexpr, B: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """What a sender sends first and where, asked for before anything has been waited for: (unit_of, places, values).
+    """What a sender sends first and where, asked for before anything has been waited for: (Aim, places, values).
 
     But in layout compact, the values may be those of a row that was not received: the counts need not be there yet.
     """
-    num_blocks: tl.constexpr = (HIDDEN + GROUPS_LANES * GROUP - 1) // (GROUPS_LANES * GROUP)
-    aim = unit_of(sender, counts, stride, rank, WORLD_SIZE, WORLD_LANES, num_blocks, COMPACT, OWN_IN_PLACE)
-    destination, index, row = aim
-    places = return_places(table, destination, WORLD_SIZE, ELEMENT)
+    num_blocks: tl.constexpr = (B.WIDTH + B.GROUPS_LANES * B.GROUP - 1) // (B.GROUPS_LANES * B.GROUP)
+    aim = unit_of(sender, counts, stride, rank, num_blocks, S, OWN_IN_PLACE)
+    places = return_places(table, aim.destination, S.WORLD_SIZE, B.ELEMENT)
     # in layout compact rows end with the last received one, so that counts decide; else there is room for all
     num_rows = stride
-    if COMPACT:
-        num_rows = reduce_sum(tl.where(tl.arange(0, WORLD_LANES) == destination, counts, 0), 0)
-    known = index < num_rows
-    first = (sender % num_blocks) * (GROUPS_LANES * GROUP)
-    values = load_block(rows_in, tl.where(known & is_sender, row, -1), first, HIDDEN, GROUPS_LANES, GROUP)
+    if S.COMPACT:
+        num_rows = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) == aim.destination, counts, 0), 0)
+    known = aim.index < num_rows
+    first = (sender % num_blocks) * (B.GROUPS_LANES * B.GROUP)
+    row = tl.where(known & is_sender, aim.row, -1)
+    values = load_block(rows_in, row, first, B.WIDTH, B.GROUPS_LANES, B.GROUP)
     return aim, places, values
 
 
 @portable
 def push_results(
     first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    HIDDEN: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr,
-    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
+    S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Sends back this program's share of the rows that this rank has received.
 
     Args:
         first: from first_unit.
     """
-    destinations: tl.constexpr = max(1, WORLD_SIZE - 1 if OWN_IN_PLACE else WORLD_SIZE)
-    block: tl.constexpr = GROUPS_LANES * GROUP
-    num_blocks: tl.constexpr = (HIDDEN + block - 1) // block
-    lanes = tl.arange(0, WORLD_LANES)
-    topk_slots = tl.arange(0, TOPK_LANES)
+    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    lanes = tl.arange(0, S.WORLD_LANES)
+    topk_slots = tl.arange(0, S.TOPK_LANES)
     num_units = reduce_max(counts, 0) * (destinations * num_blocks)
-    if OWN_IN_PLACE and WORLD_SIZE == 1:
+    if OWN_IN_PLACE and S.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
-    destination, index, row = aim
     for unit in range(sender, num_units, num_senders):
-        is_there = index < reduce_sum(tl.where(lanes == destination, counts, 0), 0)
+        is_there = aim.index < reduce_sum(tl.where(lanes == aim.destination, counts, 0), 0)
         following = unit + num_senders
-        next_destination, next_index, next_row = unit_of(
-            following, counts, stride, rank, WORLD_SIZE, WORLD_LANES, num_blocks, COMPACT, OWN_IN_PLACE
-        )  # fmt: skip
-        next_places = return_places(table, next_destination, WORLD_SIZE, ELEMENT)
-        next_is_there = next_index < reduce_sum(tl.where(lanes == next_destination, counts, 0), 0)
+        next_aim = unit_of(following, counts, stride, rank, num_blocks, S, OWN_IN_PLACE)
+        next_places = return_places(table, next_aim.destination, S.WORLD_SIZE, B.ELEMENT)
+        next_is_there = next_aim.index < reduce_sum(tl.where(lanes == next_aim.destination, counts, 0), 0)
         # while this block leaves
-        next_values = load_block(
-            rows_in, tl.where(next_is_there, next_row, -1), (following % num_blocks) * block, HIDDEN, GROUPS_LANES,
-            GROUP,
-        )  # fmt: skip
+        next_row = tl.where(next_is_there, next_aim.row, -1)
+        next_first = (following % num_blocks) * block
+        next_values = load_block(rows_in, next_row, next_first, B.WIDTH, B.GROUPS_LANES, B.GROUP)
         if is_there:
-            slot = rank * slots_per_rank + index
+            slot = rank * slots_per_rank + aim.index
             push_block(
-                values, places, slot, (unit % num_blocks) * block, HIDDEN, GROUPS_LANES, GROUP, QUANTIZED, SCALED
-            )
+                values, places, slot, (unit % num_blocks) * block, B.WIDTH, B.GROUPS_LANES, B.GROUP, B.QUANTIZED,
+                B.SCALED,
+            )  # fmt: skip
             if HAS_WEIGHTS:
-                mask = (topk_slots < TOPK) & (topk_slots * 0 + unit % num_blocks == 0)
-                weights = tl.load(weights_in + tl.cast(row, tl.int64) * TOPK + topk_slots, mask=mask, other=0)
-                target = places[2] + tl.cast(slot, tl.int64) * TOPK
+                mask = (topk_slots < S.TOPK) & (like(topk_slots, unit % num_blocks) == 0)
+                weights = tl.load(weights_in + tl.cast(aim.row, tl.int64) * S.TOPK + topk_slots, mask=mask, other=0)
+                target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
                 tl.store(target + topk_slots, never_empty(weights), mask=mask, cache_modifier=".wt")
-        destination, index, row, places, values = next_destination, next_index, next_row, next_places, next_values
+        aim, places, values = next_aim, next_places, next_values

@@ -9,13 +9,16 @@ import triton.language as tl
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.primitives import (
+    COMBINE_PHASE,
     NUM_TOKENS,
     POISON,
     POLLS_PER_CLOCK,
     STATE,
     address,
     ask_poison,
+    begin_span,
     begin_stage,
+    end_span,
     epoch_of,
     fail,
     flagged,
@@ -23,7 +26,6 @@ from ep_a2a.kernels.primitives import (
     overdue,
     pause,
     payload_of,
-    record_span_edge,
     reduce_sum,
 )
 
@@ -112,15 +114,14 @@ def exchange_weights_kernel(
         BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
         SPANS: programs note when they begin and end.
     """
-    if SPANS:
-        record_span_edge(table, EXCHANGE_WEIGHTS, False, WORLD_SIZE)
+    begin_span(SPANS, table, EXCHANGE_WEIGHTS, WORLD_SIZE)
     peer = tl.program_id(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
     # other weights than those of this step's tokens would leave peers waiting
     sent_tokens = tl.load(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS)
     out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
     answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), BLOCK_WORDS)
-    poison = may_go_on(table, answer, 2, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
+    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
     inbox_words = tl.cast(tokens_per_rank, tl.int64) * TOPK
     if poison == 0:
         theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words
@@ -131,6 +132,5 @@ def exchange_weights_kernel(
         )
         if poison != 0:
             late = (tl.arange(0, WORLD_LANES) == peer).to(tl.int32)
-            fail(table, poison, 2, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-    if SPANS:
-        record_span_edge(table, EXCHANGE_WEIGHTS, True, WORLD_SIZE)
+            fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
+    end_span(SPANS, table, EXCHANGE_WEIGHTS, WORLD_SIZE)

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.errors import StateError
+from ep_a2a.kernels.constants import by_name, plain
 from ep_a2a.memory import nvshmem
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ class CompiledKernel:
     _trailing: tuple[Any, ...] = field(default=(), init=False)
     _tensors: tuple[int, ...] = field(default=(), init=False)
 
+    @property
+    def named_constants(self) -> dict[str, Any]:
+        """The compile-time arguments by name, with the fields of named tuples beside the others."""
+        return by_name(self.constants)
+
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
         if device.type == "cpu":
@@ -67,7 +73,7 @@ class CompiledKernel:
 
     def interpret(self, num_programs: int, args: tuple[Any, ...]) -> None:
         """Runs the kernel in Triton's interpreter."""
-        self.kernel.interpret((num_programs,), *args, **self.constants)
+        self.kernel.interpret((num_programs,), *args, **plain(self.constants))
 
     def compile(self, args: tuple[Any, ...]) -> None:
         """Compiles and loads the kernel for arguments like these; nothing is launched.
@@ -87,7 +93,7 @@ class CompiledKernel:
         # fused multiply-add would round once where the reference rounds twice
         compiled = self.kernel.warmup(
             *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
-            launch_pdl=self.constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers, **linked,
+            launch_pdl=self.named_constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers, **linked,
         )  # fmt: skip
         compiled._init_handles()
         if self.on_load is not None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span
-from ep_a2a.kernels.primitives import address, record_span_edge, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, begin_span, end_span, like, reduce_max, reduce_sum, running_sum
 
 INDICES = tl.constexpr(Region.INDICES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)
@@ -92,8 +92,7 @@ def number_expert_rows_kernel(
         BLOCK_ROWS: received rows looked at at once.
         SPANS: programs note when they begin and end, here and below.
     """
-    if SPANS:
-        record_span_edge(table, NUMBER_ROWS, False, WORLD_SIZE)
+    begin_span(SPANS, table, NUMBER_ROWS, WORLD_SIZE)
     expert = tl.program_id(0)
     ids = tl.multiple_of(address(table, INDICES, rank, WORLD_SIZE, tl.int32), 16)
     slots_out = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32)
@@ -110,14 +109,13 @@ def number_expert_rows_kernel(
         hits = (local == expert) & inside
         has_row = reduce_max(hits.to(tl.int32), 1)
         slots = next_slot + found + running_sum(has_row, 0) - has_row
-        tl.store(slots_out + where, slots[:, None] + (topk * 0)[None, :], mask=hits)
+        tl.store(slots_out + where, slots[:, None] + like(topk, 0)[None, :], mask=hits)
         if expert == 0:
             elsewhere = (local < 0) | (local >= num_local_experts)
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
     tl.store(address(table, EXPERT_RECV_COUNT, rank, WORLD_SIZE, tl.int32) + expert, found)
-    if SPANS:
-        record_span_edge(table, NUMBER_ROWS, True, WORLD_SIZE)
+    end_span(SPANS, table, NUMBER_ROWS, WORLD_SIZE)
 
 
 @portable
@@ -178,8 +176,7 @@ def expand_kernel(
         SCALE_WIDTH: elements of SCALE_DTYPE in a row's scales; 0 for none.
         ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end of its block.
     """
-    if SPANS:
-        record_span_edge(table, COPY_ROWS, False, WORLD_SIZE)
+    begin_span(SPANS, table, COPY_ROWS, WORLD_SIZE)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_blocks: tl.constexpr = (ROW_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
@@ -214,8 +211,7 @@ def expand_kernel(
                 if SCALE_WIDTH > 0:
                     clear_row(table, EXPERT_SCALES, slot, rank, SCALE_WIDTH, SCALE_LANES, WORLD_SIZE, SCALE_DTYPE)
                 tl.store(address(table, EXPERT_WEIGHTS, rank, WORLD_SIZE, tl.float32) + slot, 0.0)
-    if SPANS:
-        record_span_edge(table, COPY_ROWS, True, WORLD_SIZE)
+    end_span(SPANS, table, COPY_ROWS, WORLD_SIZE)
 
 
 @portable(do_not_specialize=["stride", "rank"])
@@ -232,8 +228,7 @@ def reduce_experts_kernel(
         rows_in: what the experts made, [num_local_experts, WORLD_SIZE * stride, HIDDEN] of DTYPE.
         stride: max_num_tokens, rows per source.
     """
-    if SPANS:
-        record_span_edge(table, WEIGH_ROWS, False, WORLD_SIZE)
+    begin_span(SPANS, table, WEIGH_ROWS, WORLD_SIZE)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     total = tl.load(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32))
     counts = source_counts(table, rank, WORLD_SIZE)
@@ -250,10 +245,9 @@ def reduce_experts_kernel(
             line = tl.multiple_of(rows_in + tl.cast(slots[k], tl.int64) * HIDDEN, 16)
             # masked instead of branched over, so that all loads are in flight together; a vector of the slot number:
             # the interpreter mistypes a scalar condition that meets a vector
-            present = (offsets < HIDDEN) & (slots[k] + offsets * 0 >= 0)
+            present = (offsets < HIDDEN) & (like(offsets, slots[k]) >= 0)
             values = tl.load(line + offsets, mask=present, other=0.0).to(tl.float32)
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
-    if SPANS:
-        record_span_edge(table, WEIGH_ROWS, True, WORLD_SIZE)
+    end_span(SPANS, table, WEIGH_ROWS, WORLD_SIZE)

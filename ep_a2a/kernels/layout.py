@@ -104,6 +104,35 @@ class State(enum.IntEnum):
     NUM_TOKENS = 4
 
 
+class StepPhase(enum.IntEnum):
+    """The calls of a step, as the record of a failure names them."""
+
+    DISPATCH = 1
+    COMBINE = 2
+
+
+class FailureCode(enum.IntEnum):
+    """What went wrong, the first word of the record of a failure; ops/failures.py turns it into an exception."""
+
+    TIMEOUT = 1
+    ALTERNATION = 2
+    STRIDE_MISMATCH = 3
+    CAPACITY = 4
+    FOREIGN_INDICES = 5
+    WEIGHTS_MISSING = 6
+
+
+class Record(enum.IntEnum):
+    """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank."""
+
+    CODE = 0
+    ACCUSED = 1
+    PHASE = 2
+    EPOCH = 3
+    DETAIL = 4
+    RANKS = 8
+
+
 class Stage(enum.IntEnum):
     """The four stages of a step, in order; one launch may do two of them.
 
@@ -131,6 +160,13 @@ class Span(enum.IntEnum):
     TOPK_REDUCE = 9
 
 
+class Speaker(enum.IntEnum):
+    """Programs of a low-latency dispatch that speak with the peers; those behind them send and receive rows."""
+
+    COUNT_PUBLISHER = 0
+    FLAG_POSTER = 1
+
+
 SPAN_STEPS = 32
 """Latest steps whose spans are kept."""
 SPAN_PROGRAMS = 512
@@ -141,7 +177,7 @@ SPAN_WORDS = 4
 STATE_WORDS = 16
 MAX_DISPATCH_PROGRAMS = 1024
 """Programs of a dispatch launch that can tell each other how many rows they send (CHUNK_COUNTS)."""
-RECORD_HEADER_WORDS = 8
+RECORD_HEADER_WORDS = int(Record.RANKS)
 
 
 @dataclass(frozen=True)

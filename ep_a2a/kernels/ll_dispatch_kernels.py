@@ -7,13 +7,16 @@ reader leaves EMPTY behind. Rows of a fused cast never contain EMPTY; a row that
 announced by a released position word with the highest bit set.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.jit import portable
-from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.layout import Region, Span, Speaker, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_flagged_rows, received_places
 from ep_a2a.kernels.primitives import (
+    DISPATCH_PHASE,
     EMPTY,
     NUM_TOKENS,
     POISON,
@@ -21,20 +24,28 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     ask_poison,
+    begin_span,
     begin_stage,
+    end_span,
     fail,
     finish_stage,
     flagged,
     lanes_behind,
     may_go_on,
     post_all,
-    record_span_edge,
     reduce_sum,
     wait_all,
 )
-from ep_a2a.kernels.receive_kernels import accept_rows, last_received, post_counts, receive_nothing, wait_counts
+from ep_a2a.kernels.receive_kernels import (
+    DispatchStep,
+    accept_rows,
+    last_received,
+    post_counts,
+    receive_nothing,
+    wait_counts,
+)
 from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_token, fields_of_tokens, record_route
-from ep_a2a.kernels.send_kernels import load_choices, load_for_cast
+from ep_a2a.kernels.send_kernels import load_choices, load_tile
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 FLAGGED_ROWS = tl.constexpr(Region.FLAGGED_ROWS.value)
@@ -48,7 +59,25 @@ QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
 COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
 WAIT = tl.constexpr(Span.WAIT.value)
 
+COUNT_PUBLISHER = tl.constexpr(Speaker.COUNT_PUBLISHER.value)
+FLAG_POSTER = tl.constexpr(Speaker.FLAG_POSTER.value)
+NUM_SPEAKERS = tl.constexpr(len(Speaker))
+
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
+
+
+class SendPlaces(NamedTuple):
+    """Where a sender writes.
+
+    rows, sides: where regions begin at every rank, from bases_of. own: from received_places. routes, ids: this rank's
+    record of what it sends.
+    """
+
+    rows: tuple
+    sides: tuple
+    own: tuple
+    routes: tl.tensor
+    ids: tl.tensor
 
 
 @portable
@@ -116,18 +145,16 @@ def push_beside(
 
 @portable
 def push_cast_row(
-    own_scales, values, starts, slots, sides, epoch, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr,
-    POWERS_OF_TWO: tl.constexpr, BYTE_SCALES: tl.constexpr,
-):  # fmt: skip
+    own_scales, values, starts, slots, sides, epoch, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr, ROW: tl.constexpr
+):
     """Casts a row's tile to fp8 and pushes it, and its scales beside it."""
-    groups = tl.arange(0, GROUPS_LANES)
-    num_groups: tl.constexpr = HIDDEN // GROUP
-    elements = tl.arange(0, GROUP_LANES)
-    mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    bits, scale_bits = quantize_tile(values.to(tl.float32), POWERS_OF_TWO)
-    push(starts, slots, groups[:, None] * GROUP + elements[None, :], bits, mask, 0, WORLD_SIZE)
-    if BYTE_SCALES:
+    groups = tl.arange(0, ROW.GROUPS_LANES)
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    elements = tl.arange(0, ROW.GROUP_LANES)
+    mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
+    bits, scale_bits = quantize_tile(values.to(tl.float32), ROW.POWERS_OF_TWO)
+    push(starts, slots, groups[:, None] * ROW.GROUP + elements[None, :], bits, mask, 0, WORLD_SIZE)
+    if ROW.BYTE_SCALES:
         scale_bits = scale_bits >> 23
     push_beside(own_scales, scale_bits, groups, sides, slots, epoch, 0, num_groups, FIRST, WORLD_SIZE)
 
@@ -167,6 +194,144 @@ def push_position(
                 tl.store(sides[step] + POSITION, word, cache_modifier=".wt")
 
 
+@portable
+def send_token(
+    x, scales, step, places, token, before, own, tile, token_ids, token_weights, poison,
+    S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Pushes a token's row and what travels beside it to the ranks it goes to; nothing when poisoned.
+
+    Args:
+        places: SendPlaces.
+        before, own: as in slots_of. tile, token_ids, token_weights: what has been loaded of the token.
+    """
+    row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
+    row_width: tl.constexpr = ROW.ROW_WORDS * 4 if ROW.GROUP > 0 else ROW.ROW_WORDS
+    # own rows go straight to where the experts read them, unless it takes all counts to know where that is
+    first_peer: tl.constexpr = 0 if S.COMPACT else 1
+    own_stride = LL.SLOTS if S.COMPACT else step.stride
+    slots = slots_of(before, own, poison == 0, step.rank, own_stride, LL.SLOTS, S.WORLD_SIZE, LL.COUNT_BITS)
+    sides = line_starts(places.sides, slots, LL.SCALE_WORDS + 2 * S.TOPK + 1, S.WORLD_SIZE, tl.int64)
+    starts = line_starts(places.rows, slots, row_width, S.WORLD_SIZE, row_dtype)
+    written_in_full = step.num_tokens < 0
+    if ROW.GROUP > 0:
+        push_cast_row(places.own.scales, tile, starts, slots, sides, step.epoch, first_peer, S.WORLD_SIZE, ROW)
+    else:
+        written_in_full = push_row(x, starts, token, slots, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+        if LL.HAS_SCALES:
+            at = tl.arange(0, LL.SIDE_LANES)
+            line = scales + token * LL.SCALE_WORDS
+            values = tl.load(line + at, mask=at < LL.SCALE_WORDS, other=0).to(tl.int32)
+            push_beside(
+                places.own.scales, values, at, sides, slots, step.epoch, 0, LL.SCALE_WORDS, first_peer, S.WORLD_SIZE
+            )
+    choices = tl.arange(0, S.TOPK_LANES)
+    push_beside(
+        places.own.ids, token_ids, choices, sides, slots, step.epoch, LL.SCALE_WORDS, S.TOPK, first_peer, S.WORLD_SIZE
+    )
+    if FORM.HAS_WEIGHTS:
+        push_beside(
+            places.own.weights, token_weights, choices, sides, slots, step.epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK,
+            first_peer, S.WORLD_SIZE,
+        )  # fmt: skip
+    push_position(
+        places.own.positions, sides, slots, step.first_position + token, written_in_full, step.epoch,
+        LL.SCALE_WORDS + 2 * S.TOPK, first_peer, S.WORLD_SIZE,
+    )  # fmt: skip
+
+
+@portable
+def send_rows(
+    x, scales, weights, ids, step, places, answer, out_of_order, is_publisher, is_poster, num_senders,
+    OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The sending part of a program: posts flags or counts, or sends its share of the tokens. Returns the poison word.
+
+    Args:
+        places: SendPlaces. answer: from ask_poison. out_of_order: from begin_stage.
+    """
+    table, rank, num_tokens = step.table, step.rank, step.num_tokens
+    sender = step.program - NUM_SPEAKERS
+    # below the sender of the first two programs, which must find no token
+    end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_SPEAKERS)
+    tile = sender
+    # in flight together with all that decides where the row goes
+    if ROW.GROUP > 0:
+        tile = load_tile(x, sender, end, ROW)
+    token_ids, token_weights = load_choices(ids, weights, sender, end, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
+    going = fields_of_tokens(ids, num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
+    poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if is_poster & (poison == 0):
+        post_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False)
+    counted = tl.where(is_publisher, num_tokens, sender)
+    before = fields_before(going, counted, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
+    own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, LL.COUNT_BITS)
+    if is_publisher & (poison == 0):
+        begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
+        tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
+        counts = field_of(before, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, LL.COUNT_BITS)
+        post_counts(table, counts, step.wire_word, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        end_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
+    if (sender >= 0) & (sender < num_senders):
+        begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    for token in range(sender, end, num_senders):
+        send_token(
+            x, scales, step, places, token, before, own, tile, token_ids, token_weights, poison, S, ROW, LL, FORM
+        )  # fmt: skip
+        record_route(
+            places.routes, places.ids, token_ids, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE,
+            S.WORLD_LANES, LL.COUNT_BITS,
+        )  # fmt: skip
+        following = token + num_senders
+        if ROW.GROUP > 0:
+            tile = load_tile(x, following, end, ROW)
+        token_ids, token_weights = load_choices(ids, weights, following, end, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
+        before = fields_before(going, following, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
+        own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, LL.COUNT_BITS)
+    if (sender >= 0) & (sender < num_senders):
+        end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    return poison
+
+
+@portable
+def receive_rows(
+    step,
+    places,
+    poison,
+    is_publisher,
+    is_poster,
+    num_receivers,
+    S: tl.constexpr,
+    ROW: tl.constexpr,
+    LL: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The receiving part of a program: awaits counts or flags, or receives its share of the rows."""
+    table, rank, epoch = step.table, step.rank, step.epoch
+    receiver = step.program - (step.num_programs - num_receivers)
+    waits = is_publisher | is_poster | (receiver >= 0)
+    if waits:
+        begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+    if is_publisher:
+        old = last_received(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        if poison == 0:
+            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+        if poison == 0:
+            poison = accept_rows(step, old, S)
+        if poison != 0:
+            receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    elif is_poster & (poison == 0):
+        # tells that every peer's earlier combine has read what this rank will write next
+        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False, 1)
+    elif (receiver >= 0) & (poison == 0):
+        poison = receive_flagged_rows(step, places, receiver, num_receivers, S, ROW, LL, FORM)
+    if poison != 0:
+        late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if waits:
+        end_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+
+
 @portable(
     do_not_specialize=[
         "num_tokens", "stride", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
@@ -174,150 +339,52 @@ def push_position(
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
-def flagged_dispatch_kernel(
+def ll_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank, num_senders, num_receivers,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr, BYTE_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, SLOTS: tl.constexpr, TOKEN_LANES: tl.constexpr,
-    COUNT_BITS: tl.constexpr, COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr, SPARSE_POLLS: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPANS: tl.constexpr,
+    S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Dispatch of one step of at most SLOTS tokens per rank; arguments as in dispatch_kernel, and:
+    """Dispatch of one step of few tokens per rank; run-time arguments as in bulk_dispatch_kernel, and:
 
-    Program 0, the keeper, tells and hears the counts; program 1, the herald, posts and awaits the flags.
+    Program 0, the count publisher, posts and awaits the counts; program 1, the flag poster, posts and awaits the flags.
+    The interpreter, which runs programs in turn, needs one launch that sends and one that receives.
 
     Args:
         num_senders: the programs after those two, which send.
         num_receivers: the last programs of the grid, which receive.
-        SPARSE_POLLS: see take_row_block.
-        SPANS: see dispatch_kernel.
-        SEND, RECEIVE: what this launch does. The interpreter, which runs programs in turn, needs two launches.
+        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: Form.
     """
-    row_dtype: tl.constexpr = tl.uint8 if GROUP > 0 else tl.int32
-    row_width: tl.constexpr = ROW_WORDS * 4 if GROUP > 0 else ROW_WORDS
-    scale_dtype: tl.constexpr = tl.uint8 if BYTE_SCALES else tl.int32
-    # own rows go straight to where the experts read them, unless it takes all counts to know where that is
-    first_peer: tl.constexpr = 0 if COMPACT else 1
+    row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
+    scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
+    own_region: tl.constexpr = FLAGGED_ROWS if S.COMPACT else TOKENS
     # addresses never change, so they may be read before the launch before this one has ended
-    row_bases = bases_of(table, FLAGGED_ROWS if COMPACT else TOKENS, FLAGGED_ROWS, rank, WORLD_SIZE, row_dtype)
-    side_bases = bases_of(table, FLAGGED_SIDES, FLAGGED_SIDES, rank, WORLD_SIZE, tl.int64)
-    places = received_places(table, rank, WORLD_SIZE, scale_dtype)
-    _own_rows, own_scales, own_weights, own_ids, own_positions = places
-    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
-    sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
-    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
-    if DEPENDENT_LAUNCH:
+    places = SendPlaces(
+        bases_of(table, own_region, FLAGGED_ROWS, rank, S.WORLD_SIZE, row_dtype),
+        bases_of(table, FLAGGED_SIDES, FLAGGED_SIDES, rank, S.WORLD_SIZE, tl.int64),
+        received_places(table, rank, S.WORLD_SIZE, scale_dtype),
+        address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32),
+        address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32),
+    )
+    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    is_keeper = program == 0
-    is_herald = program == 1
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if SEND else DISPATCH_RECEIVE, WORLD_SIZE)
-    answer = ask_poison(poison_word, COUNT_LANES)
-    poison = tl.full((), 0, tl.int32)
-    if SEND:
-        sender = program - 2
-        # below the sender of the first two programs, which must find no token
-        end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -2)
-        # in flight together with all that decides where the row goes
-        if GROUP > 0:
-            tile = load_for_cast(x, sender, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-        token_ids, token_weights = load_choices(ids, weights, sender, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
-        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-        if is_herald & (poison == 0):
-            post_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False)
-        before = fields_before(going, tl.where(is_keeper, num_tokens, sender), WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
-        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        if is_keeper & (poison == 0):
-            if SPANS:
-                record_span_edge(table, COUNT_PUT, False, WORLD_SIZE)
-            tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-            counts = field_of(before, tl.arange(0, WORLD_LANES), WORLD_SIZE, COUNT_BITS)
-            post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            if SPANS:
-                record_span_edge(table, COUNT_PUT, True, WORLD_SIZE)
-        if SPANS:
-            if (sender >= 0) & (sender < num_senders):
-                record_span_edge(table, QUANT_AND_PUT, False, WORLD_SIZE)
-        for token in range(sender, end, num_senders):
-            slots = slots_of(
-                before, own, poison == 0, rank, SLOTS if COMPACT else stride, SLOTS, WORLD_SIZE, COUNT_BITS
-            )
-            sides = line_starts(side_bases, slots, SCALE_WORDS + 2 * TOPK + 1, WORLD_SIZE, tl.int64)
-            starts = line_starts(row_bases, slots, row_width, WORLD_SIZE, row_dtype)
-            written_in_full = num_tokens < 0
-            if GROUP > 0:
-                push_cast_row(
-                    own_scales, tile, starts, slots, sides, epoch, first_peer, WORLD_SIZE, ROW_WORDS * 4,
-                    GROUP, GROUP_LANES, GROUPS_LANES, POWERS_OF_TWO, BYTE_SCALES,
-                )  # fmt: skip
-            else:
-                written_in_full = push_row(x, starts, token, slots, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS)
-                if HAS_SCALES:
-                    at = tl.arange(0, SIDE_LANES)
-                    values = tl.load(scales + token * SCALE_WORDS + at, mask=at < SCALE_WORDS, other=0).to(tl.int32)
-                    push_beside(own_scales, values, at, sides, slots, epoch, 0, SCALE_WORDS, first_peer, WORLD_SIZE)
-            choices = tl.arange(0, TOPK_LANES)
-            push_beside(own_ids, token_ids, choices, sides, slots, epoch, SCALE_WORDS, TOPK, first_peer, WORLD_SIZE)
-            if HAS_WEIGHTS:
-                push_beside(
-                    own_weights, token_weights, choices, sides, slots, epoch, SCALE_WORDS + TOPK, TOPK, first_peer,
-                    WORLD_SIZE,
-                )  # fmt: skip
-            push_position(
-                own_positions, sides, slots, first_position + token, written_in_full, epoch, SCALE_WORDS + 2 * TOPK,
-                first_peer, WORLD_SIZE,
-            )  # fmt: skip
-            record_route(
-                routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
-            )
-            following = token + num_senders
-            if GROUP > 0:
-                tile = load_for_cast(x, following, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-            token_ids, token_weights = load_choices(ids, weights, following, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-            before = fields_before(going, following, WORLD_SIZE, TOKEN_LANES, COUNT_BITS)
-            own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        if SPANS:
-            if (sender >= 0) & (sender < num_senders):
-                record_span_edge(table, QUANT_AND_PUT, True, WORLD_SIZE)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    is_publisher, is_poster = program == COUNT_PUBLISHER, program == FLAG_POSTER
+    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
+    answer = ask_poison(poison_word, LL.COUNT_LANES)
+    step = DispatchStep(
+        table, rank, epoch, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows, first_position, program,
+        num_programs,
+    )  # fmt: skip
+    if FORM.SEND:
+        poison = send_rows(
+            x, scales, weights, ids, step, places, answer, out_of_order, is_publisher, is_poster, num_senders,
+            OWNERS, S, ROW, LL, FORM,
+        )  # fmt: skip
     else:
-        poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-    if RECEIVE:
-        receiver = program - (num_programs - num_receivers)
-        if SPANS:
-            if is_keeper | is_herald | (receiver >= 0):
-                record_span_edge(table, WAIT, False, WORLD_SIZE)
-        if is_keeper:
-            old_counts, old_stride, old_pad_id = last_received(table, rank, WORLD_SIZE, WORLD_LANES)
-            if poison == 0:
-                _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-            if poison == 0:
-                poison = accept_rows(
-                    table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit,
-                    num_region_rows, rank, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
-                )  # fmt: skip
-            if poison != 0:
-                receive_nothing(table, rank, WORLD_SIZE, WORLD_LANES)
-        elif is_herald & (poison == 0):
-            # tells that every peer's earlier combine has read what this rank will write next
-            poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, False, 1)
-        elif (receiver >= 0) & (poison == 0):
-            poison = receive_flagged_rows(
-                table, places, epoch, stride, row_limit, rank, receiver, num_receivers,
-                TOPK, WORLD_SIZE, ROW_WORDS, BLOCK_WORDS, SCALE_WORDS, HAS_SCALES, HAS_WEIGHTS, COMPACT,
-                SLOTS, COUNT_LANES, SIDE_LANES, GROUP > 0, SPARSE_POLLS,
-            )  # fmt: skip
-        if poison != 0:
-            late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES)
-            fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-        if SPANS:
-            if is_keeper | is_herald | (receiver >= 0):
-                record_span_edge(table, WAIT, True, WORLD_SIZE)
-        finish_stage(table, DISPATCH_RECEIVE, program, num_programs, WORLD_SIZE)
-    if SEND:
-        finish_stage(table, DISPATCH_SEND, program, num_programs, WORLD_SIZE)
+        poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if FORM.RECEIVE:
+        receive_rows(step, places.own, poison, is_publisher, is_poster, num_receivers, S, ROW, LL, FORM)
+        finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE)
+    if FORM.SEND:
+        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)

@@ -1,5 +1,7 @@
 """Device helpers that receive flagged rows: they wait for the words themselves and move them to where experts read."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
@@ -9,6 +11,7 @@ from ep_a2a.kernels.primitives import (
     POLLS_PER_CLOCK,
     address,
     epoch_of,
+    like,
     overdue,
     pause,
     payload_of,
@@ -43,7 +46,7 @@ def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
         sent: which of the lanes below SIDE_WORDS are sent.
     """
     is_count = sides_at == SIDE_WORDS
-    where = tl.where(is_count, count_word + sides_at * 0, sides + sides_at)
+    where = tl.where(is_count, count_word + like(sides_at, 0), sides + sides_at)
     return tl.load(where, mask=sent | is_count, other=0, volatile=True)
 
 
@@ -121,10 +124,20 @@ def take_row_block(
     return words, side, no_row == 0, poison
 
 
+class ReceivedPlaces(NamedTuple):
+    """Where the experts of this rank read; rows and weights as words."""
+
+    rows: tl.tensor
+    scales: tl.tensor
+    weights: tl.tensor
+    ids: tl.tensor
+    positions: tl.tensor
+
+
 @portable
 def received_places(table, rank, WORLD_SIZE: tl.constexpr, SCALE_DTYPE: tl.constexpr):
-    """Where the experts of this rank read: (rows as words, scales, weights as words, ids, positions)."""
-    return (
+    """Where the experts of this rank read (ReceivedPlaces)."""
+    return ReceivedPlaces(
         address(table, TOKENS, rank, WORLD_SIZE, tl.int32),
         address(table, SCALES, rank, WORLD_SIZE, SCALE_DTYPE),
         address(table, WEIGHTS, rank, WORLD_SIZE, tl.int32),
@@ -134,85 +147,104 @@ def received_places(table, rank, WORLD_SIZE: tl.constexpr, SCALE_DTYPE: tl.const
 
 
 @portable
-def place_side(
-    places, side, sides_at, row, TOPK: tl.constexpr, SCALE_WORDS: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-):  # fmt: skip
+def place_side(places, side, sides_at, row, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
     """Writes what travelled beside a row where the experts read it; places: from received_places."""
-    _rows, scales, weights, ids, positions = places
     values = payload_of(side)
     line = tl.cast(row, tl.int64)
-    if HAS_SCALES:
-        scale_values = values.to(scales.dtype.element_ty)
-        tl.store(scales + line * SCALE_WORDS + sides_at, scale_values, mask=sides_at < SCALE_WORDS)
-    slots = sides_at - SCALE_WORDS
-    tl.store(ids + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
+    if LL.HAS_SCALES:
+        scale_values = values.to(places.scales.dtype.element_ty)
+        tl.store(places.scales + line * LL.SCALE_WORDS + sides_at, scale_values, mask=sides_at < LL.SCALE_WORDS)
+    slots = sides_at - LL.SCALE_WORDS
+    tl.store(places.ids + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
     slots = slots - TOPK
     if HAS_WEIGHTS:
-        tl.store(weights + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
-    tl.store(positions + line + (slots - TOPK), values & POSITION_MASK, mask=slots == TOPK)
+        tl.store(places.weights + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
+    tl.store(places.positions + line + (slots - TOPK), values & POSITION_MASK, mask=slots == TOPK)
+
+
+@portable
+def sent_sides(sides_at, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+    """Which of the words beside a row are sent."""
+    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * TOPK + 1
+    sent = sides_at < side_words
+    if not LL.HAS_SCALES:
+        sent = sent & (sides_at >= LL.SCALE_WORDS)
+    if not HAS_WEIGHTS:
+        sent = sent & ((sides_at < LL.SCALE_WORDS + TOPK) | (sides_at == side_words - 1))
+    return sent
+
+
+@portable
+def receive_row(
+    step, places, count_word, rows, sides, source, index, row, sides_at, sent, poison, S: tl.constexpr,
+    ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Waits for one row and moves it to where the experts read it; leaves EMPTY behind. Returns the poison word.
+
+    Args:
+        rows, sides: where the row and the words beside it arrive. row: its number for the experts.
+    """
+    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * S.TOPK + 1
+    target = places.rows + tl.cast(row, tl.int64) * ROW.ROW_WORDS
+    for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
+        words_at = first_word + tl.arange(0, ROW.BLOCK_WORDS)
+        words, side, exists, late = take_row_block(
+            step.table, rows, sides, count_word, step.epoch, source, index, words_at, sides_at, sent, step.rank,
+            S.WORLD_SIZE, ROW.ROW_WORDS, side_words, ROW.GROUP > 0, LL.SPARSE_POLLS,
+        )  # fmt: skip
+        poison = tl.where(poison == 0, late, poison)
+        if exists:
+            has_room = like(words_at, row) < step.row_limit
+            wanted = (words_at < ROW.ROW_WORDS) & has_room & (like(words_at, poison) == 0)
+            tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
+            tl.store(rows + words_at, like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
+            if first_word == 0:
+                if (row < step.row_limit) & (poison == 0):
+                    place_side(places, side, sides_at, row, S.TOPK, LL, FORM.HAS_WEIGHTS)
+    return poison
 
 
 @portable
 def receive_flagged_rows(
-    table, places, epoch, stride, row_limit, rank, receiver, num_receivers,
-    TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    COMPACT: tl.constexpr, SLOTS: tl.constexpr, COUNT_LANES: tl.constexpr, SIDE_LANES: tl.constexpr,
-    ALWAYS_FLAGGED: tl.constexpr, SPARSE_POLLS: tl.constexpr,
-):  # fmt: skip
+    step, places, receiver, num_receivers, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+):
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
     Rows are taken in the order in which they are sent, one from each source in turn. Where a row goes follows from its
     source, but for layout compact, which needs all counts first. Returns the poison word.
 
     Args:
-        places: from received_places.
+        step: DispatchStep. places: from received_places.
     """
-    side_words: tl.constexpr = SCALE_WORDS + 2 * TOPK + 1
+    table, rank, stride = step.table, step.rank, step.stride
     # this rank's own rows are straight where they belong, unless that takes counts
-    first_source: tl.constexpr = 0 if COMPACT else 1
-    num_sources: tl.constexpr = WORLD_SIZE - first_source
-    sides_at = tl.arange(0, SIDE_LANES)
-    sent = sides_at < side_words
-    if not HAS_SCALES:
-        sent = sent & (sides_at >= SCALE_WORDS)
-    if not HAS_WEIGHTS:
-        sent = sent & ((sides_at < SCALE_WORDS + TOPK) | (sides_at == side_words - 1))
+    first_source: tl.constexpr = 0 if S.COMPACT else 1
+    num_sources: tl.constexpr = S.WORLD_SIZE - first_source
+    sides_at = tl.arange(0, LL.SIDE_LANES)
+    sent = sent_sides(sides_at, S.TOPK, LL, FORM.HAS_WEIGHTS)
     poison = tl.full((), 0, tl.int32)
     num_units = stride * num_sources
-    if COMPACT:
-        all_counts, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-        lanes = tl.arange(0, COUNT_LANES)
-        sources = lanes // (WORLD_SIZE + 1)
-        counts = tl.where((lanes % (WORLD_SIZE + 1) == rank) & (sources < WORLD_SIZE), all_counts, 0)
+    if S.COMPACT:
+        all_counts, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+        lanes = tl.arange(0, LL.COUNT_LANES)
+        sources = lanes // (S.WORLD_SIZE + 1)
+        counts = tl.where((lanes % (S.WORLD_SIZE + 1) == rank) & (sources < S.WORLD_SIZE), all_counts, 0)
         num_units = tl.where(poison == 0, reduce_max(counts, 0) * num_sources, 0)
-    count_words = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + rank
-    flagged_rows = address(table, FLAGGED_ROWS, rank, WORLD_SIZE, tl.int32)
-    flagged_sides = address(table, FLAGGED_SIDES, rank, WORLD_SIZE, tl.int64)
+    count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
+    flagged_rows = address(table, FLAGGED_ROWS, rank, S.WORLD_SIZE, tl.int32)
+    flagged_sides = address(table, FLAGGED_SIDES, rank, S.WORLD_SIZE, tl.int64)
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
-        source = (rank + first_source + unit % max(1, num_sources)) % WORLD_SIZE
+        source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
         if poison == 0:
             row = source * stride + index
-            if COMPACT:
+            if S.COMPACT:
                 row = reduce_sum(tl.where(sources < source, counts, 0), 0) + index
-            slot = tl.cast(source * SLOTS + index, tl.int64)
-            rows = tl.multiple_of(flagged_rows + slot * ROW_WORDS, 16)
-            sides = flagged_sides + slot * side_words
-            target = places[0] + tl.cast(row, tl.int64) * ROW_WORDS
-            for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
-                words_at = first_word + tl.arange(0, BLOCK_WORDS)
-                words, side, exists, late = take_row_block(
-                    table, rows, sides, count_words + source * (WORLD_SIZE + 1), epoch, source, index, words_at,
-                    sides_at, sent, rank, WORLD_SIZE, ROW_WORDS, side_words, ALWAYS_FLAGGED, SPARSE_POLLS,
-                )  # fmt: skip
-                poison = tl.where(poison == 0, late, poison)
-                if exists:
-                    wanted = (words_at < ROW_WORDS) & (words_at * 0 + row < row_limit) & (words_at * 0 + poison == 0)
-                    tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
-                    tl.store(rows + words_at, words * 0 + EMPTY, mask=words_at < ROW_WORDS)
-                    if first_word == 0:
-                        if (row < row_limit) & (poison == 0):
-                            place_side(places, side, sides_at, row, TOPK, SCALE_WORDS, HAS_SCALES, HAS_WEIGHTS)
+            slot = tl.cast(source * LL.SLOTS + index, tl.int64)
+            rows = tl.multiple_of(flagged_rows + slot * ROW.ROW_WORDS, 16)
+            sides = flagged_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
+            count_word = count_words + source * (S.WORLD_SIZE + 1)
+            poison = receive_row(
+                step, places, count_word, rows, sides, source, index, row, sides_at, sent, poison, S, ROW, LL, FORM
+            )
     return poison

@@ -22,14 +22,16 @@ import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import (
-    RECORD_HEADER_WORDS,
     SPAN_PROGRAMS,
     SPAN_STEPS,
     SPAN_WORDS,
+    FailureCode,
+    Record,
     Region,
     Span,
     Stage,
     State,
+    StepPhase,
 )
 
 POISON = tl.constexpr(Region.POISON.value)
@@ -39,7 +41,14 @@ ERROR_RECORD = tl.constexpr(Region.ERROR_RECORD.value)
 ARRIVED = tl.constexpr(State.ARRIVED.value)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
 NUM_TOKENS = tl.constexpr(State.NUM_TOKENS.value)
-RECORD_HEADER = tl.constexpr(RECORD_HEADER_WORDS)
+RECORD_CODE = tl.constexpr(Record.CODE.value)
+RECORD_ACCUSED = tl.constexpr(Record.ACCUSED.value)
+RECORD_PHASE = tl.constexpr(Record.PHASE.value)
+RECORD_EPOCH = tl.constexpr(Record.EPOCH.value)
+RECORD_DETAIL = tl.constexpr(Record.DETAIL.value)
+RECORD_RANKS = tl.constexpr(Record.RANKS.value)
+DISPATCH_PHASE = tl.constexpr(StepPhase.DISPATCH.value)
+COMBINE_PHASE = tl.constexpr(StepPhase.COMBINE.value)
 
 NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
@@ -56,13 +65,12 @@ STEP_SHIFT = tl.constexpr(16)
 
 EMPTY = tl.constexpr(-1)
 
-# Failure codes, the first word of the error record; ops/failures.py turns them into exceptions.
-TIMEOUT = tl.constexpr(1)
-ALTERNATION = tl.constexpr(2)
-STRIDE_MISMATCH = tl.constexpr(3)
-CAPACITY = tl.constexpr(4)
-FOREIGN_INDICES = tl.constexpr(5)
-WEIGHTS_MISSING = tl.constexpr(6)
+TIMEOUT = tl.constexpr(FailureCode.TIMEOUT.value)
+ALTERNATION = tl.constexpr(FailureCode.ALTERNATION.value)
+STRIDE_MISMATCH = tl.constexpr(FailureCode.STRIDE_MISMATCH.value)
+CAPACITY = tl.constexpr(FailureCode.CAPACITY.value)
+FOREIGN_INDICES = tl.constexpr(FailureCode.FOREIGN_INDICES.value)
+WEIGHTS_MISSING = tl.constexpr(FailureCode.WEIGHTS_MISSING.value)
 
 # The poison word is code << 16 | accused rank; this rank number accuses nobody.
 NOBODY = tl.constexpr(0xFFFF)
@@ -170,11 +178,34 @@ def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def record_span_edge(table, span: tl.constexpr, IS_END: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Notes when this program begins or ends a span of the op's current step; all its threads must come here.
+def like(vector, value):
+    """`value` in every lane of a vector like `vector`, of integers.
 
-    A step's number is that of the combines that have ended, so it is the same in all launches of the step. Only kernels
-    compiled with SPANS call this: a barrier and some loads, about as long as what is noted for the shortest spans.
+    The interpreter mistypes a scalar condition that meets a vector; as a vector the value has the right type.
+    """
+    return vector * 0 + value
+
+
+@portable
+def begin_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program begins a span of the op's current step; nothing without SPANS."""
+    if SPANS:
+        note_time(table, span, 0, WORLD_SIZE)
+
+
+@portable
+def end_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program ends a span of the op's current step; nothing without SPANS."""
+    if SPANS:
+        note_time(table, span, 1, WORLD_SIZE)
+
+
+@portable
+def note_time(table, span: tl.constexpr, edge: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes the time of an edge, 0 start or 1 end, of a span; all threads of the program must come here.
+
+    A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
+    a barrier and some loads, about as long as what is noted for the shortest spans.
     """
     tl.debug_barrier()
     now = clock_ns()
@@ -184,7 +215,7 @@ def record_span_edge(table, span: tl.constexpr, IS_END: tl.constexpr, WORLD_SIZE
     if program < KEPT_PROGRAMS:
         lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
         line = lines + (((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS + span) * WORDS_PER_SPAN
-        if IS_END:
+        if edge == 1:
             tl.store(line + 1, now)
         else:
             tl.store(line, now)
@@ -198,7 +229,7 @@ def ask_poison(poison_word, LANES: tl.constexpr):
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
     """
-    return tl.load(poison_word + tl.arange(0, LANES) * 0, volatile=True)
+    return tl.load(poison_word + like(tl.arange(0, LANES), 0), volatile=True)
 
 
 @portable
@@ -213,7 +244,8 @@ def may_go_on(
     poison = reduce_max(answer, 0)
     if (poison == 0) & (out_of_order != 0):
         poison = (rank | (ALTERNATION << 16)).to(tl.int32)
-        fail(table, poison, phase, epoch, 0, tl.arange(0, WORLD_LANES) * 0, rank, WORLD_SIZE, WORLD_LANES)
+        nobody = like(tl.arange(0, WORLD_LANES), 0)
+        fail(table, poison, phase, epoch, 0, nobody, rank, WORLD_SIZE, WORLD_LANES)
     return poison
 
 
@@ -367,11 +399,11 @@ def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constex
         lanes = tl.arange(0, WORLD_LANES)
         present = lanes < WORLD_SIZE
         record = address(table, ERROR_RECORD, rank, WORLD_SIZE, tl.int32)
-        tl.store(record + 1, poison & 0xFFFF)
-        tl.store(record + 2, phase)
-        tl.store(record + 3, epoch)
-        tl.store(record + 4, detail)
-        tl.store(record + RECORD_HEADER + lanes, late, mask=present)
+        tl.store(record + RECORD_ACCUSED, poison & 0xFFFF)
+        tl.store(record + RECORD_PHASE, phase)
+        tl.store(record + RECORD_EPOCH, epoch)
+        tl.store(record + RECORD_DETAIL, detail)
+        tl.store(record + RECORD_RANKS + lanes, late, mask=present)
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
         words = address(table, POISON, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32)
         tl.atomic_cas(
@@ -379,7 +411,7 @@ def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constex
             sem="relaxed", scope="sys",
         )  # fmt: skip
         tl.debug_barrier()
-        tl.store(record, poison >> 16)
+        tl.store(record + RECORD_CODE, poison >> 16)
 
 
 @portable

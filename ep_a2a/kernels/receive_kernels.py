@@ -1,11 +1,14 @@
 """Device helpers about received rows: how many there are, where they begin, and the rows that hold no token."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.primitives import (
     CAPACITY,
+    DISPATCH_PHASE,
     NOBODY,
     POLLS_PER_CLOCK,
     STATE,
@@ -14,6 +17,7 @@ from ep_a2a.kernels.primitives import (
     epoch_of,
     fail,
     flagged,
+    like,
     overdue,
     pause,
     payload_of,
@@ -29,6 +33,39 @@ TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
 LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 
+
+class DispatchStep(NamedTuple):
+    """One dispatch as its device functions see it.
+
+    table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: that this rank sends.
+    stride: max_num_tokens, rows per source in layout rank_major; the same on all ranks. wire_word: stride and wire
+    format, compared with every peer's. pad_id: id of rows without a token. row_limit: rows that a rank may receive.
+    num_region_rows: rows of the regions. first_position: source position of this rank's token 0, rank * W * M.
+    program: this one, of num_programs.
+    """
+
+    table: tl.tensor
+    rank: tl.tensor
+    epoch: tl.tensor
+    num_tokens: tl.tensor
+    stride: tl.tensor
+    wire_word: tl.tensor
+    pad_id: tl.tensor
+    row_limit: tl.tensor
+    num_region_rows: tl.tensor
+    first_position: tl.tensor
+    program: tl.tensor
+    num_programs: tl.tensor
+
+
+class Received(NamedTuple):
+    """What the previous step has left: rows by source [WORLD_LANES], stride and pad_id."""
+
+    counts: tl.tensor
+    stride: tl.tensor
+    pad_id: tl.tensor
+
+
 PAD_ROWS = tl.constexpr(64)
 BLOCK_PAD_ROWS = tl.constexpr(16)
 
@@ -42,10 +79,10 @@ def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr,
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
     lines = address(table, COUNTS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int64) + rank * (WORLD_SIZE + 1)
-    words = flagged(counts, epoch)[None, :] + (lanes * 0)[:, None]
+    words = flagged(counts, epoch)[None, :] + like(lanes, 0)[:, None]
     mask = present[:, None] & present[None, :]
     tl.store(lines[:, None] + lanes[None, :], words, mask=mask, cache_modifier=".wt")
-    tl.store(lines + WORLD_SIZE, flagged(lanes * 0 + wire_word, epoch), mask=present, cache_modifier=".wt")
+    tl.store(lines + WORLD_SIZE, flagged(like(lanes, wire_word), epoch), mask=present, cache_modifier=".wt")
 
 
 @portable
@@ -124,11 +161,11 @@ def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.c
 
 @portable
 def last_received(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """(rows by source [WORLD_LANES], stride, pad_id) of the previous step, loaded before this one is waited for."""
+    """What the previous step has left (Received), loaded before this one is waited for."""
     lanes = tl.arange(0, WORLD_LANES)
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes
-    return (
+    return Received(
         tl.load(counts, mask=lanes < WORLD_SIZE, other=0),
         tl.load(state + LAST_STRIDE),
         tl.load(state + LAST_PAD_ID),
@@ -136,39 +173,33 @@ def last_received(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constex
 
 
 @portable
-def accept_rows(
-    table, old_counts, old_stride, old_pad_id, epoch, stride, wire_word, pad_id, row_limit, num_region_rows, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr,
-):  # fmt: skip
+def accept_rows(step, old, S: tl.constexpr):
     """Publishes what this rank has received, once every rank's counts are there. Returns the poison word of a failure.
 
     One program of a step does this.
 
     Args:
-        old_counts, old_stride, old_pad_id: from last_received.
+        step: DispatchStep. old: from last_received.
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    present = lanes < WORLD_SIZE
-    recv_counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes
-    counts, words = counts_from(table, rank, WORLD_SIZE, WORLD_LANES)
+    table, rank = step.table, step.rank
+    lanes = tl.arange(0, S.WORLD_LANES)
+    present = lanes < S.WORLD_SIZE
+    recv_counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + lanes
+    counts, words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     poison = tl.full((), 0, tl.int32)
     total = reduce_sum(counts, 0)
-    if reduce_max(((words != wire_word) & present).to(tl.int32), 0) > 0:
+    if reduce_max(((words != step.wire_word) & present).to(tl.int32), 0) > 0:
         poison = tl.full((), (STRIDE_MISMATCH << 16) | NOBODY, tl.int32)
-        fail(table, poison, 1, epoch, wire_word, words, rank, WORLD_SIZE, WORLD_LANES)
-    elif total > row_limit:
+        fail(table, poison, DISPATCH_PHASE, step.epoch, step.wire_word, words, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    elif total > step.row_limit:
         poison = (rank | (CAPACITY << 16)).to(tl.int32)
-        fail(table, poison, 1, epoch, total, counts, rank, WORLD_SIZE, WORLD_LANES)
+        fail(table, poison, DISPATCH_PHASE, step.epoch, total, counts, rank, S.WORLD_SIZE, S.WORLD_LANES)
     else:
-        pad_unused_rows(
-            table, rank, old_counts, old_stride, old_pad_id, counts, stride, pad_id, num_region_rows,
-            TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COMPACT,
-        )  # fmt: skip
+        pad_unused_rows(step, old, counts, S)
     # every thread has read the previous counts before they are replaced
     tl.debug_barrier()
     tl.store(recv_counts, tl.where(poison == 0, counts, 0), mask=present)
-    tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
+    tl.store(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
 
@@ -176,7 +207,7 @@ def accept_rows(
 def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Publishes that a failed step has brought nothing."""
     lanes = tl.arange(0, WORLD_LANES)
-    tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, lanes * 0, mask=lanes < WORLD_SIZE)
+    tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, like(lanes, 0), mask=lanes < WORLD_SIZE)
     tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), 0)
 
 
@@ -192,90 +223,86 @@ def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: t
 
 
 @portable
-def pad_unused_rows(
-    table, rank, old_counts, old_stride, old_pad_id, new_counts, stride, pad_id, num_region_rows,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr,
-):  # fmt: skip
+def pad_unused_rows(step, old, new_counts, S: tl.constexpr):
     """Gives `pad_id` to the rows that the previous step filled and this one did not; all others carry it already.
 
     The work is proportional to the rows of the previous step, and to all rows only when pad_id changes.
     """
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    ids = address(table, INDICES, rank, WORLD_SIZE, tl.int32)
-    lanes = tl.arange(0, WORLD_LANES)
-    if COMPACT:
-        first, last = reduce_sum(new_counts, 0), reduce_sum(old_counts, 0)
-        if old_pad_id != pad_id:
-            last = num_region_rows + 0
-        pad_all_rows(ids, first, last, pad_id, TOPK, TOPK_LANES)
+    state = address(step.table, STATE, step.rank, S.WORLD_SIZE, tl.int32)
+    ids = address(step.table, INDICES, step.rank, S.WORLD_SIZE, tl.int32)
+    if S.COMPACT:
+        first, last = reduce_sum(new_counts, 0), reduce_sum(old.counts, 0)
+        if old.pad_id != step.pad_id:
+            last = step.num_region_rows + 0
+        pad_all_rows(ids, first, last, step.pad_id, S.TOPK, S.TOPK_LANES)
     else:
-        if (old_pad_id != pad_id) | (old_stride != stride):
+        if (old.pad_id != step.pad_id) | (old.stride != step.stride):
             # rows lie elsewhere now: pad all that were used, but for the rows that this step has filled
-            for block in range(WORLD_SIZE):
-                pad_block_rows(
-                    table, ids, rank, block, old_counts, old_stride, old_pad_id != pad_id, stride, pad_id,
-                    num_region_rows, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES,
-                )  # fmt: skip
+            for block in range(S.WORLD_SIZE):
+                pad_block_rows(step, old, ids, block, S)
         else:
-            # one block per source, all at once: steps of equal counts, the common case, have nothing to do
-            num_left = reduce_max(old_counts - new_counts, 0)
-            slots = tl.arange(0, TOPK_LANES)
-            for offset in range(0, num_left, BLOCK_PAD_ROWS):
-                index = new_counts[:, None] + offset + tl.arange(0, BLOCK_PAD_ROWS)[None, :]
-                rows = lanes[:, None] * stride + index
-                where = tl.cast(rows, tl.int64)[:, :, None] * TOPK + slots[None, None, :]
-                inside = (index < old_counts[:, None])[:, :, None] & (slots < TOPK)[None, None, :]
-                tl.store(
-                    ids + where, tl.full((WORLD_LANES, BLOCK_PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id, mask=inside
-                )
-    tl.store(state + LAST_PAD_ID, pad_id)
-    tl.store(state + LAST_STRIDE, stride)
+            pad_rows_behind(ids, old.counts, new_counts, step.stride, step.pad_id, S)
+    tl.store(state + LAST_PAD_ID, step.pad_id)
+    tl.store(state + LAST_STRIDE, step.stride)
 
 
 @portable
-def pad_block_rows(
-    table, ids, rank, block, old_counts, old_stride, all_rows, stride, pad_id, num_region_rows,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-):  # fmt: skip
+def pad_rows_behind(ids, old_counts, new_counts, stride, pad_id, S: tl.constexpr):
+    """Pads the rows of all sources that follow this step's, up to those of the previous step.
+
+    One block per source, all at once: steps of equal counts, the common case, have nothing to do.
+    """
+    lanes, slots = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    num_left = reduce_max(old_counts - new_counts, 0)
+    for offset in range(0, num_left, BLOCK_PAD_ROWS):
+        index = new_counts[:, None] + offset + tl.arange(0, BLOCK_PAD_ROWS)[None, :]
+        rows = lanes[:, None] * stride + index
+        where = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
+        inside = (index < old_counts[:, None])[:, :, None] & (slots < S.TOPK)[None, None, :]
+        values = tl.full((S.WORLD_LANES, BLOCK_PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + pad_id
+        tl.store(ids + where, values, mask=inside)
+
+
+@portable
+def pad_block_rows(step, old, ids, block, S: tl.constexpr):
     """Pads one source's rows of the previous step, or a W-th of all rows, where this step has put no token."""
-    lanes, slots = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
-    share = num_region_rows // WORLD_SIZE
-    first = tl.where(all_rows, block * share, block * old_stride)
-    count = tl.where(all_rows, share, reduce_sum(tl.where(lanes == block, old_counts, 0), 0))
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + rank
+    lanes, slots = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    all_rows = old.pad_id != step.pad_id
+    share = step.num_region_rows // S.WORLD_SIZE
+    first = tl.where(all_rows, block * share, block * old.stride)
+    count = tl.where(all_rows, share, reduce_sum(tl.where(lanes == block, old.counts, 0), 0))
+    lines = address(step.table, COUNTS, step.rank, S.WORLD_SIZE, tl.int64) + step.rank
     for offset in range(0, count, PAD_ROWS):
         index = offset + tl.arange(0, PAD_ROWS)
         rows = first + index
-        source = rows // stride
-        filled = payload_of(tl.load(lines + source * (WORLD_SIZE + 1), mask=source < WORLD_SIZE, other=0))
-        unused = (index < count) & (rows % stride >= filled)
-        where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
-        values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
-        tl.store(ids + where, values, mask=unused[:, None] & (slots < TOPK)[None, :])
+        source = rows // step.stride
+        filled = payload_of(tl.load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0))
+        unused = (index < count) & (rows % step.stride >= filled)
+        where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
+        values = tl.full((PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + step.pad_id
+        tl.store(ids + where, values, mask=unused[:, None] & (slots < S.TOPK)[None, :])
 
 
 @portable(do_not_specialize=["rank", "stride", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
 def count_local_experts_kernel(
     table, rank, stride, first_expert, counts_out,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    COMPACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """counts_out[e] = rows received with an id of this rank's expert e; one program per expert."""
     expert = first_expert + tl.program_id(0)
-    ids = address(table, INDICES, rank, WORLD_SIZE, tl.int32)
-    counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    slots = tl.arange(0, TOPK_LANES)
-    found = tl.full((BLOCK_ROWS, TOPK_LANES), 0, tl.int32)
+    ids = address(table, INDICES, rank, S.WORLD_SIZE, tl.int32)
+    counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    slots = tl.arange(0, S.TOPK_LANES)
+    found = tl.full((BLOCK_ROWS, S.TOPK_LANES), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
-    for source in range(WORLD_SIZE):
+    for source in range(S.WORLD_SIZE):
         count = tl.load(counts + source)
-        if not COMPACT:
+        if not S.COMPACT:
             start = source * stride
         for offset in range(0, count, BLOCK_ROWS):
             rows = offset + tl.arange(0, BLOCK_ROWS)
-            mask = (rows < count)[:, None] & (slots < TOPK)[None, :]
-            where = tl.cast(start + rows, tl.int64)[:, None] * TOPK + slots[None, :]
+            mask = (rows < count)[:, None] & (slots < S.TOPK)[None, :]
+            where = tl.cast(start + rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
             values = tl.load(ids + where, mask=mask, other=-1)
             found += (values == expert).to(tl.int32)
         start += count

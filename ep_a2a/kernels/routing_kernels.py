@@ -4,7 +4,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import address, epoch_of, flagged, payload_of, reduce_sum
+from ep_a2a.kernels.primitives import address, epoch_of, flagged, like, payload_of, reduce_sum
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 
@@ -16,11 +16,10 @@ def owner_of(experts, OWNERS: tl.constexpr):
     Validity is decided before dividing: -1 // n is 0 in Triton.
 
     Args:
-        OWNERS: (experts, ranks that own them, the first of those ranks that is a peer, ranks per peer). Peers are ranks
-            of this group, so that ids of ranks before the first one are dropped slots; or whole nodes.
+        OWNERS: ExpertPlacement (kernels/constants.py).
     """
-    num_experts: tl.constexpr = OWNERS[0]
-    num_ranks: tl.constexpr = OWNERS[1]
+    num_experts: tl.constexpr = OWNERS.NUM_EXPERTS
+    num_ranks: tl.constexpr = OWNERS.NUM_OWNERS
     small: tl.constexpr = num_experts // num_ranks
     num_large: tl.constexpr = num_experts % num_ranks
     boundary: tl.constexpr = num_large * (small + 1)
@@ -29,7 +28,7 @@ def owner_of(experts, OWNERS: tl.constexpr):
     valid = (experts >= 0) & (experts < num_experts)
     safe = tl.where(valid, experts, 0)
     owner = tl.where(safe < boundary, safe // (small + 1), num_large + (safe - boundary) // divisor)
-    peer = tl.where(owner >= OWNERS[2], (owner - OWNERS[2]) // OWNERS[3], -1)
+    peer = tl.where(owner >= OWNERS.FIRST_OWNER, (owner - OWNERS.FIRST_OWNER) // OWNERS.RANKS_PER_PEER, -1)
     return tl.where(valid, peer, -1)
 
 
@@ -49,7 +48,7 @@ def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZ
     """
     place = owner_of(experts, OWNERS) - first_peer
     here = (place >= 0) & (place < 64 // COUNT_BITS) & (place < WORLD_SIZE - first_peer)
-    bit = (place * 0 + 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
+    bit = like(place, 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
     return tl.where(here, bit, 0)
 
 
@@ -131,7 +130,7 @@ def plus(left, right, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
 def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
     """The fields of the given ranks (a vector or a scalar), as int32."""
     per_word: tl.constexpr = 64 // COUNT_BITS
-    found = (ranks * 0).to(tl.int32)
+    found = like(ranks, 0).to(tl.int32)
     for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
         place = ranks - word * per_word
         here = (place >= 0) & (place < per_word)

@@ -5,7 +5,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import address, reduce_sum
+from ep_a2a.kernels.primitives import address, like, reduce_sum
 from ep_a2a.kernels.routing_kernels import field_of
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
@@ -69,7 +69,7 @@ def load_choices(ids, weights, token, end, TOPK: tl.constexpr, TOPK_LANES: tl.co
     """A token's expert ids and router weights, both as int32 [TOPK_LANES]; nothing is read from token `end` on."""
     lanes = tl.arange(0, TOPK_LANES)
     where = tl.cast(token, tl.int64) * TOPK + lanes
-    mask = (lanes < TOPK) & (lanes * 0 + token < end)
+    mask = (lanes < TOPK) & (like(lanes, token) < end)
     token_ids = tl.load(ids + where, mask=mask, other=-1)
     token_weights = token_ids
     if HAS_WEIGHTS:
@@ -81,7 +81,7 @@ def load_choices(ids, weights, token, end, TOPK: tl.constexpr, TOPK_LANES: tl.co
 def load_line(source, token, end, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """A token's line of `source` [T, WIDTH]; nothing is read from token `end` on."""
     lanes = tl.arange(0, LANES)
-    return tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (lanes * 0 + token < end))
+    return tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (like(lanes, token) < end))
 
 
 @portable
@@ -118,27 +118,31 @@ def load_for_cast(
     mask = (groups < HIDDEN // GROUP)[:, None] & (elements < GROUP)[None, :]
     row_start = tl.multiple_of(x + tl.cast(token, tl.int64) * HIDDEN, 16)
     offsets = groups[:, None] * GROUP + elements[None, :]
-    return tl.load(row_start + offsets, mask=mask & (offsets * 0 + token < end), other=0.0)
+    return tl.load(row_start + offsets, mask=mask & (like(offsets, token) < end), other=0.0)
+
+
+@portable
+def load_tile(x, token, end, ROW: tl.constexpr):
+    """load_for_cast of the rows that are described by ROW."""
+    return load_for_cast(x, token, end, ROW.ROW_WORDS * 4, ROW.GROUP, ROW.GROUP_LANES, ROW.GROUPS_LANES)
 
 
 @portable
 def send_quantized(
-    values, scale_targets, table, rows, rank, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_LANES: tl.constexpr, GROUPS_LANES: tl.constexpr, POWERS_OF_TWO: tl.constexpr,
-    BYTE_SCALES: tl.constexpr,
+    values, scale_targets, table, rows, rank, WORLD_SIZE: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
     """Casts a row's tile to fp8 and sends bytes and scales."""
-    groups = tl.arange(0, GROUPS_LANES)
-    elements = tl.arange(0, GROUP_LANES)
-    num_groups: tl.constexpr = HIDDEN // GROUP
-    offsets = groups[:, None] * GROUP + elements[None, :]
-    mask = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-    targets = targets_of(table, TOKENS, rows, rank, HIDDEN, WORLD_SIZE, tl.uint8)
-    bits, scale_bits = quantize_tile(values.to(tl.float32), POWERS_OF_TWO)
+    groups = tl.arange(0, ROW.GROUPS_LANES)
+    elements = tl.arange(0, ROW.GROUP_LANES)
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    offsets = groups[:, None] * ROW.GROUP + elements[None, :]
+    mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
+    targets = targets_of(table, TOKENS, rows, rank, ROW.ROW_WORDS * 4, WORLD_SIZE, tl.uint8)
+    bits, scale_bits = quantize_tile(values.to(tl.float32), ROW.POWERS_OF_TWO)
     for step in tl.static_range(WORLD_SIZE):
         if rows[step] >= 0:
             tl.store(targets[step] + offsets, bits, mask=mask)
-    if BYTE_SCALES:
+    if ROW.BYTE_SCALES:
         store_at_all(scale_targets, rows, groups, (scale_bits >> 23).to(tl.uint8), groups < num_groups, WORLD_SIZE)
     else:
         store_at_all(scale_targets, rows, groups, scale_bits, groups < num_groups, WORLD_SIZE)

@@ -21,7 +21,7 @@ RECEIVE = Stages(False, True)
 
 
 class DispatchArguments(NamedTuple):
-    """What one dispatch launch works on; see dispatch_kernel for the shapes."""
+    """What one dispatch launch works on; see bulk_dispatch_kernel for the shapes."""
 
     x: torch.Tensor
     scales: torch.Tensor | None

@@ -14,7 +14,7 @@ from ep_a2a.errors import (
     ForeignIndicesError,
     RankTimeoutError,
 )
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from ep_a2a.ops.timeouts import WaitBounds
 
 RESET = "Then op.reset() on every rank makes the op usable again."
-DISPATCH_PHASE, COMBINE_PHASE = 1, 2
-PHASES = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
+DISPATCH_PHASE, COMBINE_PHASE = StepPhase.DISPATCH, StepPhase.COMBINE
+PHASES: dict[int, str] = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
 UINT32_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of an op as its kernels saw it; the codes are those of kernels/primitives.py.
+    """The first failure of an op as its kernels saw it; the codes are FailureCode's.
 
     Attributes:
         code: what went wrong.
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
-        phase: 1 dispatch, 2 combine; 0 if another rank has told no more than code and accused.
+        phase: a StepPhase; 0 if another rank has told no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
         detail: depends on the code.
         per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
@@ -50,8 +50,9 @@ class Failure:
     @classmethod
     def from_record(cls, words: Sequence[int], world_size: int) -> Failure:
         """Reads the words of an error record."""
-        per_rank = tuple(words[RECORD_HEADER_WORDS : RECORD_HEADER_WORDS + world_size])
-        return cls(words[0], words[1], words[2], words[3], words[4], per_rank)
+        per_rank = tuple(words[Record.RANKS : Record.RANKS + world_size])
+        code, accused, phase = words[Record.CODE], words[Record.ACCUSED], words[Record.PHASE]
+        return cls(code, accused, phase, words[Record.EPOCH], words[Record.DETAIL], per_rank)
 
     @classmethod
     def told(cls, code: int, accused: int) -> Failure:
@@ -67,15 +68,15 @@ class Failure:
         """
         where = self._where(rank)
         match self.code:
-            case 1:
+            case FailureCode.TIMEOUT:
                 return self._timeout(where, bounds, seen or {})
-            case 2:
+            case FailureCode.ALTERNATION:
                 return self._alternation(where)
-            case 3:
+            case FailureCode.STRIDE_MISMATCH:
                 return self._disagreement(where)
-            case 4:
+            case FailureCode.CAPACITY:
                 return self._too_many_rows(where)
-            case 6:
+            case FailureCode.WEIGHTS_MISSING:
                 return self._weights_missing(where)
             case _:
                 return self._foreign_indices(where)

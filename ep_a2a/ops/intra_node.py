@@ -9,18 +9,27 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.kernels.bulk_dispatch_kernels import dispatch_kernel
+from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
+from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, Form, LowLatencyDispatch, Row, Scales, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
-from ep_a2a.kernels.ll_dispatch_kernels import flagged_dispatch_kernel
+from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.launch_plan import Plan, make_plan
 from ep_a2a.ops.memo import Remembered
-from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, ResultRows, row_constants
+from ep_a2a.ops.row_constants import (
+    MANY_TOKENS,
+    MAX_BLOCK_WORDS,
+    ResultRows,
+    placement_of,
+    row_constants,
+    scale_line,
+    shape_of,
+)
 from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 from ep_a2a.tuning.policy import (
     COUNT_WARPS,
@@ -44,8 +53,8 @@ BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own."""
 BLOCK_ROWS = 64
 """Received rows whose ids a program looks at at once."""
-FLAGGED_PROGRAMS_PER_SM = 2
-"""Programs of a flagged dispatch that a multiprocessor must hold, at the price of some registers."""
+LL_PROGRAMS_PER_SM = 2
+"""Programs of a low-latency dispatch that a multiprocessor must hold, at the price of some registers."""
 LOOK_BACK_LANES = 2048
 """Words that a program reads at once to learn how many rows the programs before it send."""
 
@@ -70,9 +79,7 @@ class IntraNodeKernels:
             )  # fmt: skip
         self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
         self.max_sms = config.max_sms
-        self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
-        self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
-        self._compact = {"COMPACT": config.layout == Layout.COMPACT}
+        self._op_shape, self._placement = shape_of(config), placement_of(config)
         self._results = ResultRows.of(config)
         self._can_depend = (
             not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
@@ -276,12 +283,11 @@ class IntraNodeKernels:
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
-            kernel = dispatch_kernel if phase is Phase.DISPATCH else flagged_dispatch_kernel
-            constants = self._dispatch_constants(args, phase, launch, stages)
-            constants["DEPENDENT_LAUNCH"] = dependent
-            threads = FLAGGED_PROGRAMS_PER_SM * 32 * launch.num_warps
+            kernel = bulk_dispatch_kernel if phase is Phase.DISPATCH else ll_dispatch_kernel
+            given = self._dispatch_constants(args, phase, launch, stages)
+            threads = LL_PROGRAMS_PER_SM * 32 * launch.num_warps
             max_registers = REGISTERS_PER_SM // threads if phase is Phase.FLAGGED_DISPATCH else None
-            variant = self._variants[key] = CompiledKernel(kernel, constants, launch.num_warps, max_registers)
+            variant = self._variants[key] = CompiledKernel(kernel, given, launch.num_warps, max_registers)
         return variant
 
     def _dispatch_constants(
@@ -289,35 +295,36 @@ class IntraNodeKernels:
     ) -> dict[str, Any]:
         config, cast, threads = self.config, self._casts(args.x), 32 * launch.num_warps
         row = row_constants(config, casts=cast)
-        row_words = row["ROW_WORDS"]
-        count_words = config.world_size * (config.world_size + 1)
+        block_words = min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS)
+        count_lanes = max(padded(config.world_size * (config.world_size + 1)), threads)
+        dependent = launch.dependent and self._can_depend
         common = {
-            **self._topk, **self._world, **self._compact, **row,
-            "OWNERS": config.owners, "HAS_WEIGHTS": args.weights is not None,
-            "COUNT_LANES": max(padded(count_words), threads),
-            "SEND": stages.send, "RECEIVE": stages.receive, "SPANS": self._spans,
+            "S": self._op_shape, "OWNERS": self._placement,
+            "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
         }  # fmt: skip
         if phase is Phase.FLAGGED_DISPATCH:
             return common | {
-                "SCALE_WORDS": config.num_scales,
-                "HAS_SCALES": cast or args.scales is not None,
-                "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), threads),
-                "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
-                "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
-                "COUNT_BITS": count_bits(config.flagged_tokens),
+                "ROW": constants(Row, row | {"BLOCK_WORDS": max(block_words, threads)}),
+                "LL": constants(LowLatencyDispatch, {
+                    "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
+                    "COUNT_BITS": count_bits(config.flagged_tokens), "SCALE_WORDS": config.num_scales,
+                    "HAS_SCALES": cast or args.scales is not None, "COUNT_LANES": count_lanes,
+                    "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
+                }),
             }  # fmt: skip
-        scale_width = self._scale_bytes(args.scales)
-        in_words = scale_width % WORD_BYTES == 0
-        scale_width = scale_width // WORD_BYTES if in_words else scale_width
         return common | {
-            "BLOCK_WORDS": min(padded(row_words), MAX_BLOCK_WORDS),
-            "SCALE_WIDTH": scale_width, "SCALE_LANES": padded(max(1, scale_width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
-            "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
-            "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE, "FORWARDED": config.uses_rings,
-            "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "POISON_LANES": threads,
-            "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+            "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
+            "LINE": constants(Scales, scale_line(self._scale_bytes(args.scales))),
+            "BULK": constants(BulkDispatch, {
+                "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
+                "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE, "FORWARDED": config.uses_rings,
+                "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "COUNT_LANES": count_lanes,
+                "POISON_LANES": threads, "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+            }),
         }  # fmt: skip
+
+    def _form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> Form:
+        return Form(*map(tl.constexpr, (*stages, has_weights, is_dependent, self._spans)))
 
     def _dispatch_tensors(self, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
         """(x, scales, weights, ids, table) as kernels take them."""
@@ -344,8 +351,8 @@ class IntraNodeKernels:
 
     def _count_variant(self) -> CompiledKernel:
         if ("count",) not in self._variants:
-            constants = {**self._topk, **self._world, **self._compact, "BLOCK_ROWS": BLOCK_ROWS}
-            self._variants["count",] = CompiledKernel(count_local_experts_kernel, constants, COUNT_WARPS)
+            given = {"S": self._op_shape, "BLOCK_ROWS": BLOCK_ROWS}
+            self._variants["count",] = CompiledKernel(count_local_experts_kernel, given, COUNT_WARPS)
         return self._variants["count",]
 
     def _combine_variant(
@@ -358,27 +365,27 @@ class IntraNodeKernels:
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
-            constants = self._combine_constants(args, launch, stages, in_place)
-            variant = self._variants[key] = CompiledKernel(combine_kernel, constants, launch.num_warps)
+            given = self._combine_constants(args, launch, stages, in_place)
+            variant = self._variants[key] = CompiledKernel(combine_kernel, given, launch.num_warps)
         return variant
 
     def _combine_constants(
         self, args: CombineArguments, launch: Launch, stages: Stages, in_place: bool
     ) -> dict[str, Any]:
-        config, results = self.config, self._results
-        elements = launch.send_elements, launch.add_elements
-        send, add = (results.tile(config.hidden_dim, most, launch.num_warps) for most in elements)
+        config, results, num_warps = self.config, self._results, launch.num_warps
+        # weights [., TOPK] move as blocks of one group
+        weight_block = (config.topk, 1, max(padded(config.topk), 32 * num_warps), tl.int32, tl.float32, False, False)
+        dependent = launch.dependent and self._can_depend
         return {
-            **self._topk, **self._world, **self._compact,
-            "WEIGHT_LANES": max(padded(config.topk), 32 * launch.num_warps),
-            "HIDDEN": config.hidden_dim,
-            "SEND_GROUPS_LANES": send[0], "SEND_GROUP": send[1], "GROUPS_LANES": add[0], "GROUP": add[1],
-            "DTYPE": results.dtype, "WIRE_DTYPE": tl.float8e4nv if results.quantized else results.dtype,
-            "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
-            "HAS_WEIGHTS": args.weights is not None, "CHECK_INDICES": args.ids is not None,
-            "OWN_IN_PLACE": in_place and not results.quantized, "READ_AHEAD": launch.read_ahead,
-            "SEND": stages.send, "RECEIVE": stages.receive,
-            "DEPENDENT_LAUNCH": launch.dependent and self._can_depend, "SPANS": self._spans,
+            "S": self._op_shape,
+            "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps),
+            "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
+            "WEIGHTS": Block(*map(tl.constexpr, weight_block)),
+            "COMBINE": constants(Combine, {
+                "DTYPE": results.dtype, "CHECK_INDICES": args.ids is not None,
+                "OWN_IN_PLACE": in_place and not results.quantized, "READ_AHEAD": launch.read_ahead,
+            }),
+            "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
         }  # fmt: skip
 
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
+from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES, Layout
 from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import quiet_kernel
@@ -51,6 +51,9 @@ class InterNodeKernels(IntraNodeKernels):
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         super().__init__(config, table, device)
+        self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
+        self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
+        self._compact = {"COMPACT": config.layout == Layout.COMPACT}
         self._rings = Rings.of(config)
         self._linked: dict[str, Any] = {}
         if self._rings.by_puts and not self._interpreted:
@@ -157,7 +160,7 @@ class InterNodeKernels(IntraNodeKernels):
         key = "number", finishes
         if key not in self._variants:
             constants = {
-                **self._topk, "OWNERS": self.config.owners, **self._world,
+                **self._topk, "OWNERS": self._placement, **self._world,
                 "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
                 "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
                 "FINISHES": finishes,

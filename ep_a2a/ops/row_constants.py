@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_GROUP_SIZE, QuantType, ScaleFormat
+from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
+from ep_a2a.kernels.constants import Block, ExpertPlacement, Shape
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 
 if TYPE_CHECKING:
@@ -19,6 +20,21 @@ MAX_BLOCK_WORDS = 4096
 """Words of a row that a program copies at once, at most."""
 MANY_TOKENS = 256
 """Tokens whose destinations a program works out at once, where it counts all."""
+
+
+def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
+    """Which rank of the op owns each expert."""
+    return ExpertPlacement(*map(tl.constexpr, config.owners))
+
+
+def shape_of(config: EpDispatchCombineConfig) -> Shape:
+    """What all kernels of an op have in common."""
+    return Shape(
+        *map(tl.constexpr, (
+            config.world_size, padded(config.world_size), config.topk, padded(config.topk),
+            config.layout == Layout.COMPACT,
+        ))
+    )  # fmt: skip
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, Any]:
@@ -31,6 +47,15 @@ def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, 
         "GROUP": group, "GROUP_LANES": padded(max(1, group)),
         "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
         "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
+    }  # fmt: skip
+
+
+def scale_line(num_bytes: int) -> dict[str, Any]:
+    """The fields of Scales for a row with so many bytes of them: words, where they are a whole number."""
+    in_words = num_bytes % WORD_BYTES == 0
+    width = num_bytes // WORD_BYTES if in_words else num_bytes
+    return {
+        "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)), "SCALE_DTYPE": tl.int32 if in_words else tl.uint8
     }  # fmt: skip
 
 
@@ -66,6 +91,13 @@ class ResultRows:
         """(groups, elements of each) that a program takes at once, an element per thread at least."""
         num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
         return (num_elements // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if self.scaled else (1, num_elements)
+
+    def block(self, hidden_dim: int, most_elements: int, num_warps: int) -> Block:
+        """Elements of a row that a program takes at once, as kernels know them."""
+        lanes, group = self.tile(hidden_dim, most_elements, num_warps)
+        dtype = tl.float8e4nv if self.quantized else self.dtype
+        values = (hidden_dim, lanes, group, self.element, dtype, self.quantized, self.scaled)
+        return Block(*map(tl.constexpr, values))
 
     def for_kernels(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of results as kernels take them: as integers, unless they cast them."""

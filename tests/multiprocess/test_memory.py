@@ -45,8 +45,6 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_BYTES = 100_000
 GIB = 1 << 30
 SHORT_TIMEOUT_SECS = 2.0
-# Long enough for an interpreted step beside other workers' ranks.
-STEP_TIMEOUT_SECS = 6.0
 SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
 
 
@@ -281,7 +279,7 @@ def process_id(_context: RankContext) -> int:
 
 def die_after_a_step(context: RankContext, case: Case, dying_rank: int) -> None:
     with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, timeout_secs=STEP_TIMEOUT_SECS)
+        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
         run_step(case, op, 0, context.device)
         if context.rank == dying_rank:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -72,7 +72,7 @@ RIGHT = (
 
 HARMLESS = (
     Case("IntraNode, flags compared by `!=`", Rules(late=rules.differs)),
-    Case("IntraNode, a flagged dispatch that does not wait for its flags", Rules(herald_waits=False)),
+    Case("IntraNode, a flagged dispatch that does not wait for its flags", Rules(poster_waits=False)),
 )
 
 MUTANTS = (

@@ -137,7 +137,7 @@ class Step:
     # --- dispatch ---
 
     def counted_dispatch(self) -> list[Launch]:
-        """dispatch_kernel."""
+        """bulk_dispatch_kernel."""
 
         def write_rows(turn: Turn) -> None:
             for peer in self.others:
@@ -152,7 +152,7 @@ class Step:
         return [(send,), (receive,)] if self.is_split else [((*send, *receive),)]
 
     def flagged_dispatch(self) -> list[Launch]:
-        """flagged_dispatch_kernel: keeper, herald, senders, receivers."""
+        """ll_dispatch_kernel: count publisher, flag poster, senders, receivers."""
         send = (
             (self.posts_counts(awaited=True),),
             (self.posts_flags(self.model.dispatch_flags),),
@@ -161,7 +161,7 @@ class Step:
         before = (self.awaits_counts(),) if self.rules.compact else ()
         receive = (
             (self.accepts_rows(waits=True),),
-            (self.awaits_flags(self.model.dispatch_flags),) if self.rules.herald_waits else (),
+            (self.awaits_flags(self.model.dispatch_flags),) if self.rules.poster_waits else (),
             *((*before, self.moves_row(peer)) for peer in self.peers),
         )
         if self.is_split:
@@ -235,7 +235,7 @@ class Step:
     # --- combine ---
 
     def combine(self) -> list[Launch]:
-        """combine_kernel: keeper, senders, receivers."""
+        """combine_kernel: speaker, senders, receivers."""
         flags = self.model.combine_flags
         tells: Program = (self.posts_flags(flags),) if self.rules.flag_behind_experts else ()
         hears: Program = ()

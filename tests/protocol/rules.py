@@ -72,7 +72,7 @@ class Rules:
         weights: combine brings weights, so that its flags order.
         written_in_full: flagged rows contain EMPTY.
         late: how flags are compared with epochs.
-        dispatch_waits, herald_waits, combine_waits: the dispatch of many tokens, the flagged dispatch and combine wait
+        dispatch_waits, poster_waits, combine_waits: the dispatch of many tokens, the flagged dispatch and combine wait
             for their flags.
         releases: flags that order are posted behind a fence.
         launches_drain: a launch ends when its stores have come to where they belong ("What is physical").
@@ -98,7 +98,7 @@ class Rules:
     is_reduced: bool = False
     late: Callable[[int, int], bool] = wrapping_late
     dispatch_waits: bool = True
-    herald_waits: bool = True
+    poster_waits: bool = True
     combine_waits: bool = True
     releases: bool = True
     launches_drain: bool = True

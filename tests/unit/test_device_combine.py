@@ -11,6 +11,7 @@ import triton.language as tl
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.combine_receive_kernels import add_results, judge_block, read_block
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unit_of
+from ep_a2a.kernels.constants import Block, Combine, Shape
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, padded
 from ep_a2a.kernels.primitives import pause
@@ -47,9 +48,8 @@ def list_units(
     unit = tl.program_id(0)
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    destination, index, row = unit_of(
-        unit, vector, stride, rank, WORLD_SIZE, WORLD_LANES, NUM_BLOCKS, COMPACT, OWN_IN_PLACE
-    )
+    shape = Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT)
+    destination, index, row = unit_of(unit, vector, stride, rank, NUM_BLOCKS, shape, OWN_IN_PLACE)
     tl.store(out + unit * 3, destination)
     tl.store(out + unit * 3 + 1, index)
     tl.store(out + unit * 3 + 2, row)
@@ -102,8 +102,8 @@ def ask_first(
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
     aim, _places, values = first_unit(
-        rows_in, table, vector, stride, rank, sender, is_sender, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32,
-        COMPACT, OWN_IN_PLACE,
+        rows_in, table, vector, stride, rank, sender, is_sender, Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT),
+        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False), OWN_IN_PLACE,
     )  # fmt: skip
     destination, index, row = aim
     at = tl.program_id(0)
@@ -180,14 +180,12 @@ def send_back(
     sender, num_senders = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    first = first_unit(
-        rows_in, table, vector, stride, rank, sender, sender >= 0, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32,
-        COMPACT, OWN_IN_PLACE,
-    )  # fmt: skip
+    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, COMPACT)
+    block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False)
+    first = first_unit(rows_in, table, vector, stride, rank, sender, sender >= 0, shape, block, OWN_IN_PLACE)
     push_results(
-        first, rows_in, weights_in, table, vector, stride, slots_per_rank, rank, sender, num_senders,
-        TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, HIDDEN, 1, GROUP, tl.int32, False, False, HAS_WEIGHTS, COMPACT,
-        OWN_IN_PLACE,
+        first, rows_in, weights_in, table, vector, stride, slots_per_rank, rank, sender, num_senders, shape, block,
+        HAS_WEIGHTS, OWN_IN_PLACE,
     )  # fmt: skip
 
 
@@ -229,10 +227,9 @@ def look_scaled(
     slots = ()
     for peer in tl.static_range(WORLD_SIZE):
         slots = slots + (tl.load(slots_in + peer),)  # noqa: RUF005
-    seen = read_block(rows, scales, slots, rows, 0, 0, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, tl.uint8, True, False)
-    missing, total = judge_block(
-        seen, slots, 0, 0, WIDTH, GROUPS_LANES, GROUP, WORLD_SIZE, tl.float8e4nv, tl.uint8, True, False
-    )
+    block = Block(WIDTH, GROUPS_LANES, GROUP, tl.uint8, tl.float8e4nv, True, True)
+    seen = read_block(rows, scales, slots, rows, 0, 0, block, WORLD_SIZE, False)
+    missing, total = judge_block(seen, slots, 0, 0, block, WORLD_SIZE, False)
     tl.store(missing_out, missing)
     where = tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(total_out + where, total)
@@ -290,8 +287,10 @@ def add(
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
     poison = add_results(
         rows_in, weights_in, result, rows_in, None, None, table, num_tokens, first_own_row, slots_per_rank, rank, 1,
-        receiver, num_receivers, 0, TOPK, TOPK, TOPK, WORLD_SIZE, HIDDEN, 1, GROUP, tl.float32, tl.float32, tl.int32,
-        False, HAS_WEIGHTS, False, OWN_IN_PLACE, READ_AHEAD,
+        receiver, num_receivers, 0, Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
+        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
+        Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False),
+        Combine(tl.float32, False, OWN_IN_PLACE, READ_AHEAD), HAS_WEIGHTS,
     )  # fmt: skip
     tl.store(poison_out + receiver, poison)
 

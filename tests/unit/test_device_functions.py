@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
+from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.primitives import (
@@ -258,7 +259,7 @@ def test_owners(num_experts, world_size):
     ids = torch.tensor([*range(num_experts), *edge], dtype=torch.int32)
     ids = torch.cat([ids, torch.full((512 - len(ids),), -1, dtype=torch.int32)])
     out = torch.full((512,), 77, dtype=torch.int32)
-    owners_of.interpret((1,), ids, out, OWNERS=(num_experts, world_size, 0, 1), LANES=512)
+    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size, 0, 1), LANES=512)
     assert torch.equal(out, owner_of_experts(ids, num_experts, world_size))
     assert (out[num_experts:] == -1).all()
     assert out[:num_experts].min() >= 0
@@ -271,15 +272,16 @@ def test_owners_among_the_ranks_of_a_node_and_among_nodes(num_experts, num_ranks
     ranks = owner_of_experts(ids, num_experts, num_ranks)
     for first in range(0, num_ranks, per_node):
         out = torch.full((512,), 77, dtype=torch.int32)
-        owners_of.interpret((1,), ids, out, OWNERS=(num_experts, num_ranks, first, 1), LANES=512)
+        owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, num_ranks, first, 1), LANES=512)
         assert torch.equal(out, torch.where(ranks >= first, ranks - first, -1).to(torch.int32))
-    owners_of.interpret((1,), ids, out, OWNERS=(num_experts, num_ranks, 0, per_node), LANES=512)
+    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, num_ranks, 0, per_node), LANES=512)
     assert torch.equal(out, torch.where(ranks >= 0, ranks // per_node, -1).to(torch.int32))
 
 
 def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
     """The constants that most helpers take."""
-    return {"TOPK": topk, "OWNERS": (num_experts, world_size, 0, 1), "WORLD_SIZE": world_size, "COUNT_BITS": bits,
+    owners = ExpertPlacement(num_experts, world_size, 0, 1)
+    return {"TOPK": topk, "OWNERS": owners, "WORLD_SIZE": world_size, "COUNT_BITS": bits,
             "WORLD_LANES": padded(world_size)}  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage, padded
 from ep_a2a.kernels.ll_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
@@ -443,7 +444,7 @@ def found_rows(
     alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
     find_rows.interpret(
         (NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, alone, told, few, TOPK=topk,
-        TOPK_LANES=padded(topk), OWNERS=(num_experts, world_size, 0, 1), WORLD_SIZE=world_size,
+        TOPK_LANES=padded(topk), OWNERS=ExpertPlacement(num_experts, world_size, 0, 1), WORLD_SIZE=world_size,
         WORLD_LANES=padded(world_size), TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
     )  # fmt: skip
     return torch.stack([alone, told, few])

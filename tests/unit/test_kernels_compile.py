@@ -17,7 +17,7 @@ import triton
 
 from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
-from ep_a2a.ops.intra_node import FLAGGED_PROGRAMS_PER_SM, IntraNodeKernels
+from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeKernels
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 
@@ -101,7 +101,9 @@ def variants_of(
 
 
 def kind_of(variant: CompiledKernel) -> str:
-    return str(variant.kernel.__name__.removesuffix("_kernel"))
+    """The tuning phase that a kernel belongs to; of another one its name."""
+    name = variant.kernel.__name__.removesuffix("_kernel")
+    return {"bulk_dispatch": "dispatch", "ll_dispatch": "flagged_dispatch"}.get(name, name)
 
 
 def is_dispatch(variant: CompiledKernel) -> bool:
@@ -109,11 +111,12 @@ def is_dispatch(variant: CompiledKernel) -> bool:
 
 
 def named(variant: CompiledKernel) -> str:
-    constants = variant.constants
+    constants = variant.named_constants
     num_scales = constants.get("SCALE_WIDTH") or (constants.get("HAS_SCALES") and constants["SCALE_WORDS"])
     marks = [f"cast{constants['GROUP']}"] if is_dispatch(variant) and constants["GROUP"] else []
     marks += [f"scales{num_scales}"] if num_scales and not marks else []
-    marks += [name for name in ("HAS_WEIGHTS", "CHECK_INDICES", "QUANTIZED", "SCALED") if constants.get(name)]
+    marks += [name for name in ("HAS_WEIGHTS", "CHECK_INDICES") if constants.get(name)]
+    marks += [name for name in ("QUANTIZED", "SCALED") if constants.get(f"SENT.{name}")]
     marks += ["sparse"] if constants.get("SPARSE_POLLS") else []
     marks += ["ahead"] if constants.get("READ_AHEAD") else []
     marks += ["alone"] if constants.get("COUNTS_ALONE") else []
@@ -190,7 +193,7 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
     polled = Counter({at: count for at, count in polled.items() if at[0] in POLLED})
     assert all(count in (1, config.world_size) for count in polled.values()), polled
     # the names are the code's: a name that is gone would check nothing
-    constants, kind = variant.constants, kind_of(variant)
+    constants, kind = variant.named_constants, kind_of(variant)
     expected = {
         "dispatch": {"answer"} | ({"seen"} if constants.get("COMPACT") else set()),
         "flagged_dispatch": {"answer", "seen", "side", "words"},
@@ -214,7 +217,7 @@ def _check_co_residency(
     if variant.max_registers is not None:
         registers = -(-used["REG"] // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         assert registers <= variant.max_registers
-        assert registers * 32 * variant.num_warps * FLAGGED_PROGRAMS_PER_SM <= REGISTERS_PER_SM
+        assert registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
 
 
 def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, used: dict[str, int]) -> None:
@@ -253,7 +256,7 @@ def test_flagged_dispatches_leave_room_for_a_second_program():
     for variant, _ in variants_of(config_of(quant_type="fp8_per_1x128")):
         if kind_of(variant) == "flagged_dispatch":
             assert variant.max_registers is not None
-            assert variant.max_registers * 32 * variant.num_warps * FLAGGED_PROGRAMS_PER_SM <= REGISTERS_PER_SM
+            assert variant.max_registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
         else:
             assert variant.max_registers is None
 
@@ -265,15 +268,15 @@ def test_one_thread_reads_each_word_that_a_program_waits_for():
         for world_size, hidden_dim in ((2, 8), (8, 7168)):
             config = config_of(hidden_dim=hidden_dim, world_size=world_size, num_experts_per_token=2, **changes)
             for variant, _ in variants_of(config):
-                constants, kind = variant.constants, kind_of(variant)
+                constants, kind = variant.named_constants, kind_of(variant)
                 lanes = {
                     "dispatch": ("COUNT_LANES", "POISON_LANES"),
                     "flagged_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
-                    "combine": ("WEIGHT_LANES",),
+                    "combine": ("WEIGHTS.GROUP",),
                 }.get(kind, ())
                 assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, changes)
                 if kind == "combine":
-                    assert constants["GROUPS_LANES"] * constants["GROUP"] >= 32 * variant.num_warps
+                    assert constants["ADDED.GROUPS_LANES"] * constants["ADDED.GROUP"] >= 32 * variant.num_warps
                 if kind == "dispatch":
                     assert constants["PROGRAM_LANES"] * constants["WORLD_LANES"] >= 32 * variant.num_warps
                 if kind == "flagged_dispatch":
@@ -286,7 +289,7 @@ def test_casts_change_dispatch_only():
 
     def others(quant: str) -> list[Any]:
         return [
-            (kind_of(variant), variant.constants, variant.num_warps,
+            (kind_of(variant), variant.named_constants, variant.num_warps,
              [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args])
             for variant, args in variants_of(config_of(quant_type=quant))
             if not is_dispatch(variant)
@@ -334,7 +337,7 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
     assert sorted(named(v).removesuffix("-ahead") for v, _ in bounded if is_dispatch(v)) == sorted(
         named(v) for v in variants if is_dispatch(v)
     )
-    assert all(v.constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
+    assert all(v.named_constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
     ways = [_way_of(variant) for variant, _ in few if is_dispatch(variant)]
     assert sorted(ways) == ["alone", "dependent", "many"]
     for variant, _ in few:
-        constants = variant.constants
+        constants = variant.named_constants
         if is_dispatch(variant):
             assert constants["HAS_WEIGHTS"]
         elif kind_of(variant) == "combine":
@@ -364,7 +367,7 @@ def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
 
 def _way_of(variant: CompiledKernel) -> str:
     """Which way of dispatch it is."""
-    constants = variant.constants
+    constants = variant.named_constants
     if kind_of(variant) == "dispatch":
         return "alone" if constants["COUNTS_ALONE"] else "many"
     if constants["DEPENDENT_LAUNCH"]:
@@ -393,7 +396,7 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
     most = {Phase.FLAGGED_DISPATCH: config.flagged_tokens, Phase.DISPATCH: tokens}
     dispatches = [variant for variant, _ in variants_of(config) if is_dispatch(variant)]
     for variant in dispatches:
-        constants, count = variant.constants, most[Phase(kind_of(variant))]
+        constants, count = variant.named_constants, most[Phase(kind_of(variant))]
         assert count < 1 << constants["COUNT_BITS"]
         assert 64 % constants["COUNT_BITS"] == 0
         if kind_of(variant) == "flagged_dispatch":
@@ -408,7 +411,7 @@ def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
     config = config_of(hidden_dim=hidden_dim, layout="rank_major", world_size=2, num_experts_per_token=2)
     seen = set()
     for variant, args in variants_of(config):
-        if variant.constants.get("HAS_WEIGHTS") is False and not variant.constants.get("CHECK_INDICES"):
+        if variant.named_constants.get("HAS_WEIGHTS") is False and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
             loads, stores = vector_accesses(compiled(variant, args, HOPPER)["ptx"])
             assert (loads > 0, stores > 0) == (True, True), kind_of(variant)
@@ -423,7 +426,7 @@ def test_many_ranks_and_an_older_gpu():
     )
     seen = set()
     for variant, args in variants_of(config, AMPERE):
-        if variant.constants.get("HAS_WEIGHTS") is not True and not variant.constants.get("CHECK_INDICES"):
+        if variant.named_constants.get("HAS_WEIGHTS") is not True and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
             ptx = compiled(variant, args, AMPERE)["ptx"]
             assert ".target sm_80" in ptx
@@ -440,7 +443,7 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
         scale_dim=5, scale_type_size=1,
     )  # fmt: skip
     for variant, args in variants_of(config, AMPERE):
-        constants = variant.constants
+        constants = variant.named_constants
         has_scales = constants.get("SCALE_WIDTH") or constants.get("HAS_SCALES")
         if not is_dispatch(variant) or (constants["HAS_WEIGHTS"] and has_scales):
             assert ".target sm_80" in compiled(variant, args, AMPERE)["ptx"]

@@ -71,7 +71,7 @@ def check_roles(launch: Launch, phase: Phase) -> None:
 
 
 def test_speakers_are_what_the_kernels_make_of_the_first_programs():
-    """A flagged dispatch has a keeper and a herald, a combine its keeper; the dispatch of many tokens has no roles."""
+    """A low-latency dispatch has a count publisher and a flag poster, a combine a speaker; bulk dispatch has none."""
     assert SPEAKERS == {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
 
 

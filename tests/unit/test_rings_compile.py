@@ -111,7 +111,7 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {
-        "number_rows_kernel": min(NUM_SMS, channels), "exchange_kernel": channels, "dispatch_kernel": 1,
+        "number_rows_kernel": min(NUM_SMS, channels), "exchange_kernel": channels, "bulk_dispatch_kernel": 1,
         "offer_results_kernel": offering, "return_kernel": channels,
     }  # fmt: skip
 

@@ -332,7 +332,7 @@ def nothing_is_counted_by_default(context: RankContext) -> None:
         names = launched(kernel, case, context.rank)
         manager.end_warm_up(45.0)
     # the interpreter sends and receives in two launches
-    assert names == ["flagged_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
+    assert names == ["ll_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
 
 
 def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
