@@ -17,9 +17,7 @@ from ep_a2a.kernels.primitives import (
     after_previous_launch,
     arrive_last,
     ask_poison,
-    begin_span,
     begin_stage,
-    end_span,
     fail,
     finish_stage,
     lanes_behind,
@@ -58,6 +56,7 @@ from ep_a2a.kernels.send_kernels import (
     store_at_all,
     targets_of,
 )
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 INDICES = tl.constexpr(Region.INDICES.value)

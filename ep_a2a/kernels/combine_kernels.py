@@ -21,9 +21,7 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     ask_poison,
-    begin_span,
     begin_stage,
-    end_span,
     fail,
     finish_stage,
     lanes_behind,
@@ -34,6 +32,7 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
     wait_all,
 )
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)

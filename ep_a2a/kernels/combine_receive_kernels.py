@@ -19,8 +19,6 @@ from ep_a2a.kernels.primitives import (
     RECORD_PHASE,
     STATE,
     address,
-    begin_span,
-    end_span,
     like,
     overdue,
     pause,
@@ -28,6 +26,7 @@ from ep_a2a.kernels.primitives import (
     reduce_min,
     reduce_sum,
 )
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)

@@ -16,9 +16,7 @@ from ep_a2a.kernels.primitives import (
     STATE,
     address,
     ask_poison,
-    begin_span,
     begin_stage,
-    end_span,
     epoch_of,
     fail,
     flagged,
@@ -28,6 +26,7 @@ from ep_a2a.kernels.primitives import (
     payload_of,
     reduce_sum,
 )
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)

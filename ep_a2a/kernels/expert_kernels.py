@@ -13,7 +13,8 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span
-from ep_a2a.kernels.primitives import address, begin_span, end_span, like, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, like, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 INDICES = tl.constexpr(Region.INDICES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)

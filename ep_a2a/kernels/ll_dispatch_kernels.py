@@ -24,9 +24,7 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     ask_poison,
-    begin_span,
     begin_stage,
-    end_span,
     fail,
     finish_stage,
     flagged,
@@ -46,6 +44,7 @@ from ep_a2a.kernels.receive_kernels import (
 )
 from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_token, fields_of_tokens, record_route
 from ep_a2a.kernels.send_kernels import load_choices, load_tile
+from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 FLAGGED_ROWS = tl.constexpr(Region.FLAGGED_ROWS.value)

@@ -21,18 +21,7 @@ import time
 import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
-from ep_a2a.kernels.layout import (
-    SPAN_PROGRAMS,
-    SPAN_STEPS,
-    SPAN_WORDS,
-    FailureCode,
-    Record,
-    Region,
-    Span,
-    Stage,
-    State,
-    StepPhase,
-)
+from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State, StepPhase
 
 POISON = tl.constexpr(Region.POISON.value)
 STATE = tl.constexpr(Region.STATE.value)
@@ -54,10 +43,6 @@ NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
 COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
-NUM_SPANS = tl.constexpr(len(Span))
-KEPT_STEPS = tl.constexpr(SPAN_STEPS)
-KEPT_PROGRAMS = tl.constexpr(SPAN_PROGRAMS)
-WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 
 # A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
 STEP_UNIT = tl.constexpr(1 << 16)
@@ -81,8 +66,8 @@ POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
 # Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
 POLLS_PER_CLOCK = tl.constexpr(32)
 
+# An interpreted poll costs a millisecond of Python; ranks that share cores sleep longer than they poll.
 INTERPRETER_PAUSE_SECS = 2e-3
-"""An interpreted poll costs a millisecond of Python, so ranks that share cores sleep longer than they poll."""
 
 
 def _host_clock_ns() -> int:
@@ -184,42 +169,6 @@ def like(vector, value):
     The interpreter mistypes a scalar condition that meets a vector; as a vector the value has the right type.
     """
     return vector * 0 + value
-
-
-@portable
-def begin_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Notes when this program begins a span of the op's current step; nothing without SPANS."""
-    if SPANS:
-        note_time(table, span, 0, WORLD_SIZE)
-
-
-@portable
-def end_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Notes when this program ends a span of the op's current step; nothing without SPANS."""
-    if SPANS:
-        note_time(table, span, 1, WORLD_SIZE)
-
-
-@portable
-def note_time(table, span: tl.constexpr, edge: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Notes the time of an edge, 0 start or 1 end, of a span; all threads of the program must come here.
-
-    A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
-    a barrier and some loads, about as long as what is noted for the shortest spans.
-    """
-    tl.debug_barrier()
-    now = clock_ns()
-    steps = table + NUM_REGIONS * WORLD_SIZE
-    step = tl.load(steps + COMBINE_RECEIVE) >> STEP_SHIFT
-    program = tl.program_id(0)
-    if program < KEPT_PROGRAMS:
-        lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
-        line = lines + (((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS + span) * WORDS_PER_SPAN
-        if edge == 1:
-            tl.store(line + 1, now)
-        else:
-            tl.store(line, now)
-            tl.store(line + 2, step + 1)
 
 
 @portable

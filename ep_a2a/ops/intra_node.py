@@ -141,7 +141,7 @@ class IntraNodeKernels:
     ) -> None:
         """Launches one dispatch, or one of its halves."""
         for variant, values, num_programs in self._dispatch_launches(args, stages, block_num, warp_per_block):
-            self._run(variant, num_programs, values)
+            variant.run(num_programs, values, self.device)
         if self._by_expert is not None and stages.receive:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
             self._by_expert.expand(args.max_num_tokens, has_scales, self.num_sms, self.max_sms)
@@ -155,7 +155,7 @@ class IntraNodeKernels:
         if self._by_expert is not None and args.expert_rows is not None and stages.send:
             self._by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms, self.max_sms)
         for variant, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
-            self._run(variant, num_programs, values)
+            variant.run(num_programs, values, self.device)
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
@@ -201,7 +201,7 @@ class IntraNodeKernels:
     def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
         values = (self.table, self.config.rank, max_num_tokens, first_expert, counts)
-        self._run(self._count_variant(), counts.numel(), values)
+        self._count_variant().run(counts.numel(), values, self.device)
 
     def compile(self) -> None:
         """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
@@ -396,6 +396,3 @@ class IntraNodeKernels:
             args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
             launch.num_senders, launch.num_receivers, launch.pause_ns,
         )  # fmt: skip
-
-    def _run(self, variant: CompiledKernel, num_programs: int, values: tuple[Any, ...]) -> None:
-        variant.run(num_programs, values, self.device)

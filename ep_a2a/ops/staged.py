@@ -97,7 +97,7 @@ class StagedKernels(InterNodeKernels):
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE
             values = (self.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
-            self._run(self._variant("tell failure", tell_failure_kernel, self._world), 1, values)
+            self._variant("tell failure", tell_failure_kernel, self._world).run(1, values, self.device)
             raise
 
     def _bound_secs(self, *, back: bool) -> float:

@@ -1,0 +1,48 @@
+"""Device helpers that note when a program begins and ends a part of a step, for traces (telemetry/span_recorder.py)."""
+
+import triton.language as tl
+
+from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
+from ep_a2a.kernels.primitives import COMBINE_RECEIVE, NUM_REGIONS, NUM_STAGES, STEP_SHIFT, clock_ns
+
+NUM_SPANS = tl.constexpr(len(Span))
+KEPT_STEPS = tl.constexpr(SPAN_STEPS)
+KEPT_PROGRAMS = tl.constexpr(SPAN_PROGRAMS)
+WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
+
+
+@portable
+def begin_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program begins a span of the op's current step; nothing without SPANS."""
+    if SPANS:
+        note_time(table, span, 0, WORLD_SIZE)
+
+
+@portable
+def end_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program ends a span of the op's current step; nothing without SPANS."""
+    if SPANS:
+        note_time(table, span, 1, WORLD_SIZE)
+
+
+@portable
+def note_time(table, span: tl.constexpr, edge: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes the time of an edge, 0 start or 1 end, of a span; all threads of the program must come here.
+
+    A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
+    a barrier and some loads, about as long as what is noted for the shortest spans.
+    """
+    tl.debug_barrier()
+    now = clock_ns()
+    steps = table + NUM_REGIONS * WORLD_SIZE
+    step = tl.load(steps + COMBINE_RECEIVE) >> STEP_SHIFT
+    program = tl.program_id(0)
+    if program < KEPT_PROGRAMS:
+        lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
+        line = lines + (((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS + span) * WORDS_PER_SPAN
+        if edge == 1:
+            tl.store(line + 1, now)
+        else:
+            tl.store(line, now)
+            tl.store(line + 2, step + 1)
