@@ -17,7 +17,7 @@ from ep_a2a.kernels.staged_kernels import (
     tell_failure_kernel,
 )
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
-from ep_a2a.ops.rings import RING_WARPS, InterNodeKernels
+from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, InterNodeKernels
 from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 
 if TYPE_CHECKING:
@@ -160,7 +160,9 @@ class StagedKernels(InterNodeKernels):
             self.table, rings.chunks_of_step(args.max_num_tokens), args.max_num_tokens, args.row_limit,
             config.world_size * config.max_num_inp_token_per_rank, config.rank,
         )  # fmt: skip
-        yield self._variant(key, forward_kernel, constants), values, self._programs(args.max_num_tokens, block_num)
+        # left alone, ptxas aims at fewer registers and puts words on the stack
+        variant = self._variant(key, forward_kernel, constants, CHANNEL_REGISTERS)
+        yield variant, values, self._programs(args.max_num_tokens, block_num)
         yield self._receiving(args)
 
     def _packing_sums(
@@ -210,9 +212,11 @@ class StagedKernels(InterNodeKernels):
         yield self._variant("tell failure", tell_failure_kernel, self._world), failing
         yield from self._other_variants()
 
-    def _variant(self, key: Any, kernel: Any, constants: dict[str, Any]) -> CompiledKernel:
+    def _variant(
+        self, key: Any, kernel: Any, constants: dict[str, Any], max_registers: int | None = None
+    ) -> CompiledKernel:
         if key not in self._variants:
-            self._variants[key] = CompiledKernel(kernel, constants, RING_WARPS)
+            self._variants[key] = CompiledKernel(kernel, constants, RING_WARPS, max_registers)
         return self._variants[key]
 
     def _shape(self, *, back: bool) -> tuple[int, ...]:
