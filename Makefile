@@ -9,8 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests wait for ranks and time-outs as often as they compute: three workers keep two cores busy. 0: one process.
-WORKERS ?= 3
+# Tests wait for ranks and time-outs as often as they compute: two workers keep two cores busy. 0: one process.
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=30
 VLLM_VENV := .venv-vllm
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix

@@ -131,13 +131,16 @@ def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
     # a place of its own, since other sessions on this machine have pools too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     children_before = set(multiprocessing.active_children())
-    with RankPool(2, timeout_secs=HANG_SECS) as hanging:
+    with RankPool(2) as hanging:
+        # the first call of fresh ranks imports this module, which may take longer than the bound on a busy machine
         first = hanging.run(process_id)
+        patience_secs, hanging.timeout_secs = hanging.timeout_secs, HANG_SECS
         with pytest.raises(RankFailure, match=f"rank 1 of 2 had not finished within {HANG_SECS} s") as caught:
             hanging.run(hang_on, 1)
         assert caught.value.unfinished == (1,)
         assert "in hang_on" in caught.value.tracebacks[1]
         assert not running(first)
+        hanging.timeout_secs = patience_secs
         second = hanging.run(process_id)
         assert not set(first) & set(second)
         assert len(list(tmp_path.glob("ep_a2a_ranks_*"))) == 1
