@@ -1,4 +1,4 @@
-"""What a launch of dispatch or combine is asked to do."""
+"""The arguments of one launch of dispatch or combine."""
 
 from __future__ import annotations
 

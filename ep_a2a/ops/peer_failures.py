@@ -1,4 +1,4 @@
-"""What other ranks have told this one about failed steps of an op."""
+"""Polls for failures of an op that peers have reported."""
 
 from __future__ import annotations
 

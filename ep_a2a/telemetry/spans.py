@@ -1,4 +1,4 @@
-"""What a trace consists of, and how the parts of a step are called in it."""
+"""The spans of a trace, and the names of a step's parts in it."""
 
 from __future__ import annotations
 
