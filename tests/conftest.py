@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ import torch
 
 from ep_a2a.testing import RankPool
 from tests.markers import needs_gpus
-from tests.tiers import is_quick
+from tests.tiers import is_quick, parse_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,9 +35,19 @@ ONE_WORKER = {"multigpu": "GPUs", "netns": "networks"}
 ONE_WORKER_PER_FILE = ("integration",)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="run the K-th of N shares of the chosen tests; together the N shares are all of them",
+    )
+
+
 # before pytest-xdist looks for groups, and before `-m` chooses
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_share(config, items)
     for item in items:
         if not item.path.is_relative_to(TESTS):
             continue
@@ -50,6 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = str(path) if folder in ONE_WORKER_PER_FILE else ONE_WORKER.get(folder)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what --share leaves to the other shares. A test's share depends on its name alone."""
+    share, num_shares = parse_share(config.getoption("--share"))
+    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares != share - 1]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares == share - 1]
 
 
 class _Pools:
@@ -91,6 +112,16 @@ def ranks(_pools: _Pools) -> Callable[..., list[Any]]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_it_was() -> Iterator[None]:
+    """A command that runs in this process sends the package's logger to stderr: the next test starts without."""
+    logger = logging.getLogger("ep_a2a")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture(autouse=True)
