@@ -11,14 +11,15 @@ import torch
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.config.op_config import checked_timeout_secs
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
-from ep_a2a.ops.base import DispatchResult, agree_on_config
-from ep_a2a.ops.checked import CheckedDispatchCombineOp, StepInputs
+from ep_a2a.ops.adapter import AdapterOp, StepInputs
+from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import describe_wire_word, wire_word
 from ep_a2a.ops.op_buffers import OpBuffers
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -37,7 +38,7 @@ class _Route:
     slots: torch.Tensor
 
 
-class CollectiveDispatchCombineOp(CheckedDispatchCombineOp):
+class CollectiveDispatchCombineOp(AdapterOp):
     """EpDispatchCombineOp's interface and contract on a RowExchange instead of kernels.
 
     Received rows, ids, weights, scales and positions are bit for bit those of EpDispatchCombineOp. Combine adds in

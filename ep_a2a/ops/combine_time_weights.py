@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,7 +12,6 @@ from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
 from ep_a2a.memory.arena import BlockSizes
-from ep_a2a.ops.arguments import NO_BIASES
 from ep_a2a.ops.failures import WEIGHTS_BIT
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
@@ -49,33 +48,38 @@ class LateWeightsOp(EpDispatchCombineOp):
         self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._exchange = WeightExchange(self)
 
-    def _dispatch_arguments(
+    def _prepare_dispatch(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
-        max_num_tokens: int | None, pad_id: int, call: str,
-    ) -> DispatchArguments:  # fmt: skip
+        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
+    ) -> None:  # fmt: skip
         are_late = weights is None
         if weights is None:
             weights = self._no_weights[: tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0]
-        args = super()._dispatch_arguments(tokens, weights, scales, indices, max_num_tokens, pad_id, call)
+        super()._prepare_dispatch(
+            tokens, weights, scales, indices, max_num_tokens, pad_id, counts_experts=counts_experts
+        )  # fmt: skip
         self._are_late = are_late
-        # ranks that bring them now and ranks that bring them later find out by this word
-        return args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT) if are_late else args
+        if are_late:
+            args = cast("DispatchArguments", self._sent)
+            # ranks that bring them now and ranks that bring them later find out by this word
+            self._sent = args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT)
 
-    def _combine_arguments(
+    def _prepare_combine(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, call: str, biases: Biases = NO_BIASES,
-    ) -> CombineArguments:  # fmt: skip
+        out: torch.Tensor | None, biases: Biases,
+    ) -> None:  # fmt: skip
         """Checks a combine, and launches the exchange of weights that its other launches need."""
-        if not self._are_late or not self.has_open_step:
-            return super()._combine_arguments(rows, weights, indices, out, call, biases)
+        if not self._are_late:
+            super()._prepare_combine(rows, weights, indices, out, biases)
+            return
         if weights is None:
             raise InputError(
                 "the router's weights, which dispatch was not given", "None",
                 "Pass this rank's topk_weights [T, K], float32.",
             )  # fmt: skip
-        args = super()._combine_arguments(rows, None, indices, out, call, biases)
+        super()._prepare_combine(rows, None, indices, out, biases)
+        args = cast("CombineArguments", self._sent)
         self._exchange.run(weights, args.num_tokens, args.max_num_tokens)
-        return args
 
     @property
     def num_inbox_bytes(self) -> int:
@@ -104,7 +108,7 @@ class WeightExchange:
     def __init__(self, op: EpDispatchCombineOp) -> None:
         config = op.config
         self._config, self._device, self._table = config, op.device, op._memory.table
-        self._streams = op._streams
+        self._streams = op.streams
         world_size, topk = config.world_size, config.topk
         self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES
         sizes = BlockSizes(self.num_bytes, {}, world_size * ADDRESS_BYTES, {}, record_words=1)

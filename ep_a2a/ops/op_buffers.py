@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout
+from ep_a2a.interface import DispatchResult
 from ep_a2a.ops.row_exchange import row_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class OpBuffers:
 
     def dispatched(
         self, num_rows: int, max_num_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    ) -> DispatchResult:
         """Views of the outputs in the op's layout; no scales without a scale_dtype."""
         lead: tuple[int, ...] = (num_rows,)
         if self._config.layout == Layout.RANK_MAJOR:
@@ -69,7 +70,7 @@ class OpBuffers:
             return tensor[:num_rows].view(*lead, tensor.shape[1])
 
         scales = None if scale_dtype is None else view(self.scales.view(scale_dtype))
-        return (
+        return DispatchResult(
             view(self.tokens),
             view(self.weights) if has_weights else None,
             scales,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
+from ep_a2a.interface import DispatchResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.ops import inputs
 from ep_a2a.ops.base import leads, num_rows
@@ -14,7 +15,6 @@ from ep_a2a.ops.failures import wire_word
 from ep_a2a.ops.memo import Remembered
 
 if TYPE_CHECKING:
-    from ep_a2a.ops.base import DispatchResult
     from ep_a2a.ops.memory import BoundMemory
 
 
@@ -52,7 +52,8 @@ class Dispatches:
     def nothing(self) -> AcceptedDispatch:
         """Before the first dispatch."""
         empty, most = torch.empty(0, device="cpu"), self._config.max_num_inp_token_per_rank
-        return AcceptedDispatch(0, most, 0, 0, False, (), (empty, None, None, empty, empty))
+        nothing = DispatchResult(empty, None, None, empty, empty)
+        return AcceptedDispatch(0, most, 0, 0, False, (), nothing)
 
     def accept(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
@@ -97,7 +98,7 @@ class Dispatches:
         if config.layout == Layout.EXPERT_MAJOR:
             tokens, scales = Region.EXPERT_ROWS, Region.EXPERT_SCALES
             weights, weights_shape = Region.EXPERT_WEIGHTS, expert_lead
-        return (
+        return DispatchResult(
             view(tokens, (*expert_lead, config.hidden_dim)),
             view(weights, weights_shape) if has_weights else None,
             view(scales, (*expert_lead, config.num_scales), scale_dtype) if has_scales else None,

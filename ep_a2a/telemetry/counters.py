@@ -20,7 +20,7 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 NS_PER_US = 1000

@@ -35,7 +35,7 @@ from ep_a2a.managers.external.mori import MoriOp
 from ep_a2a.managers.external.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.ops.checked import CheckedDispatchCombineOp
+from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 
@@ -74,7 +74,7 @@ def test_vllms_and_moris_names_are_taken():
 
 @pytest.mark.parametrize("kind", OPS)
 def test_ops_on_libraries_have_the_interface_of_ours(kind: type) -> None:
-    assert issubclass(kind, CheckedDispatchCombineOp)
+    assert issubclass(kind, AdapterOp)
     assert not inspect.isabstract(kind)
     for name, member in inspect.getmembers(EpDispatchCombineOp):
         if not name.startswith("_") and name != "get_launch_config" and inspect.isfunction(member):

@@ -23,7 +23,7 @@ from ep_a2a.quantization import dequantize, quantize
 if TYPE_CHECKING:
     from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
-    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.tuning.tables import TunedTables
 

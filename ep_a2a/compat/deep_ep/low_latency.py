@@ -18,7 +18,7 @@ from ep_a2a.ops.combine_time_weights import WeightExchange
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
     from ep_a2a.compat.deep_ep.steps import Steps
-    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 PACKED_SCALES = 4

@@ -17,8 +17,8 @@ from ep_a2a.routing import destination_mask
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops
     from ep_a2a.compat.deep_ep.steps import Steps
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.arguments import Biases
-    from ep_a2a.ops.base import DispatchResult
 
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
 

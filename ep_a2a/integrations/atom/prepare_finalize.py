@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.compat.mori.ops import EpDispatchCombineOp
     from ep_a2a.integrations.atom.names import AtomNames
-    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.interface import DispatchResult
 
 
 class AtomPrepareAndFinalize:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import ConfigError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.deepep_buffers import (
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 PREFIX_MATRIX, SOURCE_TOKENS = 0, 3
@@ -69,7 +69,7 @@ class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
         tokens, scales = received if isinstance(received, tuple) else (received, None)
         recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
         self._arrived(step, received_rows.counts_from_prefix(self._prefix()), recv_ids)
-        return tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv
+        return DispatchResult(tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv)
 
     def _prefix(self) -> torch.Tensor:
         """Rows of all sources up to each, [W]."""

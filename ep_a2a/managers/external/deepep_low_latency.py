@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ep_a2a.config import ScaleFormat
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.deepep_buffers import (
@@ -19,14 +20,13 @@ from ep_a2a.managers.external.deepep_buffers import (
     topk_dtype,
 )
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import NO_INDICES, LibraryDispatchCombineOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 RANGES = 1
@@ -69,7 +69,7 @@ class DeepEPLowLatencyOp(LibraryDispatchCombineOp):
         self._expert_recv_count.copy_(counts)
         if step.counts_experts:
             self._local_expert_count.copy_(counts)
-        return cast("DispatchResult", (tokens, None, scales, None, self._total_recv))
+        return DispatchResult(tokens, None, scales, NO_INDICES, self._total_recv)
 
     def _bring_back(
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None

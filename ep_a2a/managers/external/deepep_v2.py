@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.deepep_buffers import ELASTIC_BUFFER, dropped_as_minus_one, elastic_buffer, topk_dtype
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 
@@ -60,7 +60,7 @@ class DeepEPV2Op(LibraryDispatchCombineOp):
         ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
         ids = received_rows.padded_ids(ids, total, step.pad_id)
         self._arrived(step, counts[:-1], ids)
-        return tokens, weights, scales, ids, self._total_recv
+        return DispatchResult(tokens, weights, scales, ids, self._total_recv)
 
     def _global_tokens(self) -> torch.Tensor:
         """Where each row comes from, source rank * max_num_tokens + token; anything past the received ones."""

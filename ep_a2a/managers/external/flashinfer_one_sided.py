@@ -8,6 +8,7 @@ import torch
 
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, WORKSPACES, NVLinkOneSided
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.single_group_guard import OneGroup
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 NO_EXPERT = -1
@@ -70,7 +70,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received = received
         self._arrived(step, came.flatten(1).sum(1, dtype=torch.int32), ids)
         scales = None if step.scales is None else received["scales"].view(step.scales.dtype)
-        return received["tokens"], received.get("weights"), scales, ids, self._total_recv
+        return DispatchResult(received["tokens"], received.get("weights"), scales, ids, self._total_recv)
 
     def _bring_back(
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.flashinfer_exchange import TWO_SIDED, WORKSPACES, comm_backend, ep_mapping
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.single_group_guard import OneGroup
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 POSITION_WORDS = 4
@@ -59,7 +59,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
             torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
         )
         self._arrived(step, counts, recv_ids)
-        return tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv
+        return DispatchResult(tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv)
 
     def _alltoallv(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [T, n] of all ranks that are for this one, [W * max_num_tokens, n], dense by source."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external import received_rows
+from ep_a2a.ops.adapter import AdapterOp, StepInputs
 from ep_a2a.ops.base import leads
-from ep_a2a.ops.checked import CheckedDispatchCombineOp, StepInputs
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.capabilities import Capabilities
 
 
-class LibraryDispatchCombineOp(CheckedDispatchCombineOp):
+NO_INDICES = cast("torch.Tensor", None)
+"""What dispatch returns for indices where a library does not say which tokens came."""
+
+
+class LibraryDispatchCombineOp(AdapterOp):
     """An op on a library's native object. How it differs from EpDispatchCombineOp, its capabilities say.
 
     Args:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ep_a2a.config import EpDispatchCombineKernelType, QuantType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, EpA2AError, UnsupportedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
@@ -19,8 +20,7 @@ from ep_a2a.managers.external.single_group_guard import OneGroup
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -76,7 +76,7 @@ class MoriOp(LibraryDispatchCombineOp):
         if step.counts_experts:
             first, num_local = config.first_expert, config.num_local_experts
             self._local_expert_count.copy_(received_rows.count_experts(ids, first, num_local))
-        return (
+        return DispatchResult(
             tokens[:rows], None if step.weights is None else weights,
             None if step.scales is None else scales[:rows], ids, self._total_recv,
         )  # fmt: skip

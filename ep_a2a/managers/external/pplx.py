@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import EpA2AError, UnsupportedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import NO_INDICES, LibraryDispatchCombineOp
 from ep_a2a.managers.external.single_group_guard import OneGroup
 from ep_a2a.ops.base import leads
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.base import DispatchResult
-    from ep_a2a.ops.checked import StepInputs
+    from ep_a2a.ops.adapter import StepInputs
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -61,7 +61,7 @@ class PplxOp(LibraryDispatchCombineOp):
         self._total_recv.copy_(self._expert_recv_count.sum(0, keepdim=True))
         if step.counts_experts:
             self._local_expert_count.copy_(self._expert_recv_count)
-        return cast("DispatchResult", (self._tokens, None, self._scales, None, self._total_recv))
+        return DispatchResult(self._tokens, None, self._scales, NO_INDICES, self._total_recv)
 
     def _bring_back(
         self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None

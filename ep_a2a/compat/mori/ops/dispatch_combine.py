@@ -12,10 +12,9 @@ from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
-from ep_a2a.ops.halves import FirstHalfDoesAll
 
 if TYPE_CHECKING:
-    from ep_a2a.ops.base import DispatchResult
+    from ep_a2a.interface import DispatchResult
 
 __all__ = [
     "TOPK_IDX_DTYPE",
@@ -287,8 +286,6 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """Returns (programs, inter-node programs, warps per program) of a full-sized call."""
-        if isinstance(self.native, FirstHalfDoesAll):
-            raise refused("get_launch_config of an op across nodes", "Read op.config; launches are chosen per hop.")
         numbers: tuple[int, int, int] = self.native.get_launch_config(
             is_dispatch, block_num, rdma_block_num, warp_per_block
         )

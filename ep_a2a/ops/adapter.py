@@ -1,26 +1,28 @@
-"""Ops that are no kernels of this package: checks, order of calls and the routing record, written once."""
+"""Ops that are no kernels of this package: their checks, casts and the routing record, written once."""
 
 from __future__ import annotations
 
 import abc
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
-from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, UnsupportedError
+from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
+from ep_a2a.interface import CombineResult
 from ep_a2a.memory.streams import is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, Biases
-from ep_a2a.ops.base import DispatchCombineBase, DispatchResult
-from ep_a2a.ops.halves import FirstHalfDoesAll
+from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.interface import DispatchResult
+    from ep_a2a.ops.arguments import Stages
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class StepInputs:
         return self.tokens.shape[0]
 
 
-class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
-    """EpDispatchCombineOp's interface for backends that bring rows there and back by other means.
+class AdapterOp(ValidatedOp):
+    """An op whose rows travel by other means than kernels of this package.
 
     A subclass moves rows in `_send` and `_bring_back`; whatever can be checked on the host has been checked before.
+    The first half of a split call does all of it, and the second returns the result.
     Launch numbers and fields of the config that kernels of this package go by are without effect, but for those that a
     subclass takes; a warning says so once.
     """
@@ -68,9 +71,13 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     """Whether `_send` gets tokens before the config's cast."""
 
     _closed = False
+    _step: StepInputs | None = None
+    _dispatched: DispatchResult | None = None
     _inputs: StepInputs | None = None
     _given: tuple[torch.Tensor, int | None] | None = None
     _rows_lead: tuple[int, ...] = ()
+    _returning: tuple[torch.Tensor, torch.Tensor | None, StepInputs, torch.Tensor | None] | None = None
+    _combined: CombineResult | None = None
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -86,47 +93,27 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Brings experts' rows, of the shape that dispatch returned, back and adds them; the result of combine."""
 
-    def dispatch(
-        self,
-        input: torch.Tensor,  # noqa: A002  MORI's name
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-        call_local_expert_count: bool = False,
-        *,
-        max_num_tokens: int | None = None,
-        pad_id: int = -1,
-    ) -> DispatchResult:
-        """Brings each token once to every distinct rank that owns one of its experts; see EpDispatchCombineOp.dispatch.
-
-        Returns:
-            (tokens, weights or None, scales or None, indices, total_recv); how rows are arranged, and what is not
-            returned, say the backend's capabilities.
-
-        Raises:
-            InputError: an argument does not fit; nothing was sent.
-            AlternationError: the step before has not been combined.
-            ConfigMismatchError, CapacityError, RankTimeoutError: where the backend can find out: ranks disagree, a rank
-                would receive too much, a rank did not come.
-        """
-        self.check()
-        self._no_open_half("dispatch")
+    def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
-        if self._inputs is not None:
-            raise AlternationError("combine after dispatch", "dispatch again")
-        config = self.config
-        limit = config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        check_dispatch(config, self.device, input, weights, scales, indices, limit, pad_id)
-        self._streams.follow(self.device)
-        tokens, scales = (input, scales) if self.casts_inside else self._cast(input, scales)
-        step = StepInputs(tokens, weights, scales, indices.clone(), limit, pad_id, call_local_expert_count)
-        result = self._send(step)
-        self._inputs, self._given = step, (indices, _version(indices))
-        self._rows_lead = tuple(result[0].shape[:-1])
-        return result
+
+    def _prepare_dispatch(
+        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
+        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
+    ) -> None:  # fmt: skip
+        check_dispatch(self.config, self.device, tokens, weights, scales, indices, max_num_tokens, pad_id)
+        self._step = StepInputs(tokens, weights, scales, indices, max_num_tokens, pad_id, counts_experts)
+
+    def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
+        if stages.send:
+            step, self._step = cast("StepInputs", self._step), None
+            ids, tokens, scales = step.ids, step.tokens, step.scales
+            if not self.casts_inside:
+                tokens, scales = self._cast(tokens, scales)
+            step = replace(step, tokens=tokens, scales=scales, ids=ids.clone())
+            self._dispatched = self._send(step)
+            self._inputs, self._given = step, (ids, _version(ids))
+            self._rows_lead = tuple(self._dispatched.tokens.shape[:-1])
+        return cast("DispatchResult", self._dispatched)
 
     def _cast(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens and scales as they travel: cast by torch where the config says so."""
@@ -139,59 +126,40 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
             scales = torch.empty(0, config.num_scales, dtype=dtype, device=self.device)
         return tokens, scales if scales is not None and config.num_scales else None
 
-    def combine(
-        self,
-        input: torch.Tensor,  # noqa: A002  MORI's name
-        weights: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-        use_external_inp_buf: int = -1,
-        call_reset: bool = False,
-        *,
-        out: torch.Tensor | None = None,
-        bias_0: torch.Tensor | None = None,
-        bias_1: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sums, for each of this rank's tokens, the rows of the ranks it went to; see EpDispatchCombineOp.combine.
-
-        With other projects' libraries biases are added to sums that have been rounded.
-
-        Returns:
-            (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None).
-
-        Raises:
-            InputError, ForeignIndicesError: an argument does not fit; nothing was sent, combine can be repeated.
-            AlternationError: there is no dispatch to combine.
-            RankTimeoutError: where the backend can find out: a rank did not come.
-        """
-        self.check()
-        self._no_open_half("combine")
-        warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
-        if self._inputs is None:
-            raise AlternationError("dispatch before combine", "combine")
-        step, lead = self._inputs, self._rows_lead
+    def _prepare_combine(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
+        out: torch.Tensor | None, biases: Biases,
+    ) -> None:  # fmt: skip
+        step, lead = cast("StepInputs", self._inputs), self._rows_lead
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
-        if isinstance(input, torch.Tensor) and input.dim() == 2 and self._is_registered(input):
-            input = input[: math.prod(lead)]  # noqa: A001  the whole registered buffer may be passed
-        check_combine(self.config, self.device, input, weights, indices, lead, step.num_tokens)
+        if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
+            rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
+        check_combine(self.config, self.device, rows, weights, indices, lead, step.num_tokens)
         self._check_own(indices, step)
         self._check_weights(weights)
         if out is not None:
             check_out(self.config, self.device, out, step.num_tokens)
-        check_biases(self.config, self.device, (bias_0, bias_1), step.num_tokens)
-        self._streams.follow(self.device)
-        self._inputs = self._given = None
-        rows = input.view(*lead, input.shape[-1])
-        step = replace(step, biases=(bias_0, bias_1))
-        result, sums = self._bring_back(rows, None if weights is None else weights.view(*lead, -1), step, out)
-        for bias in step.biases:
-            if bias is not None and not self.adds_biases:
-                total = result[: step.num_tokens]
-                total.copy_(total.float() + bias)
-        return result, sums
+        check_biases(self.config, self.device, biases, step.num_tokens)
+        rows = rows.view(*lead, rows.shape[-1])
+        self._returning = rows, None if weights is None else weights.view(*lead, -1), replace(step, biases=biases), out
+
+    def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
+        if stages.send:
+            assert self._returning is not None
+            rows, weights, step, out = self._returning
+            # whatever comes of it, the step is over
+            self._end_step()
+            self._combined = CombineResult(*self._bring_back(rows, weights, step, out))
+            for bias in step.biases:
+                if bias is not None and not self.adds_biases:
+                    total = self._combined.tokens[: step.num_tokens]
+                    total.copy_(total.float() + bias)
+        return cast("CombineResult", self._combined)
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self._inputs = self._given = self._returning = None
 
     def _check_own(self, indices: torch.Tensor | None, step: StepInputs) -> None:
         """Raises ForeignIndicesError unless indices are what dispatch was given, by identity or by value."""
@@ -219,11 +187,6 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
         """Without effect; a warning says so once."""
         warn_of_max_sms(type(self).__name__, max_sms)
 
-    @property
-    def has_open_step(self) -> bool:
-        """Whether a dispatch has not been combined, or a half not been finished."""
-        return self._inputs is not None or self._open_call is not None
-
     def check(self) -> None:
         """Raises ClosedError after close; all other errors are raised by the call that meets them."""
         if self._closed:
@@ -232,8 +195,8 @@ class CheckedDispatchCombineOp(FirstHalfDoesAll, DispatchCombineBase):
     def reset(self) -> None:
         """Makes the op usable again after an unfinished step; to be called on every rank."""
         self.check()
-        self._drop_half()
-        step, self._inputs, self._given = self._inputs, None, None
+        step = self._inputs
+        self._end_step()
         if step is not None:
             self._abandon(step)
 
