@@ -86,7 +86,7 @@ def run_with_pauses(context: RankContext, case: Case, num_steps: int, seed: int)
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         if case.first_epoch:
-            arena.together("setting the epoch", lambda: op._memory.set_epoch(case.first_epoch))
+            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
         with random_pauses(seed * case.world_size + context.rank) as count:
             for number in range(num_steps):
                 run_step(case, op, number, context.device)

@@ -107,7 +107,7 @@ class WeightExchange:
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
         config = op.config
-        self._config, self._device, self._table = config, op.device, op._memory.table
+        self._config, self._device, self._table = config, op.device, op.memory.table
         self._streams = op.streams
         world_size, topk = config.world_size, config.topk
         self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES

@@ -23,7 +23,7 @@ def expert_row_sources(op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Ten
         NO_SOURCE past an expert's rows; int64 [E, W], rows of the expert that came from each source in the lower 32
         bits and the first of them in the upper ones.
     """
-    config, view = op.config, op._memory.view
+    config, view = op.config, op.memory.view
     world_size, num_experts = config.world_size, config.num_local_experts
     rows_per_source = config.max_num_inp_token_per_rank
     rows_per_expert = world_size * rows_per_source

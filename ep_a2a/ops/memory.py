@@ -67,24 +67,25 @@ class BoundMemory:
                 "layout expert_major: %d bytes on rank %d for the rows of %d experts",
                 self.layout.expert.num_bytes, config.rank, config.num_local_experts,
             )  # fmt: skip
-        self.memory: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
-        symmetric, layout = self.memory.symmetric, self.layout
+        self.acquired: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
+        symmetric, layout = self.acquired.symmetric, self.layout
         combine = symmetric[combine_role(config)]
+        local, shared = self.acquired.local_own, self.acquired.local_shared
         self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
             (layout.control, symmetric["own"].local, symmetric["own"].peer_addresses),
             (layout.dispatch, symmetric["dispatch"].local, symmetric["dispatch"].peer_addresses),
             (layout.combine, combine.local, combine.peer_addresses),
-            (layout.local, self.memory.local_own, self._own_address(self.memory.local_own)),
-            (layout.result, self.memory.local_shared["result"], self._own_address(self.memory.local_shared["result"])),
-            (layout.expert, self.memory.local_shared["expert"], self._own_address(self.memory.local_shared["expert"])),
+            (layout.local, local, self._own_address(local)),
+            (layout.result, shared["result"], self._own_address(shared["result"])),
+            (layout.expert, shared["expert"], self._own_address(shared["expert"])),
         ]
         self._arena, self._index = arena, index
         self._locals: dict[str, torch.Tensor] = {}
-        self.record = self.memory.record
+        self.record = self.acquired.record
         self._record_words = self.record.numpy()
-        if self.memory.table is None:
-            self.memory.table = self._address_table(arena.device)
-        self.table = self.memory.table
+        if self.acquired.table is None:
+            self.acquired.table = self._address_table(arena.device)
+        self.table = self.acquired.table
         behind = self.table[len(Region) * config.world_size :]
         self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
 
@@ -106,7 +107,7 @@ class BoundMemory:
 
     def _lead_to_mirrors(self, table: torch.Tensor, *, by_puts: bool) -> None:
         """No store reaches other nodes: their columns lead to mirrors of what is to come there, and nowhere else."""
-        config, own = self.config, self.memory.symmetric["own"]
+        config, own = self.config, self.acquired.symmetric["own"]
         if by_puts and own.local.is_cuda and own.kind != NVSHMEM_KIND:
             raise UnsupportedError(
                 "memory of NVSHMEM's heap, with rail 'nvshmem'", own.kind,
@@ -114,7 +115,7 @@ class BoundMemory:
             )  # fmt: skip
         nodes = torch.arange(config.world_size) // config.gpu_per_node
         is_far = nodes != nodes[config.rank]
-        for memory in self.memory.symmetric.values():
+        for memory in self.acquired.symmetric.values():
             unreachable = [r for r, address in enumerate(memory.peer_addresses) if not address and not is_far[r]]
             if unreachable:
                 raise PeerAccessError("memory of this node's ranks to be mapped", f"none of ranks {unreachable}")
@@ -157,7 +158,7 @@ class BoundMemory:
         A peer that has its own rows begins the next dispatch and writes into this rank's dispatch block, while this
         rank may still be sending to others from there.
         """
-        block = self.memory.symmetric["dispatch"].local
+        block = self.acquired.symmetric["dispatch"].local
         if not block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.numel():
             return tensor, ()
         most = self.config.max_num_expert_rows * tensor.shape[-1]
@@ -167,7 +168,7 @@ class BoundMemory:
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = self._locals.get(role)
         if memory is None:
-            if is_capturing(self.memory.local_own.device):
+            if is_capturing(self.acquired.local_own.device):
                 raise StateError(
                     f"memory for {role} to exist before a graph captures it", "the first need of it",
                     "Make the same calls once before the capture.",
@@ -184,18 +185,18 @@ class BoundMemory:
             bounds: of waits.
             refill: also the blocks that the op shares, which no step of any op may be using then.
         """
-        self.memory.symmetric["own"].local.zero_()
+        self.acquired.symmetric["own"].local.zero_()
         self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
-        self.memory.local_own.zero_()
+        self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
         self.set_bounds(bounds)
         self.steps.zero_()
         self.record.zero_()
-        if refill or self.memory.slot.spoilt:
-            self.memory.slot.refill()
-        if self.memory.local_own.is_cuda:
-            torch.cuda.synchronize(self.memory.local_own.device)
+        if refill or self.acquired.slot.spoilt:
+            self.acquired.slot.refill()
+        if self.acquired.local_own.is_cuda:
+            torch.cuda.synchronize(self.acquired.local_own.device)
 
     def set_bounds(self, bounds: WaitBounds) -> None:
         """Bounds the waits of launches from now on, those of captured graphs included."""
@@ -219,14 +220,14 @@ class BoundMemory:
     @property
     def poisoned(self) -> bool:
         """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
-        return not is_capturing(self.memory.local_own.device) and bool(self.view(Region.POISON).any())
+        return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
 
     def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
         """Where each rank's flags of a phase (1 dispatch, 2 combine) stand here now, by kind, as uint32 in rank order.
 
         Nothing while a graph is captured. The device should have come to rest.
         """
-        if is_capturing(self.memory.local_own.device):
+        if is_capturing(self.acquired.local_own.device):
             return {}
         found = {"flags": self.view(Region.COMBINE_FLAGS if phase == COMBINE_PHASE else Region.DISPATCH_FLAGS)}
         if phase != COMBINE_PHASE:
@@ -236,6 +237,6 @@ class BoundMemory:
 
     def record_words(self) -> list[int]:
         """The whole error record, after the device has come to rest."""
-        if self.memory.local_own.is_cuda:
-            torch.cuda.synchronize(self.memory.local_own.device)
+        if self.acquired.local_own.is_cuda:
+            torch.cuda.synchronize(self.acquired.local_own.device)
         return [int(word) for word in self._record_words]

@@ -43,6 +43,11 @@ class EpDispatchCombineOp(ValidatedOp):
         index: ops of one arena whose steps overlap (micro-batches) need different indices; ops of equal index share
             memory. None gives this op memory of its own.
 
+    Attributes:
+        memory: views of the op's regions, and the table of addresses that kernels read.
+        engine: compiles and launches its kernels.
+        timeouts: how long its kernels wait.
+
     Raises:
         ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
         RankTimeoutError: ranks did not come to build the op.
@@ -61,23 +66,23 @@ class EpDispatchCombineOp(ValidatedOp):
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
-        self._bounds = WaitBounds.of(config)
-        self._memory = BoundMemory(config, arena, self.index)
-        self._memory.memory.user = weakref.ref(self)
-        self.streams = self._memory.memory.slot.streams
-        self._kernels = kernels_of(config, self._memory, arena)
+        self.timeouts = WaitBounds.of(config)
+        self.memory = BoundMemory(config, arena, self.index)
+        self.memory.acquired.user = weakref.ref(self)
+        self.streams = self.memory.acquired.slot.streams
+        self.engine = kernels_of(config, self.memory, arena)
         self._combines: Remembered[None] = Remembered()
         self._counts_experts = False
         self._sent: DispatchArguments | CombineArguments | None = None
-        self._dispatches = Dispatches(self._memory, self.device)
+        self._dispatches = Dispatches(self.memory, self.device)
         self._accepted = self._dispatches.nothing()
-        self._result, self._result_weights = map(self._memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
-        self._reduced_rows = self._memory.view(Region.REDUCED_ROWS)
+        self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
+        self._reduced_rows = self.memory.view(Region.REDUCED_ROWS)
         self.arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
-        self._memory.initialize(self._bounds, refill=False)
-        self._kernels.compile()
+        self.memory.initialize(self.timeouts, refill=False)
+        self.engine.compile()
 
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         inputs.check_launch(block_num, warp_per_block)
@@ -89,7 +94,7 @@ class EpDispatchCombineOp(ValidatedOp):
         """Checks a dispatch and begins its step."""
         prepared = self._dispatches.accept(tokens, weights, scales, indices, max_num_tokens, pad_id)
         inputs.check_dispatch_addresses(tokens, scales)
-        self._memory.memory.slot.enter(self)
+        self.memory.acquired.slot.enter(self)
         self._accepted, self._counts_experts = prepared, counts_experts
         self._sent = DispatchArguments(
             tokens, scales if prepared.scales_travel else None, weights, indices, prepared.num_tokens, max_num_tokens,
@@ -98,11 +103,11 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
-        self._kernels.dispatch(args, block_num, warp_per_block, stages)
+        self.engine.dispatch(args, block_num, warp_per_block, stages)
         if stages.receive:
             self._sent = None
         if self._counts_experts:
-            self._kernels.count_local_experts(self.local_expert_count, self.config.first_expert, args.max_num_tokens)
+            self.engine.count_local_experts(self.local_expert_count, self.config.first_expert, args.max_num_tokens)
         return self._accepted.received
 
     def _prepare_combine(
@@ -125,10 +130,10 @@ class EpDispatchCombineOp(ValidatedOp):
             result = out
         inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        rows, copies = self._memory.out_of_reach(rows, "combine_rows")
+        rows, copies = self.memory.out_of_reach(rows, "combine_rows")
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            weights, more = self._memory.out_of_reach(weights, "combine_weights")
+            weights, more = self.memory.out_of_reach(weights, "combine_weights")
             copies += more
         by_expert = self.config.layout == Layout.EXPERT_MAJOR
         self._sent = CombineArguments(
@@ -138,29 +143,29 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         args = cast("CombineArguments", self._sent)
-        self._kernels.combine(args, block_num, warp_per_block, stages)
+        self.engine.combine(args, block_num, warp_per_block, stages)
         return CombineResult(args.result, None if args.weights is None else self._result_weights)
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
         """Rows received from each source in the last dispatch, int32 [W], fixed address."""
-        return self._memory.view(Region.RECV_COUNTS)
+        return self.memory.view(Region.RECV_COUNTS)
 
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:
         """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
-        return self._memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
+        return self.memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
 
     @functools.cached_property
     def expert_recv_count(self) -> torch.Tensor:
         """Rows of each local expert in the last dispatch of layout expert_major, int32 [E], fixed address."""
-        return self._memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
+        return self.memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Memory for combine's `input`, made when first asked for: [R, H], or expert_major's [E * R, H], R at M tokens.
         It saves no copy, since combine takes rows from any memory."""
         self._check_buffer_request(dtype, hidden_dim)
-        return self._memory.combine_input()
+        return self.memory.combine_input()
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
@@ -170,25 +175,25 @@ class EpDispatchCombineOp(ValidatedOp):
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """(programs, those of channels between nodes, warps per program) that a full-sized call would use."""
-        return self._kernels.full_sized_launch(is_dispatch, block_num, warp_per_block)
+        return self.engine.full_sized_launch(is_dispatch, block_num, warp_per_block)
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""
-        self._kernels.limit_sms(max_sms)
+        self.engine.limit_sms(max_sms)
 
     def compile_halves(self) -> None:
         """Compiles the split calls, now and whenever launches change; see the base class. Local."""
-        self._kernels.compile_halves()
+        self.engine.compile_halves()
 
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; called by SpanRecorder, which reads them. Local."""
-        self._kernels.record_spans()
+        self.engine.record_spans()
 
     def set_timeout(self, timeout_secs: float) -> None:
         """Bounds the waits of calls and of graph replays from now on, those of a first step included. Local."""
-        self._bounds = WaitBounds.same(timeout_secs)
+        self.timeouts = WaitBounds.same(timeout_secs)
         self.streams.follow(self.device)
-        self._memory.set_bounds(self._bounds)
+        self.memory.set_bounds(self.timeouts)
 
     def check(self) -> None:
         """Raises what the kernels have recorded; does not wait for kernels that still run.
@@ -199,22 +204,22 @@ class EpDispatchCombineOp(ValidatedOp):
         """
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self._memory.failed:
-            failure = Failure.from_record(self._memory.record_words(), self.config.world_size)
-            raise failure.exception(self.config.rank, self._bounds, self._memory.epochs_seen(failure.phase))
+        if self.memory.failed:
+            failure = Failure.from_record(self.memory.record_words(), self.config.world_size)
+            raise failure.exception(self.config.rank, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        self._kernels.quiet()
+        self.engine.quiet()
         self._end_step()
-        self.arena.together("resetting the op", lambda: self._memory.initialize(self._bounds, refill=True))
+        self.arena.together("resetting the op", lambda: self.memory.initialize(self.timeouts, refill=True))
 
     def _end_step(self) -> None:
         super()._end_step()
         self._sent = None
-        self._memory.memory.slot.leave(self)
+        self.memory.acquired.slot.leave(self)
 
     def close(self) -> None:
         """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
@@ -222,8 +227,8 @@ class EpDispatchCombineOp(ValidatedOp):
             self._closed = True
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
-            if self.has_open_step or (not self.arena.closed and (self._memory.failed or self._memory.poisoned)):
-                self._memory.memory.slot.spoil()
+            if self.has_open_step or (not self.arena.closed and (self.memory.failed or self.memory.poisoned)):
+                self.memory.acquired.slot.spoil()
             self._end_step()
-            self._memory.memory.user = None
+            self.memory.acquired.user = None
             self.arena.give_back(self.index)

@@ -22,8 +22,8 @@ def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:
     """
     rings = Rings.of(op.config)
     num_chunks = -(-num_tokens // rings.chunk_tokens)
-    rows = op._memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
-    lines = op._memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
+    rows = op.memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
+    lines = op.memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
     is_line = torch.arange(rings.chunk_tokens, device=lines.device) < lines[:, :, None]
     came = (rows[:, :num_chunks] >= 0).any(3) & is_line
     came[op.config.rank // rings.gpus_per_node] = False

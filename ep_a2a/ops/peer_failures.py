@@ -27,7 +27,7 @@ class ToldFailures:
     """
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
-        self._op, self._word = op, op._memory.view(Region.POISON)
+        self._op, self._word = op, op.memory.view(Region.POISON)
         on_gpu = op.device.type == "cuda"
         # of its own, so that nothing waits for kernels that still run
         self._stream = torch.cuda.Stream(op.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class ToldFailures:
             # this rank's own kernels know more
             self._op.check()
             failure = Failure.told(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
-            raise failure.exception(self._op.config.rank, self._op._bounds)
+            raise failure.exception(self._op.config.rank, self._op.timeouts)
 
     def _read(self) -> int:
         if self._stream is None:

@@ -109,10 +109,10 @@ class CountedExchange:
 
     def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
         self.op, self.counters = op, counters
-        self._kernels = _CounterKernels(op, counters)
+        self.engine = _CounterKernels(op, counters)
         # whoever captures a graph may not have made a call of this size before
         op.compile_halves()
-        self._kernels.compile()
+        self.engine.compile()
 
     def dispatch(
         self,
@@ -126,9 +126,9 @@ class CountedExchange:
     ) -> DispatchResult:
         """See EpDispatchCombineOp.dispatch."""
         self.op.dispatch_send(input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id)
-        self._kernels.start_wait()
+        self.engine.start_wait()
         result = self.op.dispatch_recv()
-        self._kernels.count_dispatch(input.shape[0])
+        self.engine.count_dispatch(input.shape[0])
         return result
 
     def combine(
@@ -160,9 +160,9 @@ class CountedExchange:
 
     def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See EpDispatchCombineOp.combine_recv; what is launched between the halves does not count as waiting."""
-        self._kernels.start_wait()
+        self.engine.start_wait()
         result = self.op.combine_recv()
-        self._kernels.count_combine()
+        self.engine.count_combine()
         return result
 
 
@@ -171,7 +171,7 @@ class _CounterKernels:
 
     def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
         self._device, self._lines, self._num_kept = op.device, counters.lines, counters.num_kept_steps
-        self._table, self._rank = op._memory.table, op.config.rank
+        self._table, self._rank = op.memory.table, op.config.rank
         self._start, self._dispatch, self._combine = _variants(op.config.world_size, op.device)
 
     def compile(self) -> None:

@@ -54,13 +54,13 @@ class SpanRecorder:
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
         self.op = op
-        memory = op._memory.memory
+        memory = op.memory.acquired
         if memory.spans is None:
             shape = (SPAN_STEPS, SPAN_PROGRAMS, len(Span), SPAN_WORDS)
             memory.spans = outside_pools(lambda: torch.zeros(shape, dtype=torch.int64, device=op.device), op.device)
         self.lines = memory.spans
         self.clear()
-        op._memory.spans_address.fill_(self.lines.data_ptr())
+        op.memory.spans_address.fill_(self.lines.data_ptr())
         op.record_spans()
 
     def clear(self) -> None:

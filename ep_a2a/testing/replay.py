@@ -44,7 +44,7 @@ class CapturedStep:
     Args:
         op: the op that `body` calls.
         body: calls dispatch, `call(experts)` and combine. What is computed outside of `call` is not replayed on CPU.
-        beside: what else launches in `body` by its `_kernels` (CountedExchange).
+        beside: what else launches in `body` by its `engine` (CountedExchange).
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class CapturedStep:
             return
         self._calls: list[Callable[[], Any]] = []
         owners: tuple[Any, ...] = (op, *beside)
-        kernels = [owner._kernels for owner in owners]
+        kernels = [owner.engine for owner in owners]
         for owner, own in zip(owners, kernels):
-            owner._kernels = _Recorder(own, self._calls)
+            owner.engine = _Recorder(own, self._calls)
         try:
             with recording_on_cpu():
                 body(self._call)
         finally:
             for owner, own in zip(owners, kernels):
-                owner._kernels = own
+                owner.engine = own
 
     def _call(self, work: Callable[[], None]) -> None:
         self._calls.append(work)

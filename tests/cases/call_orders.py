@@ -151,9 +151,9 @@ class Ops:
         op = self.ops[which]
         if op is None:
             return
-        before, was_open = op._memory.steps.clone(), op.has_open_step
+        before, was_open = op.memory.steps.clone(), op.has_open_step
         raised(error, lambda: self._attempt(op, which, call))
-        assert op._memory.steps.equal(before), f"{call} has launched something"
+        assert op.memory.steps.equal(before), f"{call} has launched something"
         assert op.has_open_step == was_open
         assert op.has_open_step == (model.is_open and model.alive)
 

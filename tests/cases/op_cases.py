@@ -487,7 +487,7 @@ def run_case(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         if case.first_epoch:
-            arena.together("setting the epoch", lambda: op._memory.set_epoch(case.first_epoch))
+            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
         for number in range(case.num_steps):
             run_step(case, op, number, context.device)
         op.check()

@@ -78,18 +78,18 @@ def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
         small_case = replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2)
         smaller = make_op(context, small_case, arena, index=0)
         tokens, result = Region.TOKENS, Region.RESULT
-        assert first._memory.view(tokens).data_ptr() == smaller._memory.view(tokens).data_ptr()
-        assert first._memory.view(result).data_ptr() == smaller._memory.view(result).data_ptr()
+        assert first.memory.view(tokens).data_ptr() == smaller.memory.view(tokens).data_ptr()
+        assert first.memory.view(result).data_ptr() == smaller.memory.view(result).data_ptr()
         for number in range(3):
             run_step(case, first, number, context.device)
             run_step(small_case, smaller, number, context.device)
-        table, num_bytes = first._memory.table, arena.num_bytes
+        table, num_bytes = first.memory.table, arena.num_bytes
         addresses = table[: len(Region) * case.world_size].clone()
         del first
         gc.collect()
         again = make_op(context, case, arena, index=0)
-        assert again._memory.table.data_ptr() == table.data_ptr()
-        assert torch.equal(again._memory.table[: addresses.numel()], addresses)
+        assert again.memory.table.data_ptr() == table.data_ptr()
+        assert torch.equal(again.memory.table[: addresses.numel()], addresses)
         assert arena.num_bytes == num_bytes
         run_step(case, again, 3, context.device)
     arena.close()
@@ -103,7 +103,7 @@ def nothing_waits_for_garbage_collection(context: RankContext, case: Case) -> No
         arena = Arena(context.group, context.device)
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
-        blocks = [weakref.ref(each.local) for each in op._memory.memory.symmetric.values()]
+        blocks = [weakref.ref(each.local) for each in op.memory.acquired.symmetric.values()]
         op.close()
         arena.close()
         del op, arena

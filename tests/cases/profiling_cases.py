@@ -46,8 +46,8 @@ def layer_without_profiling(context: RankContext, case: Case, folder: Path) -> N
         assert layer.dump_dispatch_trace(folder) is None
         assert layer.dump_combine_trace(folder) is None
         for buffers in layer.dispatch_ctx.phases:
-            assert buffers.op._memory.memory.spans is None
-            assert buffers.op._memory.spans_address.tolist() == [0]
+            assert buffers.op.memory.acquired.spans is None
+            assert buffers.op.memory.spans_address.tolist() == [0]
 
 
 def check_traces(folder: Path, world_size: int, device: str) -> None:

@@ -85,9 +85,9 @@ def call_laid_out(
     laid_out = {role: None if t is None else LAYOUTS[forms.get(role, "as it is")](t) for role, t in tensors.items()}
     refused = [role for role, t in laid_out.items() if t is not None and must_be_refused(role, t)]
     while refused:
-        before, was_open = op._memory.steps.clone(), op.has_open_step
+        before, was_open = op.memory.steps.clone(), op.has_open_step
         error = raised(ContiguityError, lambda: call(**laid_out))
-        assert op._memory.steps.equal(before), "something was launched"
+        assert op.memory.steps.equal(before), "something was launched"
         assert op.has_open_step == was_open
         # the error says which tensor it is about; the next one is found when that is mended
         role = next((role for role in refused if str(error).startswith(f"expected {role.split()[-1]} ")), None)
@@ -139,7 +139,7 @@ def strided_case(context: RankContext, case: Case, forms: list[list[Forms]]) -> 
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         if case.first_epoch:
-            arena.together("setting the epoch", lambda: op._memory.set_epoch(case.first_epoch))
+            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
         for number, of_ranks in enumerate(forms):
             strided_step(case, op, number, context.device, of_ranks[context.rank])
         op.check()

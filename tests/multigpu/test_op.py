@@ -69,8 +69,8 @@ def memory_in_a_pool(context: RankContext, case: Case) -> list[str]:
         with torch.cuda.use_mem_pool(pool, context.device):
             op = make_op(context, case, arena)
         spans = [(s["address"], s["address"] + s["total_size"]) for s in torch.cuda.memory_snapshot(pool.id)]
-        memory = op._memory.memory
-        tensors = {"table": op._memory.table, "own": memory.local_own} | memory.local_shared
+        memory = op.memory.acquired
+        tensors = {"table": op.memory.table, "own": memory.local_own} | memory.local_shared
         tensors |= {name: block.local for name, block in memory.symmetric.items()}
         run_step(case, op, 0, context.device)
         return [

@@ -88,9 +88,9 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> float:
         Step.dispatch(case, op, 1, context.device)
         op.close()
     elif how == "failure":
-        op._memory.record[0] = 1
+        op.memory.record[0] = 1
     elif how == "told by a peer":
-        op._memory.view(Region.POISON).fill_(1 << 16)
+        op.memory.view(Region.POISON).fill_(1 << 16)
         op.close()
     elif how == "dropped in a step":
         Step.dispatch(case, op, 1, context.device)

@@ -51,7 +51,7 @@ def error_of(work: Callable[[], Any]) -> tuple[type[EpA2AError], str] | None:
 
 
 def addresses_of(op: Any) -> list[int]:
-    return op._memory.table.flatten().tolist()
+    return op.memory.table.flatten().tolist()
 
 
 # --- handles and their memory ---
@@ -101,13 +101,13 @@ def same_kwargs_same_addresses(context: RankContext) -> tuple[bool, bool, int]:
     with create(context) as manager:
         op = manager.get_handle(kwargs_of(CASE, context.rank))
         run_step(CASE, op, 0, context.device)
-        table, num_bytes = op._memory.table.clone(), manager.arena.num_bytes
+        table, num_bytes = op.memory.table.clone(), manager.arena.num_bytes
         del op
         gc.collect()
         empty = len(manager.handle_cache)
         again = manager.get_handle(kwargs_of(CASE, context.rank))
         run_step(CASE, again, 1, context.device)
-        return torch.equal(again._memory.table, table), manager.arena.num_bytes == num_bytes, empty
+        return torch.equal(again.memory.table, table), manager.arena.num_bytes == num_bytes, empty
 
 
 def test_a_handle_asked_for_again_has_the_same_addresses(ranks):
@@ -133,7 +133,7 @@ def bounded(context: RankContext) -> dict[str, Any]:
     with create(context) as manager:
         before = manager.get_handle(kwargs_of(CASE, context.rank))
         # as on a GPU: the interpreter has no multiprocessors
-        before._kernels.num_sms = 132
+        before.engine.num_sms = 132
         manager.set_num_sms(4)
         bound = before.get_launch_config(is_dispatch=True)
         after = manager.get_handle(kwargs_of(CASE, context.rank), 1)

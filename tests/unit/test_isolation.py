@@ -103,6 +103,72 @@ def test_the_environment_stays_as_it_is_unless_devices_are_named(monkeypatch):
     assert dict(os.environ) == before
 
 
+# --- other objects' private names ---
+
+OF_OTHER_PROJECTS = {
+    "atom/patches.py": {"_maybe_make_prepare_finalize"},
+    "vllm/engine_error.py": {"_send_engine_dead"},
+    "vllm/manager.py": {"_get_backend", "_timeout"},
+    "vllm/plugin.py": {"_compute_kwargs"},
+    "vllm/prepare_finalize.py": {"_get_permute_scratch"},
+    "kernels/compiled_kernel.py": {"_init_handles"},
+    "external/flashinfer_exchange.py": {"_reset_workspace", "_WORKSPACE", "_WORKSPACE_CACHE"},
+    "memory/device_groups.py": {"_set_default_backend", "_set_sequence_number_for_group", "_register_backend"},
+    "ops/adapter.py": {"_version"},
+}
+"""What vLLM, ATOM, Triton, FlashInfer and torch have no public name for, by file."""
+OF_NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_used(tree: ast.Module) -> set[str]:
+    """Private names that a module reads from objects of other modules.
+
+    `self._x` and `cls._x` are its own, and so is `other._x` where the module itself defines `_x`. Private names of
+    modules of other projects, as torch._C, are those projects' affair.
+    """
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    theirs: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            defined.add(node.attr)
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Import):
+            theirs |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ep_a2a"):
+            theirs |= {alias.asname or alias.name for alias in node.names}
+    used = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in OF_NAMED_TUPLES:
+            continue
+        base = node.value
+        own = isinstance(base, ast.Name) and (base.id in ("self", "cls") or node.attr in defined)
+        parent = isinstance(base, ast.Call) and ast.unparse(base.func) == "super"
+        while isinstance(base, ast.Attribute | ast.Call | ast.Subscript):
+            base = base.func if isinstance(base, ast.Call) else base.value
+        if not (own or parent or (isinstance(base, ast.Name) and base.id in theirs)):
+            used.add(node.attr)
+    return used
+
+
+def test_no_object_reaches_into_another_ones_private_names():
+    for path, tree in TREES.items():
+        allowed = next((names for file, names in OF_OTHER_PROJECTS.items() if path.endswith(file)), set())
+        assert private_names_used(tree) == allowed, path
+
+
+def test_a_reach_is_found():
+    reaches = "class A:\n    def f(self, op):\n        return op._memory, self.op._memory, self._own, torch._C\n"
+    assert private_names_used(ast.parse("import torch\n" + reaches)) == {"_memory"}
+    own = "class A:\n    def f(self, other):\n        self._x = other._x\n"
+    assert private_names_used(ast.parse(own)) == set()
+
+
 # --- compiled kernels ---
 
 

@@ -145,7 +145,7 @@ def the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
     case = Layer()
     with manager_of(context) as manager:
         kernel = kernel_of(case, manager)
-        kernels, sent = kernel.prepare_finalize._op._kernels, []
+        kernels, sent = kernel.prepare_finalize._op.engine, []
         combine = kernels.combine
 
         def remembered(args: Any, *more: Any) -> None:
@@ -199,15 +199,15 @@ def layers_built_again_keep_their_op(context: RankContext) -> None:
         op, num_bytes = kernel.prepare_finalize._op, manager.arena.num_bytes
         run_kernel(case, kernel, context.rank)
         manager.end_warm_up(45.0)
-        assert op._bounds.step_secs == 45.0
+        assert op.timeouts.step_secs == 45.0
         del kernel
         again = kernel_of(case, manager)
         assert again.prepare_finalize._op is op
         assert manager.arena.num_bytes == num_bytes
-        assert op._bounds.step_secs == 45.0
+        assert op.timeouts.step_secs == 45.0
         wide = Layer(hidden=256)
         another = kernel_of(wide, manager)
-        assert another.prepare_finalize._op._bounds.step_secs == 45.0
+        assert another.prepare_finalize._op.timeouts.step_secs == 45.0
         for built, own in ((again, case), (another, wide)):
             check_result(own, run_kernel(own, built, context.rank), context.rank)
 
@@ -216,7 +216,7 @@ def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> No
     with manager_of(context) as manager:
         op = kernel_of(Layer(), manager).prepare_finalize._op
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        assert op._bounds.step_secs == timeout > 60
+        assert op.timeouts.step_secs == timeout > 60
         assert manager.arena.rendezvous.timeout_secs == timeout
 
 
@@ -297,7 +297,7 @@ def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankConte
             check_result(case, run_kernel(case, kernel, context.rank), context.rank)
             manager.check()
             # as a kernel of the other rank does that gives up when this rank's last one has ended
-            kernel.prepare_finalize._op._memory.view(Region.POISON).fill_((1 << 16) + 1)
+            kernel.prepare_finalize._op.memory.view(Region.POISON).fill_((1 << 16) + 1)
             if tp_size == 1:
                 manager.check()
             else:

@@ -151,7 +151,7 @@ class OpSession(InputsSession):
 
     def use_tables(self, tables: TunedTables) -> None:
         """Takes launch numbers from these tables from now on; new kernels are compiled at their first use."""
-        self.op._kernels.use_tables(tables)
+        self.op.engine.use_tables(tables)
 
     def check(self) -> None:
         """Checks a round trip on the rows that will be timed, and the ids and router weights that came with them."""

@@ -69,7 +69,7 @@ class Workload:
 
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
         """Returns the rank's tokens, ids and weights, drawn on the CPU to be equal on every machine."""
-        generator = torch.Generator().manual_seed(self._seed_of(rank, "tokens"))
+        generator = torch.Generator().manual_seed(self.seed_of(rank, "tokens"))
         x = torch.randn(self.num_tokens, self.hidden_dim, generator=generator) * INPUT_SCALE
         weights = torch.rand(self.num_tokens, self.topk, generator=generator) + 1.0 / self.topk
         weights /= weights.sum(1, keepdim=True)
@@ -162,8 +162,11 @@ class Workload:
             return self.hidden_dim * self.dtype.itemsize
         return self.hidden_dim * _FP8_BYTES + num_scales[QuantType(cast)] * _SCALE_BYTES
 
-    def _seed_of(self, rank: int, purpose: str) -> int:
-        # Tokens and ids have generators of their own: every rank draws everybody's ids, but only its own tokens.
+    def seed_of(self, rank: int, purpose: str) -> int:
+        """The seed of one rank's generator; `purpose` is "ids" or "tokens".
+
+        Ids and tokens have generators of their own: every rank draws the ids of all, but only its own tokens.
+        """
         return (self.seed * self.world_size + rank) * 2 + (purpose == "ids")
 
 
@@ -172,7 +175,7 @@ def _all_ids(workload: Workload) -> list[torch.Tensor]:
     draw = ROUTINGS[workload.routing]
     ids = []
     for rank in range(workload.world_size):
-        generator = torch.Generator().manual_seed(workload._seed_of(rank, "ids"))
+        generator = torch.Generator().manual_seed(workload.seed_of(rank, "ids"))
         ids.append(
             draw(workload.num_tokens, workload.topk, workload.num_experts, workload.world_size, generator)
             .to(torch.int32)
