@@ -111,7 +111,7 @@ class AdapterOp(ValidatedOp):
                 tokens, scales = self._cast(tokens, scales)
             step = replace(step, tokens=tokens, scales=scales, ids=ids.clone())
             self._dispatched = self._send(step)
-            self._inputs, self._given = step, (ids, _version(ids))
+            self._inputs, self._given = step, (ids, _num_writes(ids))
             self._rows_lead = tuple(self._dispatched.tokens.shape[:-1])
         return cast("DispatchResult", self._dispatched)
 
@@ -166,7 +166,7 @@ class AdapterOp(ValidatedOp):
         if indices is None or self._given is None:
             return
         tensor, version = self._given
-        if indices.data_ptr() == tensor.data_ptr() and _version(tensor) == _version(indices) == version:
+        if indices.data_ptr() == tensor.data_ptr() and _num_writes(tensor) == _num_writes(indices) == version:
             return
         if is_capturing(self.device):
             raise UnsupportedError(
@@ -208,6 +208,6 @@ class AdapterOp(ValidatedOp):
         self._closed = True
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def _num_writes(tensor: torch.Tensor) -> int | None:
     """Changes with every write into the tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
