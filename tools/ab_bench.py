@@ -1,0 +1,88 @@
+"""Times two checkouts in turn with the same `ep-a2a bench`, and compares their medians.
+
+    python tools/ab_bench.py OLD NEW --rounds 5 --json rows.jsonl -- --ranks 2 --layout rank_major --contenders ep_a2a
+
+OLD and NEW are folders with a checkout. Everything behind `--` goes to `ep-a2a bench`. The first run of each checkout
+compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating order. Each figure
+of a checkout is its median over the rounds. The script exits with 1 where NEW is slower than OLD by more than
+`--tolerance` per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+FIGURES = ("round_trip_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
+CASE = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type", "combine_quant", "max_sms")
+NAMES = ("old", "new")
+
+
+def main() -> int:
+    """Runs both checkouts and prints the comparison; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tolerance", type=float, default=2.0, help="per cent")
+    parser.add_argument("--json", type=Path, help="file for the raw rows of all rounds")
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options, bench = parser.parse_args(arguments[:at]), arguments[at + 1 :]
+    folders = dict(zip(NAMES, (options.old.resolve(), options.new.resolve())))
+    with ThreadPoolExecutor(len(NAMES)) as both:  # compilation takes the host, and nothing is timed yet
+        list(both.map(lambda folder: run_bench(folder, bench), folders.values()))
+    rows: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        for name in NAMES if number % 2 == 0 else NAMES[::-1]:
+            rows += [row | {"checkout": name, "round": number} for row in run_bench(folders[name], bench)]
+    if options.json:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return report(rows, options.tolerance)
+
+
+def run_bench(folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    """The rows that `ep-a2a bench` of a checkout writes."""
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary) / "rows.jsonl"
+        command = [sys.executable, "-m", "ep_a2a.cli", "bench", *arguments, "--json", str(output)]
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode or not output.exists():
+            raise SystemExit(f"{folder}: {' '.join(command)} exited with {done.returncode}\n{done.stdout}{done.stderr}")
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+    return [row for row in rows if row["record"] == "row"]
+
+
+def report(rows: list[dict[str, Any]], tolerance: float) -> int:
+    """Prints one line per case and figure; 1 if a figure of the new checkout is too slow."""
+    cases = dict.fromkeys(tuple(row.get(key) for key in CASE) for row in rows)
+    too_slow = False
+    print(f"{'case':56} {'figure':18} {'old':>9} {'new':>9} {'change':>8}   spread of old, new")
+    for case in cases:
+        of_case = [row for row in rows if tuple(row.get(key) for key in CASE) == case]
+        for figure in FIGURES:
+            values = {
+                name: [row[figure] for row in of_case if row["checkout"] == name and row.get(figure)] for name in NAMES
+            }
+            if not all(values.values()):
+                continue
+            old, new = (statistics.median(values[name]) for name in NAMES)
+            change = 100 * (new / old - 1)
+            too_slow |= change > tolerance
+            spreads = ", ".join(f"{min(values[name]):.2f}-{max(values[name]):.2f}" for name in NAMES)
+            title = " ".join(str(part) for part in case[:-2] if part is not None)
+            print(f"{title:56} {figure:18} {old:9.2f} {new:9.2f} {change:+7.1f}%   {spreads}")
+    return 1 if too_slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
