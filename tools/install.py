@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environment", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="optional dependencies of the project to install")
+    parser.add_argument("--borrow", action="store_true", help="use the packages of this Python, GPU or not")
     options = parser.parse_args()
     if sys.version_info < MINIMUM_PYTHON:
         sys.exit(
@@ -58,7 +59,7 @@ def main() -> None:
         venv.create(options.environment, with_pip=True)
     project = f"{PROJECT}[{','.join(options.extra)}]" if options.extra else str(PROJECT)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    if succeeds(sys.executable, "-c", SEES_A_GPU):
+    if options.borrow or succeeds(sys.executable, "-c", SEES_A_GPU):
         borrow_packages(options.environment)
         # What is installed already is used; building with it, too, needs no network.
         isolation = ["--no-build-isolation"] if succeeds(python, "-c", IMPORTABLE, "setuptools", "wheel") else []

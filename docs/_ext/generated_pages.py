@@ -1,0 +1,218 @@
+"""Sphinx extension: writes the parts of pages that come from the code, and puts bench/results on the site.
+
+A page asks for a part by a comment line, `<!-- generated: errors -->`. The part replaces the comment when the page is
+read, so that headings, links and anchors in it are as good as written ones. `part("errors")` is usable without Sphinx.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+import shutil
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sphinx.application import Sphinx
+
+PROJECT = Path(__file__).resolve().parents[2]
+RESULTS = PROJECT / "bench" / "results"
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+RESULT_LINK = re.compile(r"\]\((?:\.\./)*bench/results/([\w.-]+\.md)")
+
+
+def cell(value: object) -> str:
+    """Text for one cell of a Markdown table."""
+    return re.sub(r"\s+", " ", str(value)).replace("|", r"\|").strip()
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    names = list(headings)
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    lines += [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def sections(docstring: str | None) -> tuple[str, dict[str, str]]:
+    """The text of a Google-style docstring, and its `Attributes:` by name."""
+    text, _, rest = inspect.cleandoc(docstring or "").partition("Attributes:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in rest.splitlines():
+        if start := re.match(r" {4}(\w[\w, ]*): (.*)", line):
+            names = [name.strip() for name in start[1].split(",")]
+            found |= dict.fromkeys(names, start[2])
+        elif line.startswith(" " * 8) and names:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+        elif line.strip():
+            names = []
+    return text.strip(), found
+
+
+def environment() -> str:
+    """The table of EP_A2A_* variables."""
+    from ep_a2a import env
+
+    rows = [(f"`{each.name}`", each.default, each.expects, each.doc) for each in env.VARIABLES]
+    return table(("variable", "default", "value", "meaning"), rows)
+
+
+def errors() -> str:
+    """A section for each error class: when it is raised, what it is, the remedy."""
+    from ep_a2a import errors as module
+
+    parts = []
+    for kind in vars(module).values():
+        if not (isinstance(kind, type) and issubclass(kind, module.EpA2AError)):
+            continue
+        text, attributes = sections(kind.__doc__)
+        text = re.sub(r"\n*Args:\n.*", "", text, flags=re.DOTALL)
+        bases = [f"[`{b.__name__}`](#{b.__name__.lower()})" if b.__module__ == module.__name__ else f"`{b.__name__}`"
+                 for b in kind.__bases__]  # fmt: skip
+        lines = [f"({kind.__name__.lower()})=\n## {kind.__name__}", text, f"*Remedy:* {kind.remedy}"]
+        lines += [f"- `{name}`: {meaning}" for name, meaning in attributes.items()]
+        lines.append(f"*Caught as:* {', '.join(bases)}.")
+        parts.append("\n\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def type_name(kind: Any) -> str:
+    """What an option takes, as `--help` says it: "" for a flag."""
+    choices = [each for each in typing.get_args(kind) if each is not type(None)]
+    if choices:
+        return type_name(choices[0])
+    if kind is bool:
+        return ""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return r"\|".join(str(member.value) for member in kind)
+    return {int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def option_row(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
+    """An option of a command's signature: its names, its default, its help."""
+    kind, info = typing.get_args(hint)[:2]
+    if isinstance(default, type(info)):  # `name: int = typer.Option(1)`
+        default = default.default
+    names = [each for each in info.param_decls or () if each.startswith("-")] or [f"--{name.replace('_', '-')}"]
+    taken = type_name(kind)
+    shown = " ".join(filter(None, (", ".join(names), taken.replace(r"\|", "|"))))
+    value = default.value if isinstance(default, enum.Enum) else default
+    blank = value is None or value is False or value is inspect.Parameter.empty
+    return f"`{shown}`", "" if blank else f"`{value}`", info.help or ""
+
+
+def commands() -> str:
+    """A section for each command of `ep-a2a`, from the signatures that typer reads."""
+    from ep_a2a.cli import app
+
+    parts = []
+    for name in app.COMMANDS:
+        command = importlib.import_module(f"ep_a2a.cli.{name}").command
+        lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(command.__doc__ or "")]
+        hints = typing.get_type_hints(command, include_extras=True)
+        panels: dict[str, list[tuple[str, str, str]]] = {}
+        for each in inspect.signature(command).parameters.values():
+            if typing.get_origin(hints.get(each.name)) is typing.Annotated:
+                info = typing.get_args(hints[each.name])[1]
+                panel = getattr(info, "rich_help_panel", None) or "Options"
+                panels.setdefault(panel, []).append(option_row(each.name, hints[each.name], each.default))
+        for panel, rows in panels.items():
+            lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
+        parts.append("\n\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """A field's default, as it is written; "" where it is required."""
+    if field.default is dataclasses.MISSING:
+        return ""
+    return f"`{field.default}`" if isinstance(field.default, enum.Enum) else f"`{field.default!r}`"
+
+
+def config_fields() -> str:
+    """The table of EpDispatchCombineConfig's fields."""
+    from ep_a2a.config import EpDispatchCombineConfig
+
+    meanings = sections(EpDispatchCombineConfig.__doc__)[1]
+    rows = [
+        (f"`{each.name}`", each.type, default_of(each), meanings.get(each.name, ""))
+        for each in dataclasses.fields(EpDispatchCombineConfig)
+    ]
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def handle_kwargs() -> str:
+    """The table of the kwargs of `manager.get_handle`, and the config field that each sets."""
+    from ep_a2a.config import handle_kwargs as module
+
+    rows = []
+    for kind, names in (
+        ("required", module.REQUIRED_KWARGS), ("optional", module.OPTIONAL_KWARGS), ("ours", module.EXTRA_KWARGS)
+    ):  # fmt: skip
+        special = {"input_dtype": "data_type, combine_dtype", "quant_dtype": "data_type"}
+        rows += [(f"`{n}`", kind, f"`{module.CONFIG_FIELD_OF_KWARG.get(n) or special.get(n, n)}`") for n in names]
+    return table(("kwarg", "", "config field"), rows)
+
+
+def enumerations() -> str:
+    """The enumerations of the configuration and their values."""
+    from ep_a2a import config
+
+    parts = []
+    for kind in (
+        config.Layout, config.QuantType, config.ScaleFormat, config.CompiledCalls, config.EpDispatchCombineKernelType
+    ):  # fmt: skip
+        text = inspect.cleandoc(kind.__doc__ or "")
+        text = re.sub(r"^([A-Z0-9_]+): ", r"- `\1`: ", text, flags=re.MULTILINE)
+        values = ", ".join(f"`{member.value}`" if isinstance(member.value, str) else f"`{member.name}`"
+                           for member in kind)  # fmt: skip
+        parts.append(f"### {kind.__name__}\n\n{text}\n\nValues: {values}.")
+    return "\n\n".join(parts)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    part.__name__: part for part in (environment, errors, commands, config_fields, handle_kwargs, enumerations)
+}
+
+
+def part(name: str) -> str:
+    """The generated part of this name; KeyError where there is none."""
+    return PARTS[name]()
+
+
+def read_page(app: Sphinx, name: str, content: list[str]) -> None:
+    """Puts generated parts into a page, and leads its links to bench/results to their pages."""
+    depth = name.count("/")
+    content[0] = MARK.sub(lambda mark: part(mark[1]), content[0])
+    content[0] = RESULT_LINK.sub(rf"]({'../' * depth}results/runs/\1", content[0])
+
+
+def copy_results(app: Sphinx) -> None:
+    """Makes docs/results/runs anew from bench/results: reports become pages, their other files stay where they are."""
+    folder = Path(app.srcdir) / "results" / "runs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in sorted(RESULTS.glob("*.md")):
+        text = re.sub(r"\]\((?!http)([\w./-]+\.(?:jsonl?|svg|png))", r"](../../../bench/results/\1", path.read_text())
+        (folder / path.name).write_text(re.sub(r"\]\(\.\./\.\./docs/", "](../../", text))
+
+
+def escape_docstring(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Escapes what reStructuredText would read as markup: the package's docstrings have none but `code`."""
+    lines[:] = ["`".join(re.sub(r"([*|\\])", r"\\\1", text) if i % 2 == 0 else text
+                         for i, text in enumerate(line.split("`"))) for line in lines]  # fmt: skip
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connects the functions above; docstrings are escaped before napoleon reads them."""
+    app.connect("autodoc-process-docstring", escape_docstring, priority=100)
+    app.connect("builder-inited", copy_results)
+    app.connect("source-read", read_page)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
