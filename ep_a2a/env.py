@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,6 +26,7 @@ class Variable(Generic[T]):
         parse: turns the text into the value; raises ValueError for text it cannot use.
         expects: what `parse` accepts, for error messages and docs/env.md.
         doc: what it does.
+        former_name: a name that is read, too, with a FutureWarning; "" for none.
     """
 
     name: str
@@ -32,14 +34,25 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     expects: str
     doc: str
+    former_name: str = ""
 
     def get(self) -> T:
         """Returns the current value.
 
         Raises:
-            EnvironmentVariableError: the text cannot be parsed.
+            EnvironmentVariableError: the text cannot be parsed, or differs from that of the former name.
         """
         text = os.environ.get(self.name, "")
+        former = os.environ.get(self.former_name, "") if self.former_name else ""
+        if former:
+            if text not in ("", former):
+                raise EnvironmentVariableError(
+                    f"{self.name} alone",
+                    f"{former!r} in {self.former_name} beside {text!r}",
+                    f"Unset {self.former_name}.",
+                )
+            warnings.warn(f"{self.former_name} is now {self.name}; set that.", FutureWarning, stacklevel=2)
+            text = former
         if not text:
             return self.default
         try:
@@ -129,12 +142,13 @@ SHARED_EXPERTS: Variable[str] = Variable(
     "stream or halves",
     "In vLLM, where shared experts run: on vLLM's second stream, or between the halves of combine.",
 )
-RAIL: Variable[str] = Variable(
-    "EP_A2A_RAIL",
+INTERNODE_TRANSPORT: Variable[str] = Variable(
+    "EP_A2A_INTERNODE_TRANSPORT",
     "auto",
     str,
     "auto, or a transport's name",
     "What carries tokens between nodes: torch.distributed, nvshmem, or peer_memory for virtual nodes of one host.",
+    former_name="EP_A2A_RAIL",
 )
 RDMA_DEVICES: Variable[str] = Variable(
     "EP_A2A_RDMA_DEVICES",
@@ -155,7 +169,7 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
     TUNING_DIR,
     COUNTERS,
     SHARED_EXPERTS,
-    RAIL,
+    INTERNODE_TRANSPORT,
     RDMA_DEVICES,
     LOG_LEVEL,
 )

@@ -11,7 +11,7 @@ EXIT_MISSING_ROWS = 1
 CONTENDER_NAMES = (
     "wire_limit, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), "
     "ep_low_latency (compat.ep_low_latency, with --layout expert_major), ep_low_latency_traced, ep_a2a_v1, "
-    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_rail, ep_a2a_nvshmem, ep_a2a_nvshmem_ll (both only when named), nccl_agrs, "
+    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem, ep_a2a_nvshmem_ll (both only when named), nccl_agrs, "
     "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"
 )
 
@@ -53,7 +53,7 @@ def command(
     from dataclasses import replace
 
     from ep_a2a.commands.bench.command import asked_ranks, execute
-    from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names
+    from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names, present_names
     from ep_a2a.commands.bench.launcher import JoinedRunner, make_runner
     from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
     from ep_a2a.commands.plotting import check_can_plot
@@ -63,7 +63,7 @@ def command(
     defaults = DEFAULTS[kind]
     nodes = numbers("gpus-per-node", gpus_per_node, ())
     usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
-    names = usual if contenders is None else distinct("contenders", contenders)
+    names = usual if contenders is None else present_names(distinct("contenders", contenders))
     check_names(names)
     for path in (json_file, markdown):
         check_folder(path)

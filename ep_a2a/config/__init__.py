@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
-from ep_a2a.config.enums import RAILS as RAILS
+from ep_a2a.config.enums import INTERNODE_TRANSPORTS as INTERNODE_TRANSPORTS
 from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
 from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config.enums import CompiledCalls as CompiledCalls
@@ -43,6 +44,9 @@ _LAZY = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "RAILS":
+        warnings.warn("RAILS is now INTERNODE_TRANSPORTS; use that name.", DeprecationWarning, stacklevel=2)
+        return INTERNODE_TRANSPORTS
     if name in _LAZY:
         return getattr(importlib.import_module("ep_a2a.config.op_config"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

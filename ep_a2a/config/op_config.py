@@ -17,7 +17,7 @@ from ep_a2a import env
 from ep_a2a.config.enums import (
     COMBINE_QUANT_TYPES,
     DISPATCH_QUANT_TYPES,
-    RAILS,
+    INTERNODE_TRANSPORTS,
     RING_KERNEL_TYPES,
     CompiledCalls,
     EpDispatchCombineKernelType,
@@ -25,6 +25,7 @@ from ep_a2a.config.enums import (
     QuantType,
     ScaleFormat,
 )
+from ep_a2a.config.renamed import accepts_former_names
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 WIRE_FORMAT_VERSION = 2
@@ -73,6 +74,7 @@ def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
     raise ConfigError(f"{name} to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))
 
 
+@accepts_former_names
 @dataclass(frozen=True)
 class EpDispatchCombineConfig:
     """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.
@@ -118,8 +120,8 @@ class EpDispatchCombineConfig:
         chunk_tokens: tokens whose rows travel to another node in one chunk.
         ring_chunks: chunks that a ring between nodes holds at most, a power of two. With launch="manual",
             rdma_block_num channels share the rings. Ranks must have equal numbers, so a call cannot change them.
-        rail: the transport between nodes, by name. With "auto" a manager reads EP_A2A_RAIL; an op that is built without
-            a manager takes "peer_memory".
+        internode_transport: the transport between nodes, by name. With "auto" a manager reads
+            EP_A2A_INTERNODE_TRANSPORT; an op that is built without a manager takes "peer_memory".
         num_owner_ranks: ranks that own the experts; 0 = W. More than W where the group is one node of a larger group;
             ids of experts elsewhere are dropped.
         first_rank: this group's first rank in that larger group.
@@ -159,7 +161,7 @@ class EpDispatchCombineConfig:
     compiled_calls: str = "all"
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
     ring_chunks: int = field(default=4, metadata={"minimum": 1})
-    rail: str = "auto"
+    internode_transport: str = "auto"
     num_owner_ranks: int = field(default=0, metadata={"minimum": 0})
     first_rank: int = field(default=0, metadata={"minimum": 0})
 
@@ -192,8 +194,9 @@ class EpDispatchCombineConfig:
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
         parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
-        if self.rail not in RAILS:
-            raise UnknownNameError(f"rail to be one of {RAILS}", repr(self.rail))
+        transport = self.internode_transport
+        if transport not in INTERNODE_TRANSPORTS:
+            raise UnknownNameError(f"internode_transport to be one of {INTERNODE_TRANSPORTS}", repr(transport))
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
         if self.dispatch_quant_type is not None:

@@ -76,7 +76,7 @@ class Rings:
             raise ConfigError("ring_chunks to be a power of two", str(config.ring_chunks))
         asks = config.launch == "manual" and config.rdma_block_num > 0
         channels = config.rdma_block_num if asks else MAX_CHANNELS
-        by_host = config.rail == BY_HOST
+        by_host = config.internode_transport == BY_HOST
         if by_host or config.kernel_type in WHOLE_RING_KERNEL_TYPES:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:
@@ -92,7 +92,7 @@ class Rings:
         return cls(
             config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
             row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
-            _aligned(back_words + topk), config.rail == BY_PUTS,
+            _aligned(back_words + topk), config.internode_transport == BY_PUTS,
             _aligned(2 * (config.world_size + 1) + HEAD_MARKS) if by_host else 0,
         )  # fmt: skip
 

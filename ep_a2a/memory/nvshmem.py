@@ -81,8 +81,8 @@ def device_library(device: torch.device) -> Path:
 def _missing(found: str) -> MissingPackageError:
     major = (torch.version.cuda or "13").split(".")[0]
     return MissingPackageError(
-        "NVSHMEM's libraries, for rail 'nvshmem'", found,
-        f"pip install nvidia-nvshmem-cu{major}, or use rail 'torch.distributed'.",
+        "NVSHMEM's libraries, for internode_transport 'nvshmem'", found,
+        f"pip install nvidia-nvshmem-cu{major}, or use internode_transport 'torch.distributed'.",
     )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
     if {each and tuple(each) for each in found} != {(i, len(found)) for i in range(len(found))}:
         raise UnsupportedError(
             f"an NVSHMEM of exactly the {len(found)} ranks of the group", f"(element, of how many) by rank: {found}",
-            "Use rail 'torch.distributed', or make this group's manager before NVSHMEM's other user.",
+            "Use internode_transport 'torch.distributed', or make this group's manager before NVSHMEM's other user.",
         )  # fmt: skip
     elements = tuple(each[0] for each in found)
     return _started.setdefault(elements, Nvshmem(device, elements))

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.config.enums import RAILS
+from ep_a2a.config.enums import INTERNODE_TRANSPORTS
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.node_transport import NodeAllToAll
 
@@ -28,7 +28,8 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     """Which transport carries tokens between nodes.
 
     Args:
-        name: one of RAILS; "auto" for what EP_A2A_RAIL says, where "auto" is what is fastest here.
+        name: one of INTERNODE_TRANSPORTS; "auto" for what EP_A2A_INTERNODE_TRANSPORT says, where "auto" is what is
+            fastest here.
         why_not: transports that cannot be used here, and why.
 
     Returns:
@@ -39,9 +40,9 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
         UnknownNameError: there is no transport of this name; the error lists those there are.
         UnsupportedError: the transport cannot be used here.
     """
-    asked = name if name != "auto" else env.RAIL.get()
-    if asked not in RAILS:
-        known = ", ".join(map(repr, RAILS))
+    asked = name if name != "auto" else env.INTERNODE_TRANSPORT.get()
+    if asked not in INTERNODE_TRANSPORTS:
+        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
         raise UnknownNameError(f"a transport between nodes out of {known}", repr(asked))
     if asked in why_not:
         raise UnsupportedError(

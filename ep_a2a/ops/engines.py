@@ -18,6 +18,6 @@ if TYPE_CHECKING:
 
 def kernels_of(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> IntraNodeKernels:
     """The kernels of an op. InterNode, the flat form, takes those of IntraNode: every rank writes to every other."""
-    if config.uses_rings and config.rail == BY_HOST and isinstance(arena, NodeArena):
+    if config.uses_rings and config.internode_transport == BY_HOST and isinstance(arena, NodeArena):
         return StagedKernels(config, memory, arena)
     return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, memory.table, arena.device)

@@ -52,11 +52,11 @@ class OpFactory:
         if not topology.internode:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
         config, grid, reason = self._agree_on_transport(config, topology, index)
-        logger.info("%s through %s: %s", config.kernel_type.name, config.rail, reason)
+        logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
         arena = self.arena
-        if config.rail == BY_PUTS:
+        if config.internode_transport == BY_PUTS:
             arena = self._put_arena()
-        elif config.rail == BY_HOST:
+        elif config.internode_transport == BY_HOST:
             arena = self._node_arena(grid, config.timeout, reason)
         return EpDispatchCombineOp(config, arena=arena, index=index)
 
@@ -69,13 +69,13 @@ class OpFactory:
         """
         try:
             grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
-            transport, reason = choose_transport(config.rail, self._out_of_use(topology))
+            transport, reason = choose_transport(config.internode_transport, self._out_of_use(topology))
         except EpA2AError as error:
             agree_on_config(None, self.arena.rendezvous, index or 0, error)
             raise
         if transport != "peer_memory" and not config.uses_rings:
             config = replace(config, kernel_type=EpDispatchCombineKernelType.InterNodeV1)
-        config = replace(config, rail=transport)
+        config = replace(config, internode_transport=transport)
         agree_on_config(config, self.arena.rendezvous, index or 0)
         return config, grid, reason
 

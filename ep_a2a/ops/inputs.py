@@ -47,15 +47,15 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
         )  # fmt: skip
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
-    if between_nodes and config.rail == BY_HOST and not isinstance(arena, NodeArena):
+    if between_nodes and config.internode_transport == BY_HOST and not isinstance(arena, NodeArena):
         return UnsupportedError(
-            "an arena that exchanges blocks between nodes, with rail 'torch.distributed'",
+            "an arena that exchanges blocks between nodes, with internode_transport 'torch.distributed'",
             type(arena).__name__, "Get the op from a manager, which makes the arena.",
         )  # fmt: skip
-    if between_nodes and config.rail in (BY_HOST, BY_PUTS) and not config.uses_rings:
+    if between_nodes and config.internode_transport in (BY_HOST, BY_PUTS) and not config.uses_rings:
         return UnsupportedError(
-            f"rail 'peer_memory' with {config.kernel_type.name}", repr(config.rail),
-            f"Use InterNodeV1, which {'puts' if config.rail == BY_PUTS else 'exchanges'}.",
+            f"internode_transport 'peer_memory' with {config.kernel_type.name}", repr(config.internode_transport),
+            f"Use InterNodeV1, which {'puts' if config.internode_transport == BY_PUTS else 'exchanges'}.",
         )  # fmt: skip
     if arena.in_use(config.digest(), index):
         return StateError(

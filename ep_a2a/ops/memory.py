@@ -110,7 +110,7 @@ class BoundMemory:
         config, own = self.config, self.acquired.symmetric["own"]
         if by_puts and own.local.is_cuda and own.kind != NVSHMEM_KIND:
             raise UnsupportedError(
-                "memory of NVSHMEM's heap, with rail 'nvshmem'", own.kind,
+                "memory of NVSHMEM's heap, with internode_transport 'nvshmem'", own.kind,
                 "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
             )  # fmt: skip
         nodes = torch.arange(config.world_size) // config.gpu_per_node

@@ -103,7 +103,7 @@ RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 
 
-PUTS = {"rail": "nvshmem"}
+PUTS = {"internode_transport": "nvshmem"}
 """Options of rings whose ranks reach other nodes by puts only."""
 
 

@@ -22,7 +22,7 @@ TIMEOUT_SECS = 60.0
 
 def over_torch_distributed(case: Case) -> Case:
     """A case of several nodes, with the transport by name."""
-    return replace(case, options=case.options | {"rail": "torch.distributed"})
+    return replace(case, options=case.options | {"internode_transport": "torch.distributed"})
 
 
 def node_arena(context: RankContext, num_nodes: int) -> NodeArena:

@@ -103,15 +103,22 @@ def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(models, alone, tm
             assert max(step["num_tokens"] for step in layer["latest_steps"]) == -(-most // 2)
 
 
-@pytest.mark.parametrize(("rail", "num_tokens"), [("torch.distributed", NUM_TOKENS), ("peer_memory", 4)])
-def test_tokens_are_those_of_one_rank_on_two_nodes(models, alone, tmp_path, rail, num_tokens):
+@pytest.mark.parametrize(("transport", "num_tokens"), [("torch.distributed", NUM_TOKENS), ("peer_memory", 4)])
+def test_tokens_are_those_of_one_rank_on_two_nodes(models, alone, tmp_path, transport, num_tokens):
     """Virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens."""
     run = run_engine(
-        tmp_path, models["qwen3_moe"], 4, "--ranks-per-node", "2", "--tokens", str(num_tokens), EP_A2A_RAIL=rail
+        tmp_path,
+        models["qwen3_moe"],
+        4,
+        "--ranks-per-node",
+        "2",
+        "--tokens",
+        str(num_tokens),
+        EP_A2A_INTERNODE_TRANSPORT=transport,
     )
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"), num_tokens)
-    assert f"ep_a2a: InterNodeV1LL kernels over {rail} " in run.logs[0]
+    assert f"ep_a2a: InterNodeV1LL kernels over {transport} " in run.logs[0]
     assert "2 node(s) of 2 rank(s) each" in run.logs[0]
 
 

@@ -50,7 +50,7 @@ def test_exchange_and_graph(ranks):
 
 
 @needs_gpus(4)
-def test_two_rails_at_once(ranks):
+def test_two_transports_at_once(ranks):
     assert ranks(exchange_and_replay, 4, 2, 2, device="cuda") == [0] * 4
 
 

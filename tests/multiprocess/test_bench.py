@@ -53,7 +53,7 @@ def test_virtual_nodes(ranks, name):
     assert 0 < once < flat
     expected = {"ep_a2a_flat": flat, "ep_a2a": None}.get(name, once)
     assert row.details.get("rows_between_nodes") == expected
-    if name == "ep_a2a_rail":
+    if name == "ep_a2a_staged":
         assert once + row.details["padding_between_nodes"] == 4 * workload.max_num_tokens
 
 

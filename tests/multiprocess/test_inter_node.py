@@ -79,12 +79,12 @@ def test_replayed_steps(ranks: Any) -> None:
     ranks(staged, REPLAYED.world_size, BODIES["graph-rank-major"][0], REPLAYED)
 
 
-def through_the_manager(context: RankContext, rail: str) -> tuple[str, int, bool]:
+def through_the_manager(context: RankContext, transport: str) -> tuple[str, int, bool]:
     """A step of an op that the manager makes for virtual nodes, beside one of all ranks on one node."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
         kwargs = kwargs_of(CASE, context.rank)
-        across = manager.get_handle({**kwargs, "gpu_per_node": 2, "rail": rail})
+        across = manager.get_handle({**kwargs, "gpu_per_node": 2, "internode_transport": transport})
         inside = manager.get_handle(kwargs)
         for op in (across, inside, across):
             mine = make_inputs(CASE, 0, context.rank)
@@ -94,16 +94,16 @@ def through_the_manager(context: RankContext, rail: str) -> tuple[str, int, bool
             result, _ = op.combine(rows.to(torch.bfloat16), None, mine.ids)
             expected = mine.tokens.float() * (mine.weights * (mine.ids >= 0)).sum(-1, keepdim=True)
             torch.testing.assert_close(result[: len(mine.tokens)].float(), expected, rtol=3e-2, atol=3e-2)
-        same = manager.get_handle({**kwargs, "gpu_per_node": 2, "rail": rail}) is across
-        assert across.config.rail == ("peer_memory" if rail == "auto" else rail)
+        same = manager.get_handle({**kwargs, "gpu_per_node": 2, "internode_transport": transport}) is across
+        assert across.config.internode_transport == ("peer_memory" if transport == "auto" else transport)
         explained = manager.explain(2, kwargs["max_num_tokens_per_dp_rank"])["kernel"]
         assert explained == across.config.kernel_type.name
         return explained, manager.num_buffer_bytes, same
 
 
-@pytest.mark.parametrize("rail", ["auto", "torch.distributed"])
-def test_the_manager_picks_it_for_several_nodes(ranks: Any, rail: str) -> None:
-    for kernel, num_buffer_bytes, same in ranks(through_the_manager, 4, rail):
+@pytest.mark.parametrize("transport", ["auto", "torch.distributed"])
+def test_the_manager_picks_it_for_several_nodes(ranks: Any, transport: str) -> None:
+    for kernel, num_buffer_bytes, same in ranks(through_the_manager, 4, transport):
         assert kernel == "InterNodeV1LL"
         assert num_buffer_bytes > 0
         assert same

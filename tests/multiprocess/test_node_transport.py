@@ -89,7 +89,7 @@ def exchange_beside_another_generation(context: RankContext) -> None:
         first.exchange(torch.zeros(2, 1), torch.zeros(2, 1))
 
 
-def test_generations_of_rails(ranks):
+def test_generations_of_transports(ranks):
     ranks(exchange_beside_another_generation, 4)
 
 
@@ -228,7 +228,7 @@ def test_choice_of_a_transport(monkeypatch):
     assert choose_transport("nvshmem", {})[0] == "nvshmem"
     with pytest.raises(UnsupportedError, match="nodes of several hosts"):
         choose_transport("peer_memory", {"peer_memory": "these are nodes of several hosts"})
-    monkeypatch.setenv("EP_A2A_RAIL", "torch.distributed")
+    monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "torch.distributed")
     assert choose_transport("auto", {}) == ("torch.distributed", "asked for by name")
 
 

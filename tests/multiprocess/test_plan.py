@@ -118,8 +118,8 @@ def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | No
             num_local_experts=num_owned_experts(9, 4, context.rank), max_num_tokens=max_num_tokens,
         )  # fmt: skip
         # between virtual nodes of one host the default would be peer_memory
-        op = manager.get_handle({"gpu_per_node": 2, "rail": "torch.distributed", **kwargs})
-        assert op.config.rail == "torch.distributed"
+        op = manager.get_handle({"gpu_per_node": 2, "internode_transport": "torch.distributed", **kwargs})
+        assert op.config.internode_transport == "torch.distributed"
         return int(manager.num_buffer_bytes)
 
 

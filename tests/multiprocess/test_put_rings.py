@@ -55,11 +55,16 @@ def test_replayed_steps(ranks: Any, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "rail", "remedy"),
+    ("kernel", "transport", "remedy"),
     [("InterNodeV1", "torch.distributed", "from a manager"), ("InterNode", "nvshmem", "InterNodeV1, which puts")],
 )
-def test_rails_that_an_op_cannot_use_by_itself(ranks: Any, kernel: str, rail: str, remedy: str) -> None:
-    ranks(refused, 2, replace(REPLAYED, kernel=kernel, options=REPLAYED.options | {"rail": rail}), remedy)
+def test_transports_that_an_op_cannot_use_by_itself(ranks: Any, kernel: str, transport: str, remedy: str) -> None:
+    ranks(
+        refused,
+        2,
+        replace(REPLAYED, kernel=kernel, options=REPLAYED.options | {"internode_transport": transport}),
+        remedy,
+    )
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])

@@ -114,17 +114,17 @@ def test_generations(ranks):
 
 
 def use_rows_and_columns(context: RankContext) -> None:
-    """A rank's node and its rail, of different orders of making on different ranks' neighbours, and both in use."""
+    """Makes and uses a rank's node and its partners on other nodes, in different orders on different ranks."""
     node = tuple(range(context.rank // 2 * 2, context.rank // 2 * 2 + 2))
-    rail = (context.rank % 2, context.rank % 2 + 2)
-    groups = {ranks: make_subgroup(context.group, ranks) for ranks in (node, rail)}
+    partners = (context.rank % 2, context.rank % 2 + 2)
+    groups = {ranks: make_subgroup(context.group, ranks) for ranks in (node, partners)}
     for ranks, group in [*groups.items()] * 2:
         use(group, ranks, context.rank)
     for group in groups.values():
         destroy_subgroup(group)
 
 
-def test_nodes_and_rails(ranks):
+def test_nodes_and_partners(ranks):
     ranks(use_rows_and_columns, 4)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ep_a2a.commands.bench.contenders import CONTENDERS, check_names
+from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
 from ep_a2a.commands.bench.environment import CPU_NOTE, describe
 from ep_a2a.commands.bench.launcher import Runner, run_sweep
 from ep_a2a.commands.bench.plot import choose_x, make_lines, plot_round_trips
@@ -128,7 +128,7 @@ def test_json_lines_grow_behind_their_header(tmp_path):
 
 def test_the_table_shows_what_crosses_between_nodes():
     found = {"ep_a2a_v1": {"rows_between_nodes": 5}, "ep_a2a": {},
-             "ep_a2a_rail": {"rows_between_nodes": 5, "padding_between_nodes": 3}}  # fmt: skip
+             "ep_a2a_staged": {"rows_between_nodes": 5, "padding_between_nodes": 3}}  # fmt: skip
     rows = [
         Row(workload_of(4, gpus_per_node=1), name, Status.OK, timing=timing_of(1, 1, 2), details=details)
         for name, details in found.items()
@@ -223,6 +223,10 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
 def test_impossible_pictures_are_refused(tmp_path, name, text):
     with pytest.raises(ConfigError, match=text):
         plot_round_trips([], tmp_path / name)
+
+
+def test_former_names_of_contenders_are_taken():
+    assert present_names(("nccl_agrs", "ep_a2a_rail", "ep_a2a_staged")) == ("nccl_agrs", "ep_a2a_staged")
 
 
 def test_unknown_contenders_are_refused():

@@ -64,7 +64,7 @@ OWN_FIELDS = [
     ("compiled_calls", "all"),
     ("chunk_tokens", 8),
     ("ring_chunks", 4),
-    ("rail", "auto"),
+    ("internode_transport", "auto"),
     ("num_owner_ranks", 0),
     ("first_rank", 0),
 ]
@@ -313,7 +313,7 @@ def test_the_first_step_may_take_at_least_as_long_as_any():
         ("dispatch_quant_type", "'none', 'fp8_per_token'"),
         ("scale_format", "'float32', 'ue8m0'"),
         ("launch", "'auto' or 'manual'"),
-        ("rail", "'torch.distributed', 'peer_memory', 'nvshmem'"),
+        ("internode_transport", "'torch.distributed', 'peer_memory', 'nvshmem'"),
     ],
 )
 def test_unknown_names_list_the_known_ones(field, words):
@@ -377,7 +377,7 @@ SHARED_CHANGES: dict[str, Any] = {
     "compiled_calls": "serving",
     "chunk_tokens": 32,
     "ring_chunks": 8,
-    "rail": "torch.distributed",
+    "internode_transport": "torch.distributed",
     "num_owner_ranks": 16,
 }
 OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts", "first_rank"}

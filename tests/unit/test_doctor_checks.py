@@ -246,12 +246,12 @@ ERRORS: dict[str, tuple[SystemInfo, str, str]] = {
         "EP_A2A_CONFIG",
     ),
     "a transport that is not there": (
-        with_variable("EP_A2A_RAIL", "rdma"),
+        with_variable("EP_A2A_INTERNODE_TRANSPORT", "rdma"),
         "not in this version",
         "torch.distributed",
     ),
     "NVSHMEM asked for and not installed": (
-        with_variable("EP_A2A_RAIL", "nvshmem"),
+        with_variable("EP_A2A_INTERNODE_TRANSPORT", "nvshmem"),
         "no package nvidia-nvshmem",
         "pip install",
     ),
@@ -330,6 +330,11 @@ WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
         with_variable("EP_A2A_TIMEOUT_SECS", "900"),
         "cannot say which rank",
         "below 300",
+    ),
+    "a variable by its former name": (
+        with_variable("EP_A2A_RAIL", "auto"),
+        "former name of EP_A2A_INTERNODE_TRANSPORT",
+        "Set EP_A2A_INTERNODE_TRANSPORT",
     ),
     "a misspelt variable": (with_variable("EP_A2A_TIMEOUT_SEC", "9"), "does nothing", "EP_A2A_TIMEOUT_SECS"),
     "NCCL_IB_HCA and EP_A2A_RDMA_DEVICES": (

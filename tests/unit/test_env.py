@@ -20,7 +20,7 @@ NAMES = (
     "EP_A2A_TUNING_DIR",
     "EP_A2A_COUNTERS",
     "EP_A2A_SHARED_EXPERTS",
-    "EP_A2A_RAIL",
+    "EP_A2A_INTERNODE_TRANSPORT",
     "EP_A2A_RDMA_DEVICES",
     "EP_A2A_LOG_LEVEL",
 )
@@ -28,7 +28,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in NAMES:
+    for name in (*NAMES, "EP_A2A_RAIL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -63,7 +63,7 @@ def test_all_variables_are_listed():
         (env.TUNING_DIR, ""),
         (env.COUNTERS, 0),
         (env.SHARED_EXPERTS, "stream"),
-        (env.RAIL, "auto"),
+        (env.INTERNODE_TRANSPORT, "auto"),
         (env.RDMA_DEVICES, ""),
         (env.LOG_LEVEL, "WARNING"),
     ],
@@ -85,7 +85,7 @@ def test_defaults(variable, default, monkeypatch):
         (env.TIMEOUT_SECS, "1e-3", 0.001),
         (env.COUNTERS, "0", 0),
         (env.COUNTERS, "65536", 65536),
-        (env.RAIL, "torch.distributed", "torch.distributed"),
+        (env.INTERNODE_TRANSPORT, "torch.distributed", "torch.distributed"),
         (env.RDMA_DEVICES, "mlx5_0", "mlx5_0"),
         (env.RDMA_DEVICES, "mlx5_0,rocep1s0f0-2.1", "mlx5_0,rocep1s0f0-2.1"),
         (env.RDMA_DEVICES, " mlx5_0 , mlx5_1 ", "mlx5_0,mlx5_1"),
@@ -100,6 +100,24 @@ def test_values(variable, text, value, monkeypatch):
     monkeypatch.setenv(variable.name, text)
     assert variable.get() == value
     assert type(variable.get()) is type(value)
+
+
+def test_a_former_name_is_read_with_one_warning(monkeypatch):
+    monkeypatch.setenv("EP_A2A_RAIL", "nvshmem")
+    with pytest.warns(FutureWarning, match="EP_A2A_RAIL is now EP_A2A_INTERNODE_TRANSPORT") as caught:
+        assert env.INTERNODE_TRANSPORT.get() == "nvshmem"
+    assert len(caught) == 1
+    monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "nvshmem")
+    with pytest.warns(FutureWarning):
+        assert env.INTERNODE_TRANSPORT.get() == "nvshmem"
+
+
+def test_different_values_under_both_names_are_refused(monkeypatch):
+    monkeypatch.setenv("EP_A2A_RAIL", "nvshmem")
+    monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "torch.distributed")
+    with pytest.raises(EnvironmentVariableError, match="EP_A2A_INTERNODE_TRANSPORT alone") as caught:
+        env.INTERNODE_TRANSPORT.get()
+    assert caught.value.remedy == "Unset EP_A2A_RAIL."
 
 
 def test_variables_are_read_when_asked_for(monkeypatch):

@@ -286,7 +286,7 @@ def test_our_own_kwargs_are_passed_through():
         "compiled_calls": "serving",
         "chunk_tokens": 32,
         "ring_chunks": 8,
-        "rail": "torch.distributed",
+        "internode_transport": "torch.distributed",
     }
     assert set(extra) == set(EXTRA_KWARGS)
     config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)

@@ -13,7 +13,7 @@ from tests.unit.test_topology import cluster
 
 
 @pytest.mark.parametrize(("num_nodes", "gpus_per_node"), [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (2, 8)])
-def test_every_rank_has_its_node_and_its_rail(num_nodes, gpus_per_node):
+def test_every_rank_has_its_node_and_its_partners(num_nodes, gpus_per_node):
     topology = classify(cluster([f"host{node}" for node in range(num_nodes) for _ in range(gpus_per_node)]))
     grids = [NodeGrid.of(topology, rank) for rank in range(num_nodes * gpus_per_node)]
     for rank, grid in enumerate(grids):

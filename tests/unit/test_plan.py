@@ -283,25 +283,26 @@ def test_assumptions_are_said():
     two_nodes = said(DEEPSEEK, data_parallel_size=16)
     assert "2 nodes with 8 of the 16 GPUs each; else --gpus-per-node" in two_nodes
     assert "torch.distributed" in two_nodes
-    assert "EP_A2A_RAIL" in two_nodes
+    assert "EP_A2A_INTERNODE_TRANSPORT" in two_nodes
     assert "all 16 GPUs on one node (NVLink)\n" in said(DEEPSEEK, data_parallel_size=16, gpus_per_node=16)
 
 
 def test_nodes():
     def nodes(world_size: int, **options: Any) -> tuple[int, int, str, str]:
         config = configs_of(DEEPSEEK, data_parallel_size=world_size, **options)[0]
-        return config.world_size // config.gpu_per_node, config.gpu_per_node, config.kernel_type.name, config.rail
+        nodes = config.world_size // config.gpu_per_node
+        return nodes, config.gpu_per_node, config.kernel_type.name, config.internode_transport
 
-    rail = "torch.distributed"
+    transport = "torch.distributed"
     assert nodes(6) == (1, 6, "IntraNode", "auto")
-    assert nodes(32) == (4, 8, "InterNodeV1", rail)
-    assert nodes(32, max_num_batched_tokens=512) == (4, 8, "InterNodeV1LL", rail)
-    assert nodes(8, gpus_per_node=4) == (2, 4, "InterNodeV1", rail)
+    assert nodes(32) == (4, 8, "InterNodeV1", transport)
+    assert nodes(32, max_num_batched_tokens=512) == (4, 8, "InterNodeV1LL", transport)
+    assert nodes(8, gpus_per_node=4) == (2, 4, "InterNodeV1", transport)
     assert nodes(16, gpus_per_node=16) == (1, 16, "IntraNode", "auto")
     for world_size, options in ((12, {}), (8, {"gpus_per_node": 3}), (4, {"gpus_per_node": 8})):
         with pytest.raises(ConfigError, match="--gpus-per-node to divide"):
             nodes(world_size, **options)
-    assert nodes(12, gpus_per_node=6) == (2, 6, "InterNodeV1", rail)
+    assert nodes(12, gpus_per_node=6) == (2, 6, "InterNodeV1", transport)
 
 
 def test_what_nodes_are_joined_by_is_counted():

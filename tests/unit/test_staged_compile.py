@@ -32,7 +32,7 @@ def config_of(**changes: Any) -> EpDispatchCombineConfig:
         "data_type": torch.bfloat16, "rank": 0, "world_size": 32, "hidden_dim": 7168, "scale_dim": 0,
         "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096, "num_experts_per_rank": 8,
         "num_experts_per_token": 8, "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "gpu_per_node": 8,
-        "layout": "rank_major", "compiled_calls": "serving", "rail": "torch.distributed",
+        "layout": "rank_major", "compiled_calls": "serving", "internode_transport": "torch.distributed",
     }  # fmt: skip
     return EpDispatchCombineConfig(**{**values, **changes})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a.errors import UnknownNameError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 LIMIT = "wire_limit"
 NATIVE = "ep_a2a"
+
+logger = logging.getLogger(__name__)
 
 CONTENDERS = {
     LIMIT: ("wire_limit", "WireLimitContender"),
@@ -23,7 +26,7 @@ CONTENDERS = {
     "ep_a2a_v1": ("nodes", "InterNodeV1Contender"),
     "ep_a2a_v1_ll": ("nodes", "InterNodeV1LLContender"),
     "ep_a2a_flat": ("nodes", "FlatContender"),
-    "ep_a2a_rail": ("nodes", "RailContender"),
+    "ep_a2a_staged": ("nodes", "StagedContender"),
     "ep_a2a_nvshmem": ("nodes", "NvshmemContender"),
     "ep_a2a_nvshmem_ll": ("nodes", "NvshmemLLContender"),
     "nccl_agrs": ("nccl", "AllGatherReduceScatterContender"),
@@ -33,6 +36,9 @@ CONTENDERS = {
     "deepep_low_latency": ("deepep", "DeepEPLowLatencyContender"),
 }
 """Module of this package and class, by name, in the order of reports."""
+
+FORMER_NAMES = {"ep_a2a_rail": "ep_a2a_staged"}
+"""Names of earlier versions, which older result files and command lines have."""
 
 BETWEEN_NODES = tuple(name for name, (module, _) in CONTENDERS.items() if module == "nodes")
 """Kernels and transports that only several nodes have."""
@@ -44,6 +50,13 @@ ONLY_WHEN_NAMED = (
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire's limit."""
+
+
+def present_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a choice of contenders under today's names; logs each former one."""
+    for name in FORMER_NAMES.keys() & set(names):
+        logger.warning("contender %s is now %s; use that name", name, FORMER_NAMES[name])
+    return tuple(dict.fromkeys(FORMER_NAMES.get(name, name) for name in names))
 
 
 def check_names(names: tuple[str, ...]) -> None:

@@ -34,14 +34,15 @@ class OpContender(Contender):
     Attributes:
         bounds_step: dispatch gets max_num_tokens=T instead of M.
         casts_before: tokens are cast to fp8 before dispatch, as the other libraries want them.
-        kernel_type, rail: as of the op's config, where there are several nodes; None leaves the kernel to the policy.
+        kernel_type, internode_transport: as of the op's config, where there are several nodes; None leaves the kernel
+            to the policy.
     """
 
     name: ClassVar[str] = "ep_a2a"
     bounds_step: ClassVar[bool] = False
     casts_before: ClassVar[bool] = False
     kernel_type: ClassVar[EpDispatchCombineKernelType | None] = None
-    rail: ClassVar[str] = "auto"
+    internode_transport: ClassVar[str] = "auto"
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
         """Returns why the op's config refuses the workload, or that the variant would be `ep_a2a` itself."""
@@ -106,7 +107,7 @@ def make_config(
         max_sms=workload.max_sms,
         kernel_type=kernel_type,
         gpu_per_node=workload.world_size // workload.num_nodes,
-        rail=contender.rail,
+        internode_transport=contender.internode_transport,
     )
 
 

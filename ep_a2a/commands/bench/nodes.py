@@ -31,7 +31,7 @@ class NodesContender(OpContender):
 class RingsContender(NodesContender):
     """An op whose tokens cross to each other node once, through rings in memory that all ranks address."""
 
-    rail = "peer_memory"
+    internode_transport = "peer_memory"
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the op. Collective."""
@@ -57,7 +57,7 @@ class FlatContender(NodesContender):
 
     name: ClassVar[str] = "ep_a2a_flat"
     kernel_type = EpDispatchCombineKernelType.InterNode
-    rail = "peer_memory"
+    internode_transport = "peer_memory"
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the op. Collective."""
@@ -66,16 +66,16 @@ class FlatContender(NodesContender):
         return session
 
 
-class RailContender(NodesContender):
+class StagedContender(NodesContender):
     """A hop over torch.distributed that sends M lines to each node, whatever the routing, and one inside the node."""
 
-    name: ClassVar[str] = "ep_a2a_rail"
+    name: ClassVar[str] = "ep_a2a_staged"
     kernel_type = EpDispatchCombineKernelType.InterNodeV1
-    rail = "torch.distributed"
+    internode_transport = "torch.distributed"
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the op. Collective."""
-        return RailSession(workload, context, self)
+        return StagedSession(workload, context, self)
 
 
 class NvshmemContender(NodesContender):
@@ -83,7 +83,7 @@ class NvshmemContender(NodesContender):
 
     name: ClassVar[str] = "ep_a2a_nvshmem"
     kernel_type = EpDispatchCombineKernelType.InterNodeV1
-    rail = "nvshmem"
+    internode_transport = "nvshmem"
 
     def prepare(self, workload: Workload, context: BenchContext) -> Session:
         """Builds the op. Collective."""
@@ -117,13 +117,13 @@ class MadeByFactory(OpSession):
             raise
 
     def close(self) -> None:
-        """Closes the op and gives back its memory and its rail."""
+        """Closes the op and gives back its memory and its transport."""
         super().close()
         self._factory.close()
 
 
-class RailSession(MadeByFactory):
-    """The op of a rail and a node."""
+class StagedSession(MadeByFactory):
+    """The staged op and how many rows its lines pad."""
 
     def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
         super().__init__(workload, context, contender)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always
-from ep_a2a.config.enums import RAILS
+from ep_a2a.config.enums import INTERNODE_TRANSPORTS
 from ep_a2a.config.file import read_config_file
 from ep_a2a.errors import EpA2AError, did_you_mean
 from ep_a2a.managers.registry import check_backend_name
@@ -45,7 +45,12 @@ class SetVariable:
 
     def of(self, variable: env.Variable[Any]) -> str:
         """The value, where it is this variable; else ""."""
-        return self.value if self.name == variable.name else ""
+        return self.value if self.name in (variable.name, variable.former_name) else ""
+
+    @property
+    def present_name(self) -> str:
+        """The variable's name, where this one is its former name; else ""."""
+        return next((each.name for each in env.VARIABLES if each.former_name == self.name), "")
 
     @property
     def problem(self) -> str:
@@ -55,7 +60,7 @@ class SetVariable:
     @property
     def is_unknown(self) -> bool:
         """Whether this version has no such variable."""
-        return self.name not in {variable.name for variable in env.VARIABLES}
+        return not self.present_name and self.name not in {variable.name for variable in env.VARIABLES}
 
     @property
     def nearest(self) -> str:
@@ -133,9 +138,10 @@ check_own_variables = Check("{it.name}", _own,
     Case(WARNING, lambda it: it.is_unknown, "{it.name}={it.value} is no variable of this version: it does nothing",
          "{it.nearest}"),
     Case(ERROR, lambda it: it.refusal, "expected {it.refusal.expected}; got {it.refusal.got}", "{it.refusal.remedy}"),
-    Case(ERROR, lambda it: it.of(env.RAIL) and it.value not in RAILS, "{it.name}={it.value} is not in this version",
-         f"Use one of {', '.join(RAILS)}."),
-    Case(ERROR, lambda it: it.of(env.RAIL) == "nvshmem" and not it.info.installation.has_nvshmem,
+    Case(ERROR, lambda it: it.of(env.INTERNODE_TRANSPORT) and it.value not in INTERNODE_TRANSPORTS,
+         "{it.name}={it.value} is not in this version",
+         f"Use one of {', '.join(INTERNODE_TRANSPORTS)}."),
+    Case(ERROR, lambda it: it.of(env.INTERNODE_TRANSPORT) == "nvshmem" and not it.info.installation.has_nvshmem,
          "{it.name}={it.value}, and no package nvidia-nvshmem", "pip install nvidia-nvshmem-cu13."),
     Case(ERROR, lambda it: it.of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(it.value).is_dir(),
          "{it.name}={it.value} is no folder", "Make it, or unset the variable."),
@@ -145,6 +151,8 @@ check_own_variables = Check("{it.name}", _own,
          "no device {it.unknown_devices} on this host; there are: {it.devices}", "Correct it."),
     Case(WARNING, lambda it: it.of(env.RDMA_DEVICES) and it.info.environment.get("NCCL_IB_HCA"),
          "does not count: NCCL_IB_HCA={it.info.environment[NCCL_IB_HCA]} is set", "Unset one of the two."),
+    Case(WARNING, lambda it: it.present_name, "{it.name} is the former name of {it.present_name}",
+         "Set {it.present_name}."),
     Case(WARNING, lambda it: it.of(env.TIMEOUT_SECS) and it.vllm_secs is not None and it.secs >= it.vllm_secs,
          "{it.secs:g} s: vLLM gives a step up after {it.vllm_secs:g} s, and cannot say which rank was missing",
          "Lower it below {it.vllm_secs:g}."))  # fmt: skip

@@ -23,7 +23,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 PADDED_MULTIPLE = 256
 GPUS_PER_NODE = 8
 TRANSPORT = "torch.distributed"
-"""Transport of ops between hosts unless EP_A2A_RAIL names another."""
+"""Transport of ops between hosts unless EP_A2A_INTERNODE_TRANSPORT names another."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
         )
     hidden_dim = options.hidden_dim or model.hidden_dim
     wire = _wire(model, options, hidden_dim)
-    between = {"gpu_per_node": options.node_size, "rail": TRANSPORT} if options.num_nodes > 1 else {}
+    between = {"gpu_per_node": options.node_size, "internode_transport": TRANSPORT} if options.num_nodes > 1 else {}
     return [
         config_from_handle_kwargs(
             between | handle_kwargs(
@@ -164,6 +164,6 @@ def _about_nodes(options: VllmOptions) -> list[str]:
         return [f"all {world_size} GPUs on one node (NVLink){else_say}"]
     return [
         f"{num_nodes} nodes with {node_size} of the {world_size} GPUs each{else_say}",
-        f"nodes joined over {TRANSPORT}, which is EP_A2A_RAIL's default between hosts; NCCL's own buffers are not "
-        "counted",
+        f"nodes joined over {TRANSPORT}, which is EP_A2A_INTERNODE_TRANSPORT's default between hosts; "
+        "NCCL's own buffers are not counted",
     ]
