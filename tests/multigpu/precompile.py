@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.ops.rings import kernels_of
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.rings import InterNodeKernels
 from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
 from tests.multigpu.cases import op_cases, ring_cases, special_cases
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def compile_case(case: Case) -> None:
     device = torch.device("cuda", 0)
     config = case.config(0)
-    kernels = kernels_of(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device)
+    engine = InterNodeKernels if config.uses_rings else IntraNodeKernels
+    kernels = engine(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device)
     kernels.compile()
     if case.split:
         kernels.compile_halves()

@@ -1,0 +1,12 @@
+"""Programs for machines with GPUs, which no test of a machine without GPUs runs, import what there is."""
+
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "name", ["tests.multigpu.precompile", "tests.soak", "tests.vllm_gpu.throughput", "tests.vllm_gpu.rank"]
+)
+def test_it_imports(name: str) -> None:
+    importlib.import_module(name)
