@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
-from ep_a2a.config.enums import INTERNODE_TRANSPORTS as INTERNODE_TRANSPORTS
 from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
 from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config.enums import CompiledCalls as CompiledCalls
@@ -20,6 +19,8 @@ from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombine
 from ep_a2a.config.enums import Layout as Layout
 from ep_a2a.config.enums import QuantType as QuantType
 from ep_a2a.config.enums import ScaleFormat as ScaleFormat
+from ep_a2a.config.transports import INTERNODE_TRANSPORTS as INTERNODE_TRANSPORTS
+from ep_a2a.config.transports import register_internode_transport as register_internode_transport
 
 if TYPE_CHECKING:
     from ep_a2a.config.op_config import ALIGNMENT_BYTES as ALIGNMENT_BYTES

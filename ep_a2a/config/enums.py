@@ -78,8 +78,6 @@ class CompiledCalls(enum.StrEnum):
     SERVING = "serving"
 
 
-INTERNODE_TRANSPORTS = ("auto", "torch.distributed", "peer_memory", "nvshmem")
-"""Transports between nodes; with "auto" the package chooses."""
 WHOLE_STEP_MAX_TOKENS = 512
 """The largest M whose rings between nodes hold a whole step (bench/results/2026-11-23_h200x2_nodes.md)."""
 

@@ -17,7 +17,6 @@ from ep_a2a import env
 from ep_a2a.config.enums import (
     COMBINE_QUANT_TYPES,
     DISPATCH_QUANT_TYPES,
-    INTERNODE_TRANSPORTS,
     RING_KERNEL_TYPES,
     CompiledCalls,
     EpDispatchCombineKernelType,
@@ -26,6 +25,7 @@ from ep_a2a.config.enums import (
     ScaleFormat,
 )
 from ep_a2a.config.renamed import accepts_former_names
+from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 WIRE_FORMAT_VERSION = 2
@@ -194,9 +194,7 @@ class EpDispatchCombineConfig:
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
         parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
-        transport = self.internode_transport
-        if transport not in INTERNODE_TRANSPORTS:
-            raise UnknownNameError(f"internode_transport to be one of {INTERNODE_TRANSPORTS}", repr(transport))
+        check_internode_transport(self.internode_transport, "internode_transport")
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
         if self.dispatch_quant_type is not None:
@@ -333,6 +331,11 @@ class EpDispatchCombineConfig:
     def uses_rings(self) -> bool:
         """Whether tokens travel between nodes in rings of chunks."""
         return self.kernel_type in RING_KERNEL_TYPES
+
+    @functools.cached_property
+    def is_staged(self) -> bool:
+        """Whether the host moves between nodes what kernels have packed (the staged all-to-all)."""
+        return self.uses_rings and INTERNODE_TRANSPORTS[self.internode_transport] is not None
 
     @functools.cached_property
     def flagged_tokens(self) -> int:

@@ -5,7 +5,7 @@ their way to experts, and results on their way back. The tokens of a rank are cu
 in turn: channel c has chunks c, c + num_channels, ... Each channel has a ring of `num_slots` chunks per peer and
 direction, at the receiving end.
 
-Where the host moves what crosses (transport torch.distributed), there is one chunk per channel, too. A rank's chunks of
+Where the host moves what crosses (config.is_staged), there is one chunk per channel, too. A rank's chunks of
 a step for a node lie behind one another, behind a head that tells what all ranks are told.
 """
 
@@ -17,8 +17,6 @@ from ep_a2a.errors import ConfigError
 
 BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
-BY_HOST = "torch.distributed"
-"""The transport over which the host moves what kernels have packed for other nodes."""
 MAX_CHANNELS = 256
 """Nearly two programs for each multiprocessor of an H200: one works on one line at a time."""
 HEAD_MARKS = 3
@@ -76,8 +74,7 @@ class Rings:
             raise ConfigError("ring_chunks to be a power of two", str(config.ring_chunks))
         asks = config.launch == "manual" and config.rdma_block_num > 0
         channels = config.rdma_block_num if asks else MAX_CHANNELS
-        by_host = config.internode_transport == BY_HOST
-        if by_host or config.kernel_type in WHOLE_RING_KERNEL_TYPES:
+        if config.is_staged or config.kernel_type in WHOLE_RING_KERNEL_TYPES:
             chunk_tokens, num_slots = math.ceil(most / min(channels, most)), 1
         else:
             chunk_tokens, num_slots = min(config.chunk_tokens, most), config.ring_chunks
@@ -93,12 +90,12 @@ class Rings:
             config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
             row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
             _aligned(back_words + topk), config.internode_transport == BY_PUTS,
-            _aligned(2 * (config.world_size + 1) + HEAD_MARKS) if by_host else 0,
+            _aligned(2 * (config.world_size + 1) + HEAD_MARKS) if config.is_staged else 0,
         )  # fmt: skip
 
     @property
     def by_host(self) -> bool:
-        """Whether the host moves what kernels have packed for other nodes (transport torch.distributed)."""
+        """Whether the host moves what kernels have packed for other nodes (config.is_staged)."""
         return self.head_words > 0
 
     def chunks_of_step(self, max_num_tokens: int) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ep_a2a.memory.node_grid import NodeGrid
-    from ep_a2a.memory.node_transport import NodeAllToAll
+    from ep_a2a.memory.node_transport import NodeTransport
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 
@@ -31,10 +31,10 @@ class NodeArena(Arena):
         between_nodes: of the same grid; closed with the arena.
     """
 
-    between_nodes: NodeAllToAll
+    between_nodes: NodeTransport
 
     def __init__(
-        self, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, between_nodes: NodeAllToAll
+        self, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, between_nodes: NodeTransport
     ) -> None:
         self._node = Rendezvous(make_subgroup(group, grid.node_ranks))
         self._grid = grid

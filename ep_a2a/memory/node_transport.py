@@ -1,10 +1,11 @@
-"""Moves blocks between nodes by torch.distributed: among the ranks that have the same local rank on each node."""
+"""Moves blocks between nodes, among the ranks that have the same local rank on each node."""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,26 +28,27 @@ class Exchange:
     """An exchange that has begun.
 
     Attributes:
-        work: what torch returned; None where the exchange is a part of the stream already.
+        work: what is waited for; None where the exchange has ended, or is a part of the stream already.
         tensors: what it reads and writes, kept alive.
-        number: counts this rank's exchanges.
+        number: counts this rank's exchanges, for a transport that does.
     """
 
-    work: dist.Work | None
+    work: Any
     tensors: tuple[torch.Tensor, torch.Tensor]
-    number: int
+    number: int = 0
 
 
-class NodeAllToAll:
+class NodeTransport(abc.ABC):
     """Moves blocks between this rank and its partners, the ranks of the same local rank on the other nodes.
 
-    By all_to_all_single: NCCL for CUDA tensors, gloo for CPU tensors. Making one is collective over the partners, and
-    so is every exchange: partners make the same ones in the same order, whichever op each is for.
+    Making one is collective over the partners, and so is every exchange: partners make the same ones in the same
+    order, whichever op each is for. A subclass connects in `_connect` and moves blocks in `_start` and `_finish`;
+    checks, states and errors are here.
 
     Args:
         group: the group that `grid` is of.
         grid: where this rank stands; ranks in errors are those of `group`.
-        timeout_secs: bound of an exchange that is given none, which can be changed later; NCCL's own holds for it.
+        timeout_secs: bound of an exchange that is given none; it can be changed later.
         reason: why there is one.
 
     Raises:
@@ -54,17 +56,31 @@ class NodeAllToAll:
     """
 
     def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
+        self.group = group
         self.grid = grid
         self.timeout_secs = timeout_secs
         self.reason = reason
-        self._parent = group
-        self._connect()
+        self._open()
 
-    def _connect(self) -> None:
-        self._group = make_subgroup(self._parent, self.grid.partners)
-        self._device_groups = DeviceGroups(self._group)
-        self._arrivals = Arrivals(self._group, self.grid.partners)
+    def _open(self) -> None:
+        self._connect()
         self._state = "open"
+
+    @abc.abstractmethod
+    def _connect(self) -> None:
+        """Makes ready for exchanges with `grid.partners`. Collective over them."""
+
+    @abc.abstractmethod
+    def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
+        """Begins to move blocks; see `begin`. Both are bytes, [num_nodes, ...], this node's own block among them."""
+
+    @abc.abstractmethod
+    def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
+        """Waits until an exchange has ended; any exception breaks the transport until `renew`."""
+
+    @abc.abstractmethod
+    def _disconnect(self) -> None:
+        """Undoes `_connect`; local."""
 
     @property
     def is_open(self) -> bool:
@@ -98,23 +114,10 @@ class NodeAllToAll:
         self.require_open()
         check_blocks(received, sent, self.grid.num_nodes)
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
-        work, number = None, 0
         if self.grid.num_nodes == 1:
             received.copy_(sent)
-        elif received.is_cuda:
-            group = self._device_groups.of(received.device)
-            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-            if is_capturing(received.device):
-                # the halves of a split call may be captured in graphs of their own
-                work.wait()
-                work = None
-        else:
-            options = dist.AllToAllOptions()
-            # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
-            options.timeout = timedelta(seconds=self._bound(timeout_secs) + GLOO_PATIENCE_SECS)
-            number = self._arrivals.announce()
-            work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
-        return Exchange(work, (received, sent), number)
+            return Exchange(None, (received, sent))
+        return self._start(received, sent, self._bound(timeout_secs))
 
     def end(self, exchange: Exchange, timeout_secs: float | None = None) -> None:
         """Waits for an exchange: on CPU until it has ended, on CUDA by making the current stream wait.
@@ -124,13 +127,8 @@ class NodeAllToAll:
         """
         if exchange.work is None:
             return
-        ranks = self.grid.partners
-        who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
         try:
-            wait_for(
-                exchange.work, exchange.tensors[0].device, self._bound(timeout_secs), ranks[self.grid.node],
-                who=who, find_missing=lambda: self._arrivals.missing(exchange.number),
-            )  # fmt: skip
+            self._finish(exchange, self._bound(timeout_secs))
         except BaseException:
             # The partners may be one exchange ahead or behind now.
             self._state = "broken by a failed exchange"
@@ -150,17 +148,53 @@ class NodeAllToAll:
             RankTimeoutError: a partner did not come.
         """
         self.close()
-        self._connect()
+        self._open()
 
     def close(self) -> None:
-        """Gives up the group; local, no exchange may be running. A second call does nothing.
+        """Gives up the connection; local, no exchange may be running. A second call does nothing.
 
         After a failed exchange it may take GLOO_PATIENCE_SECS.
         """
         if self._state != "closed":
             self._state = "closed"
-            self._device_groups.close()
-            destroy_subgroup(self._group)
+            self._disconnect()
+
+
+class NodeAllToAll(NodeTransport):
+    """Moves blocks by all_to_all_single: NCCL for CUDA tensors, within NCCL's own bound, gloo for CPU tensors."""
+
+    def _connect(self) -> None:
+        self._group = make_subgroup(self.group, self.grid.partners)
+        self._device_groups = DeviceGroups(self._group)
+        self._arrivals = Arrivals(self._group, self.grid.partners)
+
+    def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
+        if received.is_cuda:
+            group = self._device_groups.of(received.device)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            if is_capturing(received.device):
+                # the halves of a split call may be captured in graphs of their own
+                work.wait()
+                work = None
+            return Exchange(work, (received, sent))
+        options = dist.AllToAllOptions()
+        # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
+        options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
+        number = self._arrivals.announce()
+        work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
+        return Exchange(work, (received, sent), number)
+
+    def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
+        ranks = self.grid.partners
+        who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
+        wait_for(
+            exchange.work, exchange.tensors[0].device, timeout_secs, ranks[self.grid.node],
+            who=who, find_missing=lambda: self._arrivals.missing(exchange.number),
+        )  # fmt: skip
+
+    def _disconnect(self) -> None:
+        self._device_groups.close()
+        destroy_subgroup(self._group)
 
 
 def check_blocks(received: torch.Tensor, sent: torch.Tensor, num_nodes: int) -> None:

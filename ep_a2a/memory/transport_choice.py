@@ -7,9 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.config.enums import INTERNODE_TRANSPORTS
-from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.memory.node_transport import NodeAllToAll
+from ep_a2a.config.transports import check_internode_transport, transport_maker
+from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ep_a2a.memory.node_grid import NodeGrid
+    from ep_a2a.memory.node_transport import NodeTransport
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,13 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     """Which transport carries tokens between nodes.
 
     Args:
-        name: one of INTERNODE_TRANSPORTS; "auto" for what EP_A2A_INTERNODE_TRANSPORT says, where "auto" is what is
+        name: one in INTERNODE_TRANSPORTS; "auto" for what EP_A2A_INTERNODE_TRANSPORT says, where "auto" is what is
             fastest here.
         why_not: transports that cannot be used here, and why.
 
     Returns:
-        (name, reason): over "torch.distributed" the host exchanges what kernels pack; with the others kernels do all.
+        (name, reason): "torch.distributed" and registered transports exchange on the host what kernels pack; with
+            "peer_memory" and "nvshmem" kernels do all.
             "nvshmem" only if asked for: no network of real nodes has been had to compare it with.
 
     Raises:
@@ -41,9 +42,7 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
         UnsupportedError: the transport cannot be used here.
     """
     asked = name if name != "auto" else env.INTERNODE_TRANSPORT.get()
-    if asked not in INTERNODE_TRANSPORTS:
-        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
-        raise UnknownNameError(f"a transport between nodes out of {known}", repr(asked))
+    check_internode_transport(asked, "a transport between nodes")
     if asked in why_not:
         raise UnsupportedError(
             "a transport between nodes that works here",
@@ -57,14 +56,15 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     return "torch.distributed", why_not["peer_memory"]
 
 
-def make_all_to_all(
-    reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
-) -> NodeAllToAll:
-    """The transport over torch.distributed, made together with the partners.
+def make_transport(
+    name: str, reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
+) -> NodeTransport:
+    """Makes a transport whose blocks the host moves, together with the partners.
 
     Args:
+        name: its name in INTERNODE_TRANSPORTS.
         reason: why it was chosen, for the log.
-        group, grid, timeout_secs: as in NodeAllToAll; timeout_secs may differ between ranks.
+        group, grid, timeout_secs: as in NodeTransport; timeout_secs may differ between ranks.
         device: where the blocks will lie.
 
     Raises:
@@ -72,8 +72,7 @@ def make_all_to_all(
     """
     if device.type == "cuda":
         name_network_devices()
-    library = "NCCL" if device.type == "cuda" else "gloo"
-    transport = NodeAllToAll(group, grid, timeout_secs, f"torch.distributed on {library}: {reason}")
+    transport: NodeTransport = transport_maker(name)(group, grid, timeout_secs, f"{name} on {device.type}: {reason}")
     logger.info("transport of ranks %s: %s", ", ".join(map(str, grid.partners)), transport.reason)
     return transport
 

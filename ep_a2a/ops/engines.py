@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.kernels.ring_shape import BY_HOST
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.rings import InterNodeKernels
@@ -18,6 +17,6 @@ if TYPE_CHECKING:
 
 def kernels_of(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> IntraNodeKernels:
     """The kernels of an op. InterNode, the flat form, takes those of IntraNode: every rank writes to every other."""
-    if config.uses_rings and config.internode_transport == BY_HOST and isinstance(arena, NodeArena):
+    if config.is_staged and isinstance(arena, NodeArena):
         return StagedKernels(config, memory, arena)
     return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, memory.table, arena.device)

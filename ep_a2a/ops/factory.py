@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import EpA2AError
-from ep_a2a.kernels.ring_shape import BY_HOST, BY_PUTS
+from ep_a2a.kernels.ring_shape import BY_PUTS
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
-from ep_a2a.memory.transport_choice import choose_transport, make_all_to_all, name_network_devices
+from ep_a2a.memory.transport_choice import choose_transport, make_transport, name_network_devices
 from ep_a2a.ops.base import agree_on_config
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class OpFactory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._nodes: dict[int, NodeArena] = {}
+        self._nodes: dict[tuple[str, int], NodeArena] = {}
         self._puts: Arena | None = None
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> EpDispatchCombineOp:
@@ -56,8 +56,8 @@ class OpFactory:
         arena = self.arena
         if config.internode_transport == BY_PUTS:
             arena = self._put_arena()
-        elif config.internode_transport == BY_HOST:
-            arena = self._node_arena(grid, config.timeout, reason)
+        elif config.is_staged:
+            arena = self._node_arena(config.internode_transport, grid, config.timeout, reason)
         return EpDispatchCombineOp(config, arena=arena, index=index)
 
     def _agree_on_transport(
@@ -97,13 +97,14 @@ class OpFactory:
             self._puts = Arena(self.arena.group, self.arena.device, nvshmem.allocate_symmetric)
         return self._puts
 
-    def _node_arena(self, grid: NodeGrid, timeout_secs: float, reason: str) -> NodeArena:
+    def _node_arena(self, transport: str, grid: NodeGrid, timeout_secs: float, reason: str) -> NodeArena:
         """Memory that the ranks of a node share, and what moves blocks between nodes."""
-        if grid.num_nodes not in self._nodes:
+        key = transport, grid.num_nodes
+        if key not in self._nodes:
             group, device = self.arena.group, self.arena.device
-            between = make_all_to_all(reason, group, grid, device, timeout_secs)
-            self._nodes[grid.num_nodes] = NodeArena(group, grid, device, between)
-        return self._nodes[grid.num_nodes]
+            between = make_transport(transport, reason, group, grid, device, timeout_secs)
+            self._nodes[key] = NodeArena(group, grid, device, between)
+        return self._nodes[key]
 
     @property
     def num_bytes(self) -> int:

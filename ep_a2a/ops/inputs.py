@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, EpDispatchCombineKernelType, Layout
+from ep_a2a.config import (
+    ALIGNMENT_BYTES,
+    FP8_DTYPE,
+    INTERNODE_TRANSPORTS,
+    EpDispatchCombineKernelType,
+    Layout,
+)
 from ep_a2a.errors import (
     ClosedError,
     ContiguityError,
@@ -23,7 +29,7 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.kernels.layout import WORD_BYTES
-from ep_a2a.kernels.ring_shape import BY_HOST, BY_PUTS
+from ep_a2a.kernels.ring_shape import BY_PUTS
 from ep_a2a.memory.node_memory import NodeArena
 
 if TYPE_CHECKING:
@@ -47,15 +53,17 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
         )  # fmt: skip
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
-    if between_nodes and config.internode_transport == BY_HOST and not isinstance(arena, NodeArena):
+    transport = config.internode_transport
+    by_host = INTERNODE_TRANSPORTS[transport] is not None
+    if between_nodes and by_host and not isinstance(arena, NodeArena):
         return UnsupportedError(
-            "an arena that exchanges blocks between nodes, with internode_transport 'torch.distributed'",
+            f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
             type(arena).__name__, "Get the op from a manager, which makes the arena.",
         )  # fmt: skip
-    if between_nodes and config.internode_transport in (BY_HOST, BY_PUTS) and not config.uses_rings:
+    if between_nodes and (by_host or transport == BY_PUTS) and not config.uses_rings:
         return UnsupportedError(
-            f"internode_transport 'peer_memory' with {config.kernel_type.name}", repr(config.internode_transport),
-            f"Use InterNodeV1, which {'puts' if config.internode_transport == BY_PUTS else 'exchanges'}.",
+            f"internode_transport 'peer_memory' with {config.kernel_type.name}", repr(transport),
+            f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
         )  # fmt: skip
     if arena.in_use(config.digest(), index):
         return StateError(

@@ -14,7 +14,7 @@ from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateEr
 from ep_a2a.memory import transport_choice
 from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, NodeAllToAll
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_choice import choose_transport, make_all_to_all
+from ep_a2a.memory.transport_choice import choose_transport, make_transport
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.exchange_cases import exchange_and_check, grid_of
 
@@ -206,7 +206,7 @@ def choose(context: RankContext) -> list[str]:
     for name in ("auto", "torch.distributed"):
         chosen_name, reason = choose_transport(name, {"peer_memory": "these are nodes of several hosts"})
         assert chosen_name == "torch.distributed"
-        transport = make_all_to_all(reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
+        transport = make_transport(chosen_name, reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
         exchange_and_check(transport, context.rank, 0, 64, CPU)
         chosen.append(transport.reason)
         transport.close()

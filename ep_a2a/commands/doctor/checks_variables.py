@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always
-from ep_a2a.config.enums import INTERNODE_TRANSPORTS
 from ep_a2a.config.file import read_config_file
+from ep_a2a.config.transports import INTERNODE_TRANSPORTS
 from ep_a2a.errors import EpA2AError, did_you_mean
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.tuning.tables import NO_TABLES
