@@ -1,0 +1,151 @@
+"""Draws the path of one token over four ranks, as SVG for light and dark pages. Standard library only.
+
+python tools/draw_token_path.py docs/pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WIDTH, HEIGHT = 960, 436
+LANE_TOP, LANE_HEIGHT, LANE_GAP = 52, 84, 12
+NUM_RANKS, EXPERTS_PER_RANK = 4, 4
+TOKEN_EXPERTS = (1, 5, 6, 14)
+HOME = 0
+TOKEN_X, ROW_X, EXPERTS_X, SUM_X, RESULT_X = 82, 308, 426, 642, 862
+BOX_WIDTH, SUM_WIDTH, BOX_HEIGHT, EXPERT_SIZE = 84, 112, 34, 34
+SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one page background."""
+
+    name: str
+    page: str
+    lane: str
+    text: str
+    faint: str
+    dispatch: str
+    experts: str
+    combine: str
+    on_colour: str
+
+
+THEMES = (
+    Theme("light", "#ffffff", "#f3f5f8", "#1b2430", "#667085", "#1f6feb", "#c2570c", "#1a7f4b", "#ffffff"),
+    Theme("dark", "#0d1117", "#1a212b", "#e6edf3", "#98a4b3", "#58a6ff", "#f0984f", "#4cc38a", "#0d1117"),
+)
+
+
+def lane_middle(rank: int) -> float:
+    """The vertical middle of a rank's lane."""
+    return LANE_TOP + rank * (LANE_HEIGHT + LANE_GAP) + LANE_HEIGHT / 2
+
+
+def experts_of(rank: int) -> tuple[int, ...]:
+    """The token's experts on a rank."""
+    return tuple(e for e in TOKEN_EXPERTS if e // EXPERTS_PER_RANK == rank)
+
+
+@dataclass
+class Picture:
+    """Collects the elements of one picture."""
+
+    theme: Theme
+    parts: list[str] = field(default_factory=list)
+
+    def text(self, x: float, y: float, text: str, *, size: int = 14, fill: str = "", anchor: str = "middle",
+             weight: int = 400) -> None:  # fmt: skip
+        """A line of text; y is its middle."""
+        style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill or self.theme.text}"'
+        self.parts.append(f'<text x="{x:g}" y="{y + size * 0.35:.1f}" {style}>{text}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, *, fill: str = "none", stroke: str = "none") -> None:
+        """A rectangle with round corners, around its middle."""
+        place = f'x="{x - width / 2:g}" y="{y - height / 2:g}" width="{width:g}" height="{height:g}" rx="6"'
+        self.parts.append(f'<rect {place} fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>')
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str, *, dashed: bool = False) -> None:
+        """An arrow that leaves and arrives level; dashed where no wire is crossed."""
+        bend = (x1 - x0) * 0.5
+        path = f"M{x0:g},{y0:g} C{x0 + bend:g},{y0:g} {x1 - bend:g},{y1:g} {x1 - 9:g},{y1:g}"
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dash}/>')
+        head = f"M{x1:g},{y1:g} l-10,-5 v10 z"
+        self.parts.append(f'<path d="{head}" fill="{colour}"/>')
+
+    def svg(self) -> str:
+        """The whole picture."""
+        title = "A token's path over four ranks: one copy per rank that owns one of its experts, one sum back from each"
+        font = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif\""
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" {font}>'
+        page = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{self.theme.page}"/>'
+        return "\n".join([head, f"<title>{title}</title>", page, *self.parts, "</svg>", ""])
+
+
+def draw_lane(picture: Picture, rank: int) -> None:
+    """A rank's lane with its experts; a faint one where the token does not go."""
+    theme, y = picture.theme, lane_middle(rank)
+    picture.box(WIDTH / 2, y, WIDTH - 16, LANE_HEIGHT, fill=theme.lane)
+    picture.text(18, y - LANE_HEIGHT / 2 + 15, f"rank {rank}", size=13, anchor="start", fill=theme.faint, weight=600)
+    for i in range(EXPERTS_PER_RANK):
+        expert, x = rank * EXPERTS_PER_RANK + i, EXPERTS_X + i * (EXPERT_SIZE + 6)
+        chosen = expert in TOKEN_EXPERTS
+        fill, stroke = (theme.experts, theme.experts) if chosen else ("none", theme.faint)
+        picture.box(x, y, EXPERT_SIZE, EXPERT_SIZE, fill=fill, stroke=stroke)
+        picture.text(x, y, f"E{expert}", size=13, fill=theme.on_colour if chosen else theme.faint)
+
+
+def draw_visit(picture: Picture, rank: int) -> None:
+    """The token's row on a rank that owns some of its experts, and the sum that goes back."""
+    theme, y, home = picture.theme, lane_middle(rank), lane_middle(HOME)
+    local = rank == HOME
+    picture.arrow(TOKEN_X + BOX_WIDTH / 2, home, ROW_X - BOX_WIDTH / 2, y, theme.dispatch, dashed=local)
+    picture.box(ROW_X, y, BOX_WIDTH, BOX_HEIGHT, stroke=theme.dispatch, fill=theme.lane)
+    picture.text(ROW_X, y, "one row")
+    picture.box(SUM_X, y, SUM_WIDTH, BOX_HEIGHT, stroke=theme.combine, fill=theme.lane)
+    picture.text(SUM_X, y, " + ".join(f"w{str(e).translate(SUBSCRIPTS)}·E{e}" for e in experts_of(rank)), size=13)
+    picture.arrow(SUM_X + SUM_WIDTH / 2, y, RESULT_X - BOX_WIDTH / 2, home, theme.combine, dashed=local)
+
+
+def draw(theme: Theme) -> str:
+    """The picture for one theme."""
+    picture = Picture(theme)
+    for rank in range(NUM_RANKS):
+        draw_lane(picture, rank)
+    for rank in reversed(range(NUM_RANKS)):
+        if experts_of(rank):
+            draw_visit(picture, rank)
+        else:
+            picture.text(ROW_X, lane_middle(rank), "nothing sent", size=13, fill=theme.faint)
+    y = lane_middle(HOME)
+    for x, name in ((TOKEN_X, "token"), (RESULT_X, "result")):
+        picture.box(x, y, BOX_WIDTH, BOX_HEIGHT, fill=theme.text)
+        picture.text(x, y, name, fill=theme.page, weight=600)
+    picture.text(TOKEN_X, y + 29, f"experts {', '.join(map(str, TOKEN_EXPERTS))}", size=12, fill=theme.faint)
+    picture.text(RESULT_X, y + 29, "added in rank order", size=12, fill=theme.faint)
+    for x, name, colour in (
+        (200, "dispatch: one copy per rank", theme.dispatch),
+        (EXPERTS_X + 60, "experts: weighted sum", theme.experts),
+        (760, "combine: one row back per rank", theme.combine),
+    ):
+        picture.text(x, 27, name, size=15, fill=colour, weight=600)
+    return picture.svg()
+
+
+def main() -> None:
+    """Writes token_path_light.svg and token_path_dark.svg into the folder named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    for theme in THEMES:
+        path = folder / f"token_path_{theme.name}.svg"
+        path.write_text(draw(theme))
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
