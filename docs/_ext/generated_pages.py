@@ -1,7 +1,8 @@
 """Sphinx extension: writes the parts of pages that come from the code, and puts bench/results on the site.
 
 A page asks for a part by a comment line, `<!-- generated: errors -->`. The part replaces the comment when the page is
-read, so that headings, links and anchors in it are as good as written ones. `part("errors")` is usable without Sphinx.
+read, with all lines up to `<!-- end -->` where there is one, so that headings, links and anchors in it are as good as
+written ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "bench" / "results"
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:(?!<!-- generated).)*?^<!-- end -->$)?", re.MULTILINE | re.DOTALL)
 RESULT_LINK = re.compile(r"\]\((?:\.\./)*bench/results/([\w.-]+\.md)")
 
 
