@@ -86,6 +86,21 @@ def destination_mask(ids: torch.Tensor, num_experts: int, world_size: int) -> to
     return mask.scatter_(1, columns, torch.ones_like(columns, dtype=torch.bool))[:, :world_size]
 
 
+def count_ids(ids: torch.Tensor, first: int, num: int) -> torch.Tensor:
+    """Counts each of the ids first ... first + num - 1: int32 `[num]`. On the device, without waiting.
+
+    Args:
+        ids: of any shape and integer dtype; others than these are not counted.
+        first: the lowest id that is counted.
+        num: how many ids are counted.
+    """
+    place = ids.flatten().to(torch.int64) - first
+    # One more place counts the other ids, and is cut off.
+    place = torch.where((place >= 0) & (place < num), place, num)
+    counts = torch.zeros(num + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))[:num]
+
+
 def num_distinct_ranks(ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
     """Ranks each token goes to, int32 `[T]`; arguments and errors are those of `destination_mask`."""
     return destination_mask(ids, num_experts, world_size).sum(1, dtype=torch.int32)

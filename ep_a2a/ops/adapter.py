@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.interface import CombineResult
 from ep_a2a.memory.streams import is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, Biases
 from ep_a2a.ops.front import ValidatedOp
@@ -21,7 +20,7 @@ from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
+    from ep_a2a.interface import CombineResult, DispatchResult
     from ep_a2a.ops.arguments import Stages
 
 
@@ -52,6 +51,21 @@ class StepInputs:
         return self.tokens.shape[0]
 
 
+class RowsBack(NamedTuple):
+    """The arguments of a combine, after all checks.
+
+    Attributes:
+        rows: the experts' rows, of the shape that dispatch returned. weights: float32 to sum, or None.
+        step: what the dispatch was given, with the biases of this combine.
+        out: [T, H] to write to, or None.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor | None
+    step: StepInputs
+    out: torch.Tensor | None
+
+
 class AdapterOp(ValidatedOp):
     """An op whose rows travel by other means than kernels of this package.
 
@@ -76,7 +90,7 @@ class AdapterOp(ValidatedOp):
     _inputs: StepInputs | None = None
     _given: tuple[torch.Tensor, int | None] | None = None
     _rows_lead: tuple[int, ...] = ()
-    _returning: tuple[torch.Tensor, torch.Tensor | None, StepInputs, torch.Tensor | None] | None = None
+    _returning: RowsBack | None = None
     _combined: CombineResult | None = None
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
@@ -88,10 +102,8 @@ class AdapterOp(ValidatedOp):
         """Brings the rows there; the result of dispatch. A step is open only if this returns."""
 
     @abc.abstractmethod
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Brings experts' rows, of the shape that dispatch returned, back and adds them; the result of combine."""
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        """Brings the experts' rows back and adds them; the result of combine."""
 
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
@@ -142,18 +154,18 @@ class AdapterOp(ValidatedOp):
             check_out(self.config, self.device, out, step.num_tokens)
         check_biases(self.config, self.device, biases, step.num_tokens)
         rows = rows.view(*lead, rows.shape[-1])
-        self._returning = rows, None if weights is None else weights.view(*lead, -1), replace(step, biases=biases), out
+        weights = None if weights is None else weights.view(*lead, -1)
+        self._returning = RowsBack(rows, weights, replace(step, biases=biases), out)
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         if stages.send:
-            assert self._returning is not None
-            rows, weights, step, out = self._returning
+            given = cast("RowsBack", self._returning)
             # whatever comes of it, the step is over
             self._end_step()
-            self._combined = CombineResult(*self._bring_back(rows, weights, step, out))
-            for bias in step.biases:
+            self._combined = self._bring_back(given)
+            for bias in given.step.biases:
                 if bias is not None and not self.adds_biases:
-                    total = self._combined.tokens[: step.num_tokens]
+                    total = self._combined.tokens[: given.step.num_tokens]
                     total.copy_(total.float() + bias)
         return cast("CombineResult", self._combined)
 

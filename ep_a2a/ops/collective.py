@@ -11,7 +11,8 @@ import torch
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.config.op_config import checked_timeout_secs
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
-from ep_a2a.ops.adapter import AdapterOp, StepInputs
+from ep_a2a.interface import CombineResult
+from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import describe_wire_word, wire_word
 from ep_a2a.ops.op_buffers import OpBuffers
@@ -20,6 +21,7 @@ from ep_a2a.routing import destination_mask
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -130,20 +132,19 @@ class CollectiveDispatchCombineOp(AdapterOp):
         local = ids[(ids >= first) & (ids < first + num_experts)] - first
         self.local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _bring_back(self, given: RowsBack) -> CombineResult:
         assert self._route is not None
-        result = self._buffers.result if out is None else out
-        total = self._sum(rows.flatten(0, -2), self._route)
-        for bias in step.biases:
+        num_tokens, weights = given.step.num_tokens, given.weights
+        result = self._buffers.result if given.out is None else given.out
+        total = self._sum(given.rows.flatten(0, -2), self._route)
+        for bias in given.step.biases:
             if bias is not None:
                 total += bias
-        result[: step.num_tokens] = total
+        result[:num_tokens] = total
         if weights is None:
-            return result, None
-        self._buffers.result_weights[: step.num_tokens] = self._sum(weights.flatten(0, -2), self._route)
-        return result, self._buffers.result_weights
+            return CombineResult(result, None)
+        self._buffers.result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), self._route)
+        return CombineResult(result, self._buffers.result_weights)
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
         return self._buffers.is_combine_input(rows)

@@ -38,6 +38,7 @@ from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
+from ep_a2a.routing import count_ids
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
 BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
@@ -266,7 +267,7 @@ def test_counts_and_positions():
     tokens = torch.tensor([1, 3, 0, 1, 5], dtype=torch.int32)
     assert received_rows.positions(sources, tokens, 100).tolist() == [1, 3, 200, 201, 205]
     ids = torch.tensor([[4, 5], [4, -1], [3, 8]], dtype=torch.int32)
-    assert received_rows.count_experts(ids, 4, 3).tolist() == [2, 1, 0]
+    assert count_ids(ids, 4, 3).tolist() == [2, 1, 0]
 
 
 def test_rows_by_source_of_deepeps_ranges():

@@ -1,4 +1,4 @@
-"""DeepEP's buffers and dtypes, as its managers and benchmarks want them alike."""
+"""DeepEP's buffers and conventions, for its three managers and the benchmarks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP"
 BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
@@ -18,26 +22,38 @@ ELASTIC_BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (2.0 or later, with N
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_MAX_TOPK = 11
 LOW_LATENCY_MAX_TOKENS = 511
-"""Its queue pairs are 1024 deep by default, and it wants twice the tokens and two."""
+"""DeepEP needs 2 * tokens + 2 entries in a queue pair, which has 1024 by default."""
 RANK_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Numbers of ranks that it has launch numbers for."""
+"""Numbers of ranks in DeepEP's table of launch numbers."""
 
 
 def topk_dtype(deep_ep: Any) -> torch.dtype:
-    """Dtype of expert ids: a choice of its build."""
+    """Returns the dtype of expert ids, which DeepEP's build chooses."""
     dtype: torch.dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
     return dtype
 
 
-def dropped_as_minus_one(ids: torch.Tensor, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ids [T, K] as DeepEP takes them: -1 for every slot without an expert."""
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(dtype)
+class DeepEPOp(LibraryDispatchCombineOp):
+    """Base of the ops on one of DeepEP's buffers."""
+
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+        super().__init__(manager, config, native)
+        self._ids_dtype = topk_dtype(manager.library.load())
+
+    def _ids_for_native(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns ids [T, K] in DeepEP's dtype, with -1 in every slot without an expert."""
+        return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
+
+
+def rows_and_scales(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns DeepEP's received rows and their scales: it returns a pair for quantised rows, else a tensor."""
+    return received if isinstance(received, tuple) else (received, None)
 
 
 def low_latency_buffer(
     deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, world_size: int, num_experts: int
 ) -> Any:
-    """A Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
+    """Returns a Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_ranks=world_size,
         num_experts=num_experts,
@@ -51,7 +67,7 @@ def low_latency_buffer(
 def high_throughput_buffer(
     deep_ep: Any, group: ProcessGroup, *, row_bytes: int, world_size: int, internode: bool
 ) -> Any:
-    """A Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
+    """Returns a Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
     nvl = rdma = 0
     for native_config in (
         deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
@@ -68,7 +84,7 @@ def high_throughput_buffer(
 def elastic_buffer(
     deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, topk: int, fp8_rows: bool
 ) -> Any:
-    """An ElasticBuffer for up to max_num_tokens of each rank; the group must move CUDA tensors (NCCL). Collective."""
+    """Returns an ElasticBuffer for up to max_num_tokens of each rank. Collective. The group must be one of NCCL."""
     return deep_ep.ElasticBuffer(
         group=group, num_max_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_topk=topk,
         use_fp8_dispatch=fp8_rows, explicitly_destroy=True,

@@ -1,4 +1,4 @@
-"""DeepEP's kernels for many tokens: `Buffer.dispatch` and `combine`, over NVLink and, between nodes, RDMA."""
+"""The backend deepep_high_throughput: `deep_ep.Buffer.dispatch` and `combine`, over NVLink and, between nodes, RDMA."""
 
 from __future__ import annotations
 
@@ -7,55 +7,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import ConfigError
-from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.deepep_buffers import (
     BUFFER,
     RANK_COUNTS,
-    dropped_as_minus_one,
+    DeepEPOp,
     high_throughput_buffer,
-    topk_dtype,
+    rows_and_scales,
 )
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import Arrived
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.adapter import StepInputs
+    from ep_a2a.interface import CombineResult
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.topology import Topology
 
 PREFIX_MATRIX, SOURCE_TOKENS = 0, 3
-"""Members of the handle that dispatch on one node returns: rows by (source, destination), and tokens by row."""
+"""Places in the handle of a dispatch on one node: the prefix sums of rows by (source, destination), tokens by row."""
 GLOBAL_PREFIX = 6
-"""Member of the handle that dispatch on several nodes returns: rows of all sources up to each."""
+"""Place in the handle of a dispatch on several nodes: the prefix sum of rows by source."""
 
 
-class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
-    """On one node a step returns as many rows as could come at most, so that the host never waits for their number.
+class DeepEPHighThroughputOp(DeepEPOp):
+    """An op on `deep_ep.Buffer`'s dispatch and combine.
 
-    On several nodes DeepEP makes the host wait, and a step returns the rows that came.
+    On one node a step returns as many rows as could come at most, so that the host never waits for their number. On
+    several nodes DeepEP makes the host wait, and a step returns the rows that came.
     """
 
     def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
-        deep_ep: Any, group: ProcessGroup, internode: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(config, device, backend, capabilities)
+        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any, internode: bool
+    ) -> None:
+        super().__init__(manager, config, native)
         self._internode = internode
-        self._ids_dtype = topk_dtype(deep_ep)
-        self._native = high_throughput_buffer(
-            deep_ep, group, row_bytes=config.hidden_dim * 2, world_size=config.world_size, internode=internode
-        )
-        # without weights it would not send ids either
-        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=device)
-        self._native_handle: Any = None
+        # DeepEP sends ids only together with weights
+        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=self.device)
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
         config, native = self.config, self._native
-        ids = dropped_as_minus_one(step.ids, config.total_experts, self._ids_dtype)
+        ids = self._ids_for_native(step.ids)
         per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(
             topk_idx=ids, num_experts=config.total_experts
         )
@@ -66,24 +59,23 @@ class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
             topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
             num_worst_tokens=0 if self._internode else self.num_rows(step.max_num_tokens),
         )  # fmt: skip
-        tokens, scales = received if isinstance(received, tuple) else (received, None)
         recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
-        self._arrived(step, received_rows.counts_from_prefix(self._prefix()), recv_ids)
-        return DispatchResult(tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv)
+        counts = received_rows.counts_from_prefix(self._prefix())
+        return Arrived(*rows_and_scales(received), recv_ids, weights, per_source=counts)
 
     def _prefix(self) -> torch.Tensor:
-        """Rows of all sources up to each, [W]."""
+        """Returns the prefix sum [W] of received rows by source."""
         if self._internode:
             prefix: torch.Tensor = self._native_handle[GLOBAL_PREFIX]
             return prefix
         by_pair: torch.Tensor = self._native_handle[PREFIX_MATRIX]
         return by_pair[:, self.config.rank]
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        result, sums, _ = self._native.combine(x=rows, handle=self._native_handle, topk_weights=weights)
-        return self._into(result, out), sums
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        result, sums, _ = self._native.combine(
+            x=given.rows, handle=self._native_handle, topk_weights=given.weights
+        )  # fmt: skip
+        return self._combine_result(result, given, sums)
 
     def _positions(self) -> torch.Tensor:
         if self._internode:
@@ -94,7 +86,6 @@ class DeepEPHighThroughputOp(LibraryDispatchCombineOp):
 
     def _destroy(self) -> None:
         self._native.destroy()
-        self._native = self._native_handle = None
 
 
 class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
@@ -115,9 +106,11 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
         deep_ep = self.library.load()
         if self._num_sms:
             deep_ep.Buffer.set_num_sms(new_num_sms=self._num_sms)
-        return DeepEPHighThroughputOp(
-            config, self.device, self.backend, self.capabilities, deep_ep, self.cpu_group, topology.internode
-        )
+        native = high_throughput_buffer(
+            deep_ep, self.cpu_group, row_bytes=config.hidden_dim * 2, world_size=config.world_size,
+            internode=topology.internode,
+        )  # fmt: skip
+        return DeepEPHighThroughputOp(self, config, native, topology.internode)
 
     _num_sms = 0
 

@@ -1,4 +1,4 @@
-"""FlashInfer's one-sided kernels: dispatch pushes a token once per distinct rank, combine pulls."""
+"""The backend flashinfer_nvlink_one_sided: dispatch pushes a token once to each distinct rank, combine pulls."""
 
 from __future__ import annotations
 
@@ -8,46 +8,40 @@ import torch
 
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
-from ep_a2a.interface import DispatchResult
+from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, ONE_SIDED, TOPKS, WORKSPACES, NVLinkOneSided
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.single_group_guard import OneGroup
-    from ep_a2a.ops.adapter import StepInputs
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.topology import Topology
 
 NO_EXPERT = -1
 
 
 class FlashInferOneSidedOp(LibraryDispatchCombineOp):
-    """Layout rank_major, in FlashInfer's workspace; rows of a source come in any order.
+    """An op of layout rank_major, in FlashInfer's workspace; rows of a source come in any order.
 
-    A token without an expert goes to its own rank as a row without ids, and combines to zeros.
-    `get_registered_combine_input_buffer` is in the workspace, for the step in progress: rows written there are not
-    copied, all others are staged.
+    A token without an expert goes to its own rank as a row without ids, and combines to zeros. Combine reads rows of
+    `get_registered_combine_input_buffer`, which is in the workspace, in place. It copies other rows there.
     """
 
-    def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
-        group: ProcessGroup, index: int,
-    ) -> None:  # fmt: skip
-        super().__init__(config, device, backend, capabilities)
-        num_most, topk = config.max_num_inp_token_per_rank, config.topk
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, index: int) -> None:
+        super().__init__(manager, config, None)
+        num_most, topk, device = config.max_num_inp_token_per_rank, config.topk, self.device
         payloads = {"tokens": (config.hidden_dim, config.wire_dtype), "ids": (topk, torch.int32),
                     "weights": (topk, torch.float32), "positions": (1, torch.int32)}  # fmt: skip
         if config.num_scales:
             payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
         self._exchange = NVLinkOneSided(
             payloads, num_experts=config.total_experts, topk=topk, max_num_tokens=num_most,
-            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=group, rank=config.rank,
-            world_size=config.world_size, index=index,
+            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=manager.cpu_group,
+            rank=config.rank, world_size=config.world_size, index=index,
         )  # fmt: skip
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
         self._own_positions = own + config.rank * self.max_num_tokens_to_send()
@@ -55,7 +49,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received: dict[str, torch.Tensor] = {}
         self._workspace_rows: torch.Tensor | None = None
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
         config, limit = self.config, step.max_num_tokens
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:
@@ -68,28 +62,26 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         came = received["positions"] >= 0
         ids = torch.where(came, received["ids"], step.pad_id)
         self._received = received
-        self._arrived(step, came.flatten(1).sum(1, dtype=torch.int32), ids)
+        counts = came.flatten(1).sum(1, dtype=torch.int32)
         scales = None if step.scales is None else received["scales"].view(step.scales.dtype)
-        return DispatchResult(received["tokens"], received.get("weights"), scales, ids, self._total_recv)
+        return Arrived(received["tokens"], scales, ids, received.get("weights"), per_source=counts)
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        result = self._result[: step.num_tokens] if out is None else out
-        in_place = self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        rows, step = given.rows, given.step
+        result = self._result[: step.num_tokens] if given.out is None else given.out
+        in_place = self._is_registered(rows)
         fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
         # a cast in place would destroy the rows
         self._exchange.combine(rows, step.max_num_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
         self._workspace_rows = None
         named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
-        result.masked_fill_(~named, 0)
-        return result, None
+        return CombineResult(result.masked_fill_(~named, 0), None)
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
         return self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Rows [W * max_num_tokens, H] of the workspace, for the step in progress; StateError between steps."""
+        """Returns rows [W * max_num_tokens, H] of the workspace, for this step. Raises StateError between steps."""
         self._check_buffer_request(dtype, hidden_dim)
         if self._inputs is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
@@ -106,7 +98,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
 
 
 class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
-    """FlashInfer's MoeAlltoAll, the name of which is flashinfer_nvlink_one_sided in vLLM."""
+    """FlashInfer's MoeAlltoAll, which vLLM calls flashinfer_nvlink_one_sided."""
 
     backend = "flashinfer_nvlink_one_sided"
     library = ONE_SIDED
@@ -133,4 +125,4 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         return WORKSPACES
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:
-        return FlashInferOneSidedOp(config, self.device, self.backend, self.capabilities, self.cpu_group, index)
+        return FlashInferOneSidedOp(self, config, index)

@@ -1,4 +1,4 @@
-"""FlashInfer's two-sided kernels: senders and receivers meet in FIFOs over NVLink."""
+"""The backend flashinfer_nvlink_two_sided: senders write FIFOs over NVLink, which receivers empty."""
 
 from __future__ import annotations
 
@@ -8,41 +8,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.flashinfer_exchange import TWO_SIDED, WORKSPACES, comm_backend, ep_mapping
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.interface import CombineResult
     from ep_a2a.managers.external.single_group_guard import OneGroup
-    from ep_a2a.ops.adapter import StepInputs
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.topology import Topology
 
 POSITION_WORDS = 4
-"""A row that travels must be a multiple of 16 bytes."""
+"""int32 words of a position that travels: FlashInfer moves rows of a multiple of 16 bytes."""
 
 
 class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
-    """Layout compact: rows ordered by source; those of a source come in any order."""
+    """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
     def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
-        native: Any, workspaces: tuple[torch.Tensor, torch.Tensor],
+        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any,
+        workspaces: tuple[torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
-        super().__init__(config, device, backend, capabilities)
-        self._native = native
+        super().__init__(manager, config, native)
         self._workspace, self._prepare_workspace = workspaces
-        own = torch.arange(config.max_num_inp_token_per_rank, dtype=torch.int32, device=device)[:, None]
+        own = torch.arange(config.max_num_inp_token_per_rank, dtype=torch.int32, device=self.device)[:, None]
         self._own_positions = (own + config.rank * self.max_num_tokens_to_send()).repeat(1, POSITION_WORDS)
-        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
+        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
         self._native_info: Any = None
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
         config, experts = self.config, self.config.total_experts
         # an id that is the number of experts belongs to no rank
         ids = torch.where(received_rows.valid_ids(step.ids, experts), step.ids, experts)
@@ -58,26 +57,23 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         recv_ids = received_rows.padded_ids(
             torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
         )
-        self._arrived(step, counts, recv_ids)
-        return DispatchResult(tokens, None if step.weights is None else weights, scales, recv_ids, self._total_recv)
+        return Arrived(tokens, scales, recv_ids, weights, per_source=counts)
 
     def _alltoallv(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [T, n] of all ranks that are for this one, [W * max_num_tokens, n], dense by source."""
-        # words of two bytes, which it knows whatever the rows hold
+        """Exchanges rows [T, n]. Returns those for this rank, [W * max_num_tokens, n], dense by source."""
+        # as bfloat16, a dtype that FlashInfer moves, whatever the rows hold
         received: torch.Tensor = self._native.mnnvl_moe_alltoallv(
             x=rows.view(torch.bfloat16), alltoall_info=self._native_info, workspace=self._workspace,
             ep_rank=self.config.rank, ep_size=self.config.world_size,
         )  # fmt: skip
         return received.view(rows.dtype)
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _bring_back(self, given: RowsBack) -> CombineResult:
         result = self._native.mnnvl_moe_alltoallv_combine(
-            x=rows, alltoall_info=self._native_info, workspace=self._workspace, ep_rank=self.config.rank,
-            ep_size=self.config.world_size, top_k=self.config.topk, token_count=step.num_tokens,
+            x=given.rows, alltoall_info=self._native_info, workspace=self._workspace, ep_rank=self.config.rank,
+            ep_size=self.config.world_size, top_k=self.config.topk, token_count=given.step.num_tokens,
         )  # fmt: skip
-        return self._into(result, out), None
+        return self._combine_result(result, given)
 
     def _positions(self) -> torch.Tensor:
         assert self._inputs is not None
@@ -85,11 +81,11 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         return rows[: int(self._total_recv), 0]
 
     def _destroy(self) -> None:
-        self._native = self._native_info = None
+        self._native_info = None
 
 
 class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
-    """FlashInfer's MnnvlMoe, which is flashinfer_all2allv and flashinfer_nvlink_two_sided in vLLM.
+    """FlashInfer's MnnvlMoe, which vLLM calls flashinfer_all2allv and flashinfer_nvlink_two_sided.
 
     The library has one pair of workspaces per process.
     """
@@ -110,7 +106,7 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferTwoSidedOp:
         native = self.library.load("comm.trtllm_alltoall").MnnvlMoe
         workspaces = _workspaces(native, self.rank, self.world_size, self.cpu_group)
-        return FlashInferTwoSidedOp(config, self.device, self.backend, self.capabilities, native, workspaces)
+        return FlashInferTwoSidedOp(self, config, native, workspaces)
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> Any:
         scale_row = config.num_scales * config.scale_bytes
@@ -126,13 +122,13 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
 
 
 def _workspaces(native: Any, rank: int, world_size: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """FIFOs for tokens and for counts; the first call of a process is collective."""
+    """Returns the FIFOs for tokens and for counts. Collective in the first call of a process."""
     from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
 
     mapping, config = ep_mapping(rank, world_size), MnnvlConfig(comm_backend=comm_backend(group))
     MnnvlMemory.initialize()
     with warnings.catch_warnings():
-        # what stands for it in later versions still calls it
+        # later versions have no other function for these workspaces
         warnings.filterwarnings("ignore", "MnnvlMoe is deprecated", DeprecationWarning)
         return (
             native.get_moe_workspaces(mapping=mapping, config=config),

@@ -1,48 +1,86 @@
-"""What the ops on other projects' libraries share: what a library does not return, and how its steps are ended."""
+"""Base of the ops on other projects' libraries, and the one record of what a library returns for a dispatch."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.external import received_rows
-from ep_a2a.ops.adapter import AdapterOp, StepInputs
+from ep_a2a.interface import CombineResult, DispatchResult
+from ep_a2a.ops.adapter import AdapterOp, RowsBack, StepInputs
 from ep_a2a.ops.base import leads
+from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.capabilities import Capabilities
+    from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 
 
-NO_INDICES = cast("torch.Tensor", None)
-"""What dispatch returns for indices where a library does not say which tokens came."""
+class Arrived(NamedTuple):
+    """The rows that a library returned for a dispatch, in this package's terms.
+
+    Attributes:
+        tokens, scales: the rows, and the scales of quantised ones.
+        ids: int32 global ids, pad_id in rows without a token; None if the library returns none.
+        weights: float32, in the order of the rows; None if the library returns none.
+        per_source: int32 [W], rows from each source; None if the library does not say.
+        per_expert: int32 [E], rows of each expert in layout expert_major.
+        total: int32 [1], all rows, where neither count says it.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    per_source: torch.Tensor | None = None
+    per_expert: torch.Tensor | None = None
+    total: torch.Tensor | None = None
 
 
 class LibraryDispatchCombineOp(AdapterOp):
-    """An op on a library's native object. How it differs from EpDispatchCombineOp, its capabilities say.
+    """An op on a library's native object. The manager's capabilities list how it differs from EpDispatchCombineOp.
 
     Args:
-        config: shapes and choices; checked against the capabilities.
-        device: this rank's GPU.
-        backend: the backend's name, for errors.
-        capabilities: the backend's.
+        manager: the backend's. Its refusals have been checked against the config.
+        config: shapes and choices.
+        native: the library's object, allocated for this op.
     """
 
-    _native: Any
-
-    def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities
-    ) -> None:
-        super().__init__(config, device)
-        self.backend, self.capabilities = backend, capabilities
-        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+        super().__init__(config, manager.device)
+        self.backend, self.capabilities = manager.backend, manager.capabilities
+        self._native: Any = native
+        # of the step in progress: the library's handle, and the ids as the library was given them
+        self._native_handle: Any = None
+        self._native_ids: torch.Tensor | None = None
+        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
         self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
         self._local_expert_count, self._expert_recv_count = (int32(config.num_local_experts) for _ in range(2))
+
+    @abc.abstractmethod
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
+        """Dispatches by the library."""
+
+    def _send(self, step: StepInputs) -> DispatchResult:
+        got, config = self._exchange_rows(step), self.config
+        if got.per_source is not None:
+            self._recv_counts.copy_(got.per_source)
+        per_expert = got.per_expert
+        if per_expert is not None:
+            self._expert_recv_count.copy_(per_expert)
+        elif step.counts_experts and got.ids is not None:
+            per_expert = count_ids(got.ids, config.first_expert, config.num_local_experts)
+        if step.counts_experts and per_expert is not None:
+            self._local_expert_count.copy_(per_expert)
+        counts = next(each for each in (got.total, got.per_source, got.per_expert) if each is not None)
+        self._total_recv.copy_(counts.sum(0, keepdim=True))
+        weights = None if step.weights is None else got.weights
+        # None where the library does not say which tokens came
+        return DispatchResult(got.tokens, weights, got.scales, cast("torch.Tensor", got.ids), self._total_recv)
 
     @functools.cached_property
     def _combine_input(self) -> torch.Tensor:
@@ -53,22 +91,14 @@ class LibraryDispatchCombineOp(AdapterOp):
     def _is_registered(self, rows: torch.Tensor) -> bool:
         return "_combine_input" in self.__dict__ and rows.data_ptr() == self._combine_input.data_ptr()
 
-    def _arrived(self, step: StepInputs, counts_per_source: torch.Tensor, ids: torch.Tensor | None) -> None:
-        """Records what came: rows per source [W], and, if asked, rows per expert from padded global ids."""
-        self._recv_counts.copy_(counts_per_source)
-        self._total_recv.copy_(counts_per_source.sum(0, keepdim=True))
-        if step.counts_experts and ids is not None:
-            self._local_expert_count.copy_(
-                received_rows.count_experts(ids, self.config.first_expert, self.config.num_local_experts)
-            )
-
     def _check_weights(self, weights: torch.Tensor | None) -> None:
         if weights is not None and not self.capabilities.weight_sums:
             raise self._unsupported("sums of weights in combine")
 
-    def _into(self, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """A library's own result, or `out` with it."""
-        return result if out is None else out.copy_(result[: out.shape[0]])
+    def _combine_result(self, result: torch.Tensor, given: RowsBack, sums: torch.Tensor | None = None) -> CombineResult:
+        """The library's own result, or `out` with a copy of it; and the sums of weights."""
+        out = given.out
+        return CombineResult(result if out is None else out.copy_(result[: out.shape[0]]), sums)
 
     def _positions(self) -> torch.Tensor:
         raise self._unsupported("source positions of received rows")
@@ -83,7 +113,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         # Libraries count their steps on the device: a dispatch that is not combined would spoil the next one.
         rows = torch.zeros(*self._rows_lead, self.config.hidden_dim, dtype=self.config.combined_dtype,
                            device=self.device)  # fmt: skip
-        self._bring_back(rows, None, step, None)
+        self._bring_back(RowsBack(rows, None, step, None))
 
     @property
     def recv_counts(self) -> torch.Tensor:
@@ -110,9 +140,9 @@ class LibraryDispatchCombineOp(AdapterOp):
         return self._combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises.
+        """The source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises.
 
-        To be called between dispatch and combine; on all ranks where source_positions is "collective".
+        Must be called between dispatch and combine; on all ranks if source_positions is "collective".
 
         Raises:
             UnsupportedError: the library does not say.
@@ -120,15 +150,15 @@ class LibraryDispatchCombineOp(AdapterOp):
         return self._positions()
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Not here: the library bounds its waits, or does not, by itself."""
+        """Raises UnsupportedError: a library has its own time-outs, or none."""
         raise self._unsupported("waits that this package bounds")
 
     def close(self) -> None:
-        """Ends the use of the op and gives the library's object back; to be called on every rank; idempotent."""
+        """Ends the use of the op and gives the library's object back. Must be called on every rank; idempotent."""
         if not self._closed:
             super().close()
             self._destroy()
+            self._native = self._native_handle = self._native_ids = None
 
-    @abc.abstractmethod
     def _destroy(self) -> None:
-        """Gives the library's object back. Called once."""
+        """Gives back what the library does not free with its object. Called once."""

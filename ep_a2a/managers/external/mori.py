@@ -1,4 +1,4 @@
-"""MORI, AMD's dispatch and combine for ROCm GPUs: MORI's own op behind the interface that this package took from it."""
+"""The backends mori and mori_low_latency: AMD's dispatch and combine for ROCm GPUs, by MORI's own op."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from ep_a2a.config import EpDispatchCombineKernelType, QuantType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, EpA2AError, UnsupportedError
-from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
 from ep_a2a.managers.external.single_group_guard import OneGroup
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.adapter import StepInputs
+    from ep_a2a.interface import CombineResult
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -31,73 +31,56 @@ GROUP_NAME = "mori"
 NO_EXPERT = -1
 
 SYMMETRIC_MEMORY = OneGroup("MORI", by_ranks=False)
-"""MORI meets over the group whenever it allocates."""
+"""MORI allocates collectively, over the first group that it was given."""
 
 
 class MoriOp(LibraryDispatchCombineOp):
-    """MORI's op. Its outputs lie in its symmetric memory, and are valid until the next call.
+    """An op around MORI's op. Its outputs lie in MORI's symmetric memory, and are valid until the next call.
 
-    Kernels that take no id of -1 (InterNodeV1LL, which would send to rank 0) get an expert in every slot, of a rank
-    that the token goes to anyway, and weights that say which slots have none. A token without an expert is a row
-    without ids on its own rank there.
+    InterNodeV1LL would send a slot with id -1 to rank 0. It gets an expert in every slot, of a rank that the token goes
+    to anyway, and weights that mark the slots without one. There, a token without an expert is a row without ids on its
+    own rank.
     """
 
-    def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities, mori: Any
-    ) -> None:
-        super().__init__(config, device, backend, capabilities)
-        native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
-        self._native = mori.ops.EpDispatchCombineOp(native_config)
-        # kernels between nodes copy weights whether or not there are any
-        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=device)
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+        super().__init__(manager, config, native)
+        # MORI's kernels between nodes copy weights even if there are none
+        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
         self._fills_slots = config.kernel_type is EpDispatchCombineKernelType.InterNodeV1LL
-        self._ids: torch.Tensor | None = None
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
         config = self.config
         weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
         valid = received_rows.valid_ids(step.ids, config.total_experts)
         if self._fills_slots:
-            self._ids = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
+            self._native_ids = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
             weights = received_rows.marked_weights(weights, valid)
         else:
-            # of ids past the last expert its kernels between nodes would combine what an earlier step has left
-            self._ids = torch.where(valid, step.ids, NO_EXPERT)
+            # for ids past the last expert, MORI's kernels between nodes would combine rows of an earlier step
+            self._native_ids = torch.where(valid, step.ids, NO_EXPERT)
         tokens, weights, scales, ids, total = self._native.dispatch(
-            input=step.tokens, weights=weights, scales=step.scales, indices=self._ids
+            input=step.tokens, weights=weights, scales=step.scales, indices=self._native_ids
         )
-        # at most this many have come; the op sizes its outputs for M tokens of each rank
+        # MORI sizes its outputs for M tokens of each rank; at most this many rows have come
         rows = self.num_rows(step.max_num_tokens)
         ids, weights = ids[:rows], weights[:rows]
         if self._fills_slots:
             ids, weights = received_rows.unmarked(ids, weights)
         ids = received_rows.padded_ids(ids, total, step.pad_id)
-        self._total_recv.copy_(total)
-        if step.counts_experts:
-            first, num_local = config.first_expert, config.num_local_experts
-            self._local_expert_count.copy_(received_rows.count_experts(ids, first, num_local))
-        return DispatchResult(
-            tokens[:rows], None if step.weights is None else weights,
-            None if step.scales is None else scales[:rows], ids, self._total_recv,
-        )  # fmt: skip
+        return Arrived(tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total)
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # its indices are this rank's own, never those that dispatch returned
-        result, sums = self._native.combine(input=rows, weights=weights, indices=self._ids)
-        result = self._into(result, out)
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        # MORI's combine takes this rank's own indices, never those that dispatch returned
+        result, sums = self._native.combine(input=given.rows, weights=given.weights, indices=self._native_ids)
+        combined = self._combine_result(result, given, sums)
         if self._fills_slots:
-            named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
-            result[: step.num_tokens].masked_fill_(~named, 0)
-        return result, sums
+            named = received_rows.valid_ids(given.step.ids, self.config.total_experts).any(1, keepdim=True)
+            combined.tokens[: given.step.num_tokens].masked_fill_(~named, 0)
+        return combined
 
     def _positions(self) -> torch.Tensor:
         positions: torch.Tensor = self._native.get_dispatch_src_token_pos()
         return positions
-
-    def _destroy(self) -> None:
-        self._native = self._ids = None
 
 
 class MoriAll2AllManager(LibraryAll2AllManager):
@@ -122,7 +105,8 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         if topology.internode:
             kernel_type = EpDispatchCombineKernelType[self.inter_node_kernel]
             config = dataclasses.replace(config, kernel_type=kernel_type)
-        return MoriOp(config, self.device, self.backend, self.capabilities, mori)
+        native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
+        return MoriOp(self, config, mori.ops.EpDispatchCombineOp(native_config))
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
         casts = config.combine_quant is not QuantType.NONE

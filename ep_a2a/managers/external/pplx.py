@@ -1,4 +1,4 @@
-"""pplx-kernels: rows by expert, weighed by combine; over NVLink on one node, NVSHMEM on several."""
+"""The backend pplx: rows by expert, which combine weighs; over NVLink on one node, NVSHMEM on several."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import EpA2AError, UnsupportedError
-from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import NO_INDICES, LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
 from ep_a2a.managers.external.single_group_guard import OneGroup
 from ep_a2a.ops.base import leads
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.adapter import StepInputs
+    from ep_a2a.interface import CombineResult
+    from ep_a2a.ops.adapter import RowsBack, StepInputs
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -31,52 +31,46 @@ NVSHMEM = OneGroup("NVSHMEM", by_ranks=False)
 
 
 class PplxOp(LibraryDispatchCombineOp):
-    """Layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is, `expert_recv_count` rows of each expert.
+    """An op of layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is.
 
-    dispatch returns None for weights and ids; combine multiplies by the weights that dispatch was given. The kernels
-    wait for K rows of every token, and have room for one per token and expert: slots without an expert go to experts
-    that the token does not name, with weight 0.
+    `expert_recv_count` rows of each expert are there. dispatch returns None for weights and ids. combine multiplies by
+    the weights that dispatch was given.
+
+    pplx's kernels wait for K rows of every token, and have room for one per token and expert. So slots without an
+    expert go to experts that the token does not name, with weight 0.
     """
 
-    def __init__(
-        self, config: EpDispatchCombineConfig, device: torch.device, backend: str, capabilities: Capabilities,
-        native: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(config, device, backend, capabilities)
-        self._native = native
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+        super().__init__(manager, config, native)
+        device = self.device
         lead = leads(config, config.max_num_inp_token_per_rank)[1]
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
         self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
         most = config.max_num_inp_token_per_rank
         self._result = torch.empty(most, config.hidden_dim, dtype=config.combined_dtype, device=device)
-        self._ids: torch.Tensor | None = None
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
         counts, config = self._expert_recv_count.view(torch.uint32), self.config
-        self._ids = received_rows.filled_ids(step.ids, config.total_experts, config.first_expert).view(torch.uint32)
+        ids = received_rows.filled_ids(step.ids, config.total_experts, config.first_expert)
+        self._native_ids = ids.view(torch.uint32)
         self._native.dispatch(
             out_expert_num_tokens=counts, out_expert_x=self._tokens, out_expert_x_scale=self._scales,
-            dp_x=step.tokens, dp_x_scale=step.scales, indices=self._ids, bound_m=None,
+            dp_x=step.tokens, dp_x_scale=step.scales, indices=self._native_ids, bound_m=None,
         )  # fmt: skip
-        self._total_recv.copy_(self._expert_recv_count.sum(0, keepdim=True))
-        if step.counts_experts:
-            self._local_expert_count.copy_(self._expert_recv_count)
-        return DispatchResult(self._tokens, None, self._scales, NO_INDICES, self._total_recv)
+        return Arrived(self._tokens, self._scales, per_expert=self._expert_recv_count)
 
-    def _bring_back(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, step: StepInputs, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        step = given.step
         assert step.weights is not None  # layout expert_major needs them, which has been checked
         valid = received_rows.valid_ids(step.ids, self.config.total_experts)
         self._native.combine(
-            out_tokens=self._result, indices=self._ids, weights=torch.where(valid, step.weights, 0), expert_y=rows,
-            bound_m=None,
+            out_tokens=self._result, indices=self._native_ids, weights=torch.where(valid, step.weights, 0),
+            expert_y=given.rows, bound_m=None,
         )  # fmt: skip
-        return self._into(self._result, out), None
+        return self._combine_result(self._result, given)
 
     def _destroy(self) -> None:
         self._native.destroy()
-        self._native = self._ids = None
 
 
 class PplxAll2AllManager(LibraryAll2AllManager):
@@ -115,7 +109,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
             native = pplx_kernels.AllToAll.internode(**sizes)
         else:
             native = pplx_kernels.AllToAll.intranode(**sizes, group_name=self.cpu_group.group_name)
-        return PplxOp(config, self.device, self.backend, self.capabilities, native)
+        return PplxOp(self, config, native)
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
         if config.topk > config.total_experts:

@@ -1,5 +1,5 @@
-"""Arithmetic on what libraries return, towards the op contract: ids, counts and positions. Nothing waits for the host
-unless it says so."""
+"""Converts ids, counts and positions between libraries' conventions and this package's. On the device, without waiting,
+unless a docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ def global_ids(local_ids: torch.Tensor, first_expert: int, pad_id: int) -> torch
 def counts_from_prefix(prefix: torch.Tensor) -> torch.Tensor:
     """Counts [W] of an inclusive prefix sum [W]."""
     return torch.diff(prefix, prepend=prefix.new_zeros(1))
-
-
-def count_experts(ids: torch.Tensor, first_expert: int, num_local: int) -> torch.Tensor:
-    """Slots that name each local expert, int32 [num_local]; ids are global, of any shape."""
-    local = (ids - first_expert).flatten().to(torch.int64)
-    # what belongs to no local expert is counted in one more place, which is cut off
-    place = torch.where((local >= 0) & (local < num_local), local, num_local)
-    counts = torch.zeros(num_local + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))[:num_local]
 
 
 def sources_of_rows(counts_per_source: torch.Tensor) -> torch.Tensor:
