@@ -1,9 +1,10 @@
-"""Runs other programs, such as nvidia-smi and git, for their output."""
+"""Asks the machine: runs programs such as nvidia-smi and git for their output, and looks up versions of packages."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from importlib import metadata
 
 COMMAND_SECS = 20.0
 
@@ -20,3 +21,11 @@ def command_output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def package_version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution; None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

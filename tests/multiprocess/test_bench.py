@@ -12,7 +12,7 @@ import torch
 from ep_a2a.commands.bench import contenders
 from ep_a2a.commands.bench import launcher as drive
 from ep_a2a.commands.bench import worker as run
-from ep_a2a.commands.bench.contender import Contender, Session
+from ep_a2a.commands.bench.contenders import Contender, Session
 from ep_a2a.commands.bench.rows import Row, Status
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.wire_limit import WireLimitContender

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ep_a2a.commands.bench import wire_limit
+from ep_a2a.commands.bench import wire_push
 from ep_a2a.commands.doctor import selftest_rank
 from ep_a2a.commands.doctor.diagnostic import Level
 from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest, table
@@ -63,7 +63,7 @@ def damaged(context: RankContext, what: str) -> tuple[type, str]:
     with pytest.MonkeyPatch.context() as patch:
         # so that a rank whose peer has failed does not wait for long
         patch.setattr(selftest_rank, "Rendezvous", functools.partial(Rendezvous, timeout_secs=SHORT_SECS))
-        patch.setattr(wire_limit, "CPU_MAX_POLLS", 100)
+        patch.setattr(wire_push, "CPU_MAX_POLLS", 100)
         patch.setenv("EP_A2A_TIMEOUT_SECS", str(SHORT_SECS))
         if context.rank == 1:
             patch.setattr(selftest_rank, replaced, lambda *args: damage(original(*args)))

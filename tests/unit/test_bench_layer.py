@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from ep_a2a.commands.bench.flashinfer import FlashInferContender, _unsupported
-from ep_a2a.commands.bench.layer_experts import Received, grouped_matmul, quantize_rows, run_experts, sort_pairs
+from ep_a2a.commands.bench.layer import format_table
 from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
-from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
-from ep_a2a.commands.bench.layer_report import format_table
+from ep_a2a.commands.bench.layer_model import (
+    Gate,
+    MoEWeights,
+    Received,
+    grouped_matmul,
+    quantize_rows,
+    run_experts,
+    sort_pairs,
+)
 from ep_a2a.commands.bench.layer_transports import check_transports
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import UnknownNameError, UnsupportedError

@@ -12,11 +12,13 @@ from rich.console import Console
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
 from ep_a2a.commands.bench.environment import CPU_NOTE, describe
 from ep_a2a.commands.bench.launcher import Runner, run_sweep
-from ep_a2a.commands.bench.plot import choose_x, make_lines, plot_round_trips
 from ep_a2a.commands.bench.report import (
     JsonLines,
+    choose_x,
     constant_fields,
+    make_lines,
     make_table,
+    plot_round_trips,
     reasons,
     show,
     varying_fields,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ep_a2a.cli.bench import CONTENDER_NAMES
-from ep_a2a.commands.bench.contender import check_round_trip
-from ep_a2a.commands.bench.contenders import CONTENDERS
+from ep_a2a.commands.bench.contenders import CONTENDERS, check_round_trip
 from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError

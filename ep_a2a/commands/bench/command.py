@@ -9,8 +9,7 @@ from rich.console import Console
 
 from ep_a2a.commands.bench.environment import describe
 from ep_a2a.commands.bench.launcher import run_sweep
-from ep_a2a.commands.bench.plot import plot_round_trips
-from ep_a2a.commands.bench.report import JsonLines, show, write_markdown
+from ep_a2a.commands.bench.report import JsonLines, plot_round_trips, show, write_markdown
 from ep_a2a.commands.bench.rows import Status, make_records
 from ep_a2a.commands.options import numbers
 from ep_a2a.errors import ConfigError, UnsupportedError

@@ -4,64 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contender import BenchContext, Contender, InputsSession, Session
+from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
-from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
 MAX_LOW_LATENCY_TOKENS = 512
-"""V1's buffers hold a row per expert and source: beyond this they no longer fit beside anything else."""
-
-
-class DeepEPContender(Contender):
-    """`deep_ep`: V2 (ElasticBuffer) where the package has it, else V1's low-latency mode.
-
-    V1 casts inside dispatch, sends a row per expert and applies the router's weights in combine. V2 takes tokens that
-    are cast already and sends a row per rank.
-    """
-
-    name = "deepep"
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why it cannot run this workload here; None where it can."""
-        if device.type != "cuda":
-            return "needs GPUs"
-        if importlib.util.find_spec("deep_ep") is None:
-            return "deep_ep is not installed: build it from github.com/deepseek-ai/DeepEP (with NVSHMEM)"
-        if (stand_in := BUFFER.stand_in_problem()) is not None:
-            return stand_in
-        if workload.dtype != torch.bfloat16 or workload.combine_quant != QuantType.NONE:
-            return "takes bfloat16 tokens and combines bfloat16 rows"
-        if workload.quant_type == QuantType.FP8_PER_TOKEN:
-            return "knows scales per 128 elements only"
-        if workload.num_experts % workload.world_size:
-            return "wants the same number of experts on every rank"
-        if not self._takes_v2() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
-            return f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
-        return None
-
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Allocates the buffer among the ranks. Collective."""
-        return (_ElasticSession if self._takes_v2() else _LowLatencySession)(workload, context, self)
-
-    def _takes_v2(self) -> bool:
-        return hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
-
-
-class DeepEPLowLatencyContender(DeepEPContender):
-    """V1's low-latency mode, also where the package has V2."""
-
-    name = "deepep_low_latency"
-
-    def _takes_v2(self) -> bool:
-        return False
+"""V1's buffers hold a row per expert and source: for more tokens they fit beside nothing else."""
 
 
 class _DeepEPSession(InputsSession):
@@ -72,22 +32,17 @@ class _DeepEPSession(InputsSession):
 
     _buffer: Any
 
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         self._deep_ep: Any = importlib.import_module("deep_ep")
         self._ids = self._ids.to(topk_dtype(self._deep_ep))
         self._rows = torch.empty(0)
 
-    def _dequantized(self, received: Any) -> torch.Tensor:
-        if isinstance(received, torch.Tensor):
-            return received
-        q, scales = received
-        rows = dequantize(q.flatten(0, -2), scales.reshape(-1, scales.shape[-1]), QuantType.FP8_PER_1X128)
-        return rows.view(q.shape).to(torch.bfloat16)
-
     def check(self) -> None:
         dispatched = self.dispatch()
-        self._rows = self._dequantized(dispatched[0])
+        received = dispatched[0]
+        tokens, scales = (received, None) if isinstance(received, torch.Tensor) else received
+        self._rows = self._rows_of(tokens, scales)
         self._check_result(self.combine(dispatched))
 
     def close(self) -> None:
@@ -97,7 +52,7 @@ class _DeepEPSession(InputsSession):
 class _LowLatencySession(_DeepEPSession):
     """V1: expert-major rows `[E, W * T, H]`; combine weighs them, here by one."""
 
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         experts = workload.num_experts
         self._tokens = max(1, workload.num_tokens)
@@ -132,7 +87,7 @@ class _LowLatencySession(_DeepEPSession):
 class _ElasticSession(_DeepEPSession):
     """V2: a row per distinct rank, as many rows as could come at most, so that the host never waits."""
 
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         self._sent: Any = self._x
         if workload.quant_type != QuantType.NONE:
@@ -158,3 +113,47 @@ class _ElasticSession(_DeepEPSession):
     def combine(self, dispatched: Any) -> torch.Tensor:
         result: torch.Tensor = self._buffer.combine(self._rows, handle=dispatched[1])[0]
         return result
+
+
+@dataclass
+class DeepEPContender(Contender):
+    """`deep_ep`: V2 (ElasticBuffer) where the package has it, else V1's low-latency mode.
+
+    V1 casts inside dispatch, sends a row per expert and applies the router's weights in combine. V2 takes tokens that
+    are cast already and sends a row per rank.
+
+    Attributes:
+        low_latency: V1's low-latency mode, also where the package has V2.
+    """
+
+    name: str = "deepep"
+    session: Callable[..., Session] = _ElasticSession
+    low_latency: bool = False
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """Returns why it cannot run this workload here; None where it can."""
+        if device.type != "cuda":
+            return "needs GPUs"
+        if importlib.util.find_spec("deep_ep") is None:
+            return "deep_ep is not installed: build it from github.com/deepseek-ai/DeepEP (with NVSHMEM)"
+        if (stand_in := BUFFER.stand_in_problem()) is not None:
+            return stand_in
+        if workload.dtype != torch.bfloat16 or workload.combine_quant != QuantType.NONE:
+            return "takes bfloat16 tokens and combines bfloat16 rows"
+        if workload.quant_type == QuantType.FP8_PER_TOKEN:
+            return "knows scales per 128 elements only"
+        if workload.num_experts % workload.world_size:
+            return "wants the same number of experts on every rank"
+        if self._takes_v1() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
+            return f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
+        return None
+
+    def prepare(self, workload: Workload, context: RankContext) -> Session:
+        """Allocates the buffer among the ranks. Collective."""
+        return (_LowLatencySession if self._takes_v1() else _ElasticSession)(workload, context, self)
+
+    def _takes_v1(self) -> bool:
+        return self.low_latency or not hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+
+
+CONTENDERS = (DeepEPContender(), DeepEPContender("deepep_low_latency", low_latency=True))

@@ -1,4 +1,4 @@
-"""Describes the machine, versions and command of a benchmark, without which its numbers mean nothing."""
+"""Describes the machine, versions and command of a benchmark, for the header of its reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ep_a2a
-from ep_a2a.commands.programs import command_output
+from ep_a2a.commands.programs import command_output, package_version
 
 CPU_NOTE = "on CPU, in Triton's interpreter: these times say nothing about GPUs"
 
@@ -31,14 +31,14 @@ def describe(device: str) -> dict[str, Any]:
         "device": device,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": package_version("triton"),
     }
     if device == "cpu":
         return record | {"note": CPU_NOTE, "cpu": platform.processor() or platform.machine()}
     gpus = command_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     return record | {
         "cuda": torch.version.cuda,
-        "nccl": _nccl_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         "driver": ", ".join(sorted({line.rpartition(", ")[2] for line in gpus})),
         "gpus": [line.rpartition(", ")[0] for line in gpus],
     }
@@ -46,22 +46,5 @@ def describe(device: str) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Returns the commit of this package's checkout, "-dirty" with changes on top; None where there is none."""
-    folder = str(Path(ep_a2a.__file__).parent)
-    return (
-        command_output("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip()
-        or None
-    )
-
-
-def _nccl_version() -> str:
-    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, numbers))
-
-
-def _triton_version() -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
+    describe_commit = ("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
+    return command_output("git", "-C", str(Path(ep_a2a.__file__).parent), *describe_commit).strip() or None

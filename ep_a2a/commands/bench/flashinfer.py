@@ -7,105 +7,61 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contender import BenchContext, Contender, InputsSession, Session
-from ep_a2a.config import FP8_DTYPE, QuantType
+from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session
+from ep_a2a.config import QuantType
 from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, TOPKS, NVLinkOneSided
-from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.commands.bench.workload import Workload
-
-
-class FlashInferContender(Contender):
-    """`flashinfer.comm`'s MoeAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
-
-    Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
-    (fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.
-    """
-
-    name = "flashinfer"
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why it cannot run this workload here; None where it can."""
-        if device.type != "cuda":
-            return "needs GPUs"
-        for module, package in (("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")):
-            if importlib.util.find_spec(module) is None:
-                return f"{package} is not installed: pip install flashinfer-python"
-        return _unsupported(workload)
-
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Allocates the workspace among the ranks and fills the experts' rows. Collective."""
-        return _FlashInferSession(workload, context, self)
-
-
-def _unsupported(workload: Workload) -> str | None:
-    """Returns why the library cannot run the workload, or None."""
-    if workload.topk not in TOPKS:
-        return f"supports top-k {TOPKS}, not {workload.topk}"
-    if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:
-        return f"needs at most {MAX_RANKS} ranks and an expert on each"
-    if workload.combine_quant == QuantType.FP8_BLOCKWISE:
-        return "its fp8 combine wire has no scales: fp8_direct_cast"
-    if workload.combine_quant != QuantType.NONE and workload.dtype != torch.bfloat16:
-        return "its fp8 combine wire is for bfloat16 rows"
-    ids = [workload.ids(rank) for rank in range(workload.world_size)]
-    if any(bool(((each < 0) | (each >= workload.num_experts)).any()) for each in ids):
-        return "sends dropped slots to rank 0"
-    return None
+    from ep_a2a.testing.worker import RankContext
 
 
 class OneSidedExchange:
     """NVLinkOneSided for payloads at fixed addresses, with fixed views of what it receives and of the combine rows.
 
-    dispatch and combine alternate and never wait on the host. All payloads and results keep their addresses, so both
-    can be captured in a CUDA graph.
+    dispatch and combine alternate and never wait on the host. All payloads and results keep their addresses, so a CUDA
+    graph can capture both. Construction is collective.
 
     Args:
-        payloads: named tensors `[T, n]` that travel with each token, in any order; row sizes in any number of bytes.
-        ids: global expert ids int32 `[T, K]`, none of them dropped; also one of the payloads where receivers need it.
-        num_experts: experts over all ranks, owned linearly.
-        max_num_tokens: bound on every rank's T, equal on all ranks, >= 1.
-        combine_row: (elements, dtype) of the rows that combine sums.
+        payloads: named tensors `[T, n]` that travel with each token, rows of any number of bytes; among them "ids",
+            global expert ids int32 `[T, K]`, none of them dropped.
+        workload: T, the experts and the rows that combine sums.
         context: this rank and its group.
-        fp8_combine: cast combine rows to fp8 on the wire; they then lie outside of the workspace and are staged.
+        fp8_combine: cast combine rows to fp8 on the wire; they then lie outside the workspace and are staged.
 
     Attributes:
-        combine_rows: `[W, max_num_tokens, H]`, where the experts write; valid from the first dispatch on.
-        received: the payloads as received, `[W, max_num_tokens, n]` by name, of the payloads' dtypes.
+        combine_rows: `[W, max(T, 1), H]`, where the experts write; valid from the first dispatch on.
+        received: the payloads as received, `[W, max(T, 1), n]` by name, of the payloads' dtypes.
     """
 
     def __init__(
-        self,
-        payloads: dict[str, torch.Tensor],
-        ids: torch.Tensor,
-        *,
-        num_experts: int,
-        max_num_tokens: int,
-        combine_row: tuple[int, torch.dtype],
-        context: BenchContext,
-        fp8_combine: bool = False,
+        self, payloads: dict[str, torch.Tensor], workload: Workload, context: RankContext, *, fp8_combine: bool = False
     ) -> None:
-        hidden_dim, dtype = combine_row
-        self._max_num_tokens, self._ids, self._fp8_combine = max_num_tokens, ids, fp8_combine
+        self._ids, self._fp8_combine = payloads["ids"], fp8_combine
+        self._max_num_tokens = max(1, workload.num_tokens)
+        hidden_dim, dtype, device = workload.hidden_dim, workload.dtype, self._ids.device
         self._native = NVLinkOneSided(
             {name: (each.shape[1], each.dtype) for name, each in payloads.items()},
-            num_experts=num_experts, topk=ids.shape[1], max_num_tokens=max_num_tokens,
+            num_experts=workload.num_experts, topk=workload.topk, max_num_tokens=self._max_num_tokens,
             combine_row_bytes=hidden_dim * dtype.itemsize, group=context.group, rank=context.rank,
             world_size=context.world_size,
         )  # fmt: skip
         self._payloads = self._native.packed(payloads)
-        self._out = torch.empty(ids.shape[0], hidden_dim, dtype=dtype, device=ids.device)
+        self._out = torch.empty(workload.num_tokens, hidden_dim, dtype=dtype, device=device)
         self.received = self.dispatch()
         if fp8_combine:
-            lead = (context.world_size, max_num_tokens, hidden_dim)
-            self.combine_rows = torch.zeros(lead, dtype=dtype, device=ids.device)
+            lead = (context.world_size, self._max_num_tokens, hidden_dim)
+            self.combine_rows = torch.zeros(lead, dtype=dtype, device=device)
         else:
-            self.combine_rows = self._native.combine_rows(max_num_tokens, hidden_dim, dtype).zero_()
+            self.combine_rows = self._native.combine_rows(self._max_num_tokens, hidden_dim, dtype).zero_()
         self.combine()
 
     def dispatch(self) -> dict[str, torch.Tensor]:
@@ -132,18 +88,16 @@ class OneSidedExchange:
         self._native.close()
 
 
-class _FlashInferSession(InputsSession):
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+class FlashInferSession(InputsSession):
+    """The exchange with one workload's inputs."""
+
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         payloads = {"x": self._x, "ids": self._ids, "weights": self._weights}
         if workload.quant_type != QuantType.NONE:
             payloads["x"], payloads["scales"] = quantize(self._x, workload.quant_type)
         fp8_combine = workload.combine_quant == QuantType.FP8_DIRECT_CAST
-        self._exchange = OneSidedExchange(
-            payloads, self._ids,
-            num_experts=workload.num_experts, max_num_tokens=max(1, workload.num_tokens),
-            combine_row=(workload.hidden_dim, workload.dtype), context=context, fp8_combine=fp8_combine,
-        )  # fmt: skip
+        self._exchange = OneSidedExchange(payloads, workload, context, fp8_combine=fp8_combine)
         self._exchange.combine_rows.normal_(std=0.1)
         self.details = {
             "version": importlib.metadata.version("flashinfer-python"),
@@ -152,27 +106,60 @@ class _FlashInferSession(InputsSession):
         }
 
     def dispatch(self) -> dict[str, torch.Tensor]:
-        """Tokens, scales, ids and router weights to the experts' ranks."""
+        """Sends tokens, scales, ids and router weights to the experts' ranks."""
         return self._exchange.dispatch()
 
     def combine(self, dispatched: Any) -> torch.Tensor:
-        """The experts' rows, which lie ready."""
+        """Combines the experts' rows, which lie ready."""
         return self._exchange.combine()
 
     def check(self) -> None:
-        """A round trip through identity experts, which write where they will be timed."""
+        """Checks a round trip through identity experts, which write where they will be timed."""
         received = self.dispatch()
-        self._exchange.combine_rows.copy_(self._rows(received))
+        # Rows past the received ones may hold anything.
+        self._exchange.combine_rows.copy_(self._rows_of(received["x"], received.get("scales")))
         self._check_result(self.combine(received))
-
-    def _rows(self, received: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The received tokens in the workload's dtype `[W, T, H]`; rows past the received ones hold anything."""
-        x = received["x"]
-        if x.dtype != FP8_DTYPE or "scales" not in received:
-            return x
-        rows = dequantize(x.flatten(0, 1), received["scales"].flatten(0, 1), self._workload.quant_type)
-        return rows.view(x.shape).to(self._workload.dtype)
 
     def close(self) -> None:
         """Unmaps the workspace. Collective."""
         self._exchange.close()
+
+
+@dataclass
+class FlashInferContender(Contender):
+    """`flashinfer.comm`'s MoeAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
+
+    Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
+    (fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.
+    """
+
+    name: str = "flashinfer"
+    session: Callable[..., Session] = FlashInferSession
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """Returns why it cannot run this workload here; None where it can."""
+        if device.type != "cuda":
+            return "needs GPUs"
+        for module, package in (("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")):
+            if importlib.util.find_spec(module) is None:
+                return f"{package} is not installed: pip install flashinfer-python"
+        return _unsupported(workload)
+
+
+CONTENDERS = (FlashInferContender(),)
+
+
+def _unsupported(workload: Workload) -> str | None:
+    """Returns why the library cannot run the workload, or None."""
+    if workload.topk not in TOPKS:
+        return f"supports top-k {TOPKS}, not {workload.topk}"
+    if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:
+        return f"needs at most {MAX_RANKS} ranks and an expert on each"
+    if workload.combine_quant == QuantType.FP8_BLOCKWISE:
+        return "its fp8 combine wire has no scales: fp8_direct_cast"
+    if workload.combine_quant != QuantType.NONE and workload.dtype != torch.bfloat16:
+        return "its fp8 combine wire is for bfloat16 rows"
+    ids = [workload.ids(rank) for rank in range(workload.world_size)]
+    if any(bool(((each < 0) | (each >= workload.num_experts)).any()) for each in ids):
+        return "sends dropped slots to rank 0"
+    return None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.commands.bench.contenders import LIMIT
-from ep_a2a.commands.bench.rows import Row, Status
+from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
 from ep_a2a.commands.bench.worker import run_contender
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 CONTENDER_TIMEOUT_SECS = 600.0
 """Bound of one contender at one point, compilation included."""
-MAX_REASON_CHARACTERS = 500
 
 
 class Runner(abc.ABC):
@@ -146,9 +145,9 @@ def run_sweep(
     """
     limits: dict[Workload, Row] = {}
     for workload in points:
+        same = _as_limit_sees(workload)
         rows = []
         for name in names:
-            same = _as_limit_sees(workload)
             if name == LIMIT and same in limits:
                 row = replace(limits[same], workload=workload)
             else:
@@ -161,4 +160,5 @@ def run_sweep(
 
 
 def _as_limit_sees(workload: Workload) -> Workload:
+    """Returns the workload without the differences that have no effect on the limit."""
     return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)

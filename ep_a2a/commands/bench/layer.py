@@ -8,74 +8,73 @@ the same gate and experts on rows that lie ready; "communication" is the rest of
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.bench.contender import Session
-from ep_a2a.commands.bench.layer_experts import Received, run_experts
-from ep_a2a.commands.bench.layer_model import Gate, MoEWeights, check_layer, make_weights
-from ep_a2a.commands.bench.layer_report import layer_parser, layer_workload, parse_options, run_sweep, timing_settings
-from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports
-from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
+import torch
+
+from ep_a2a.commands.bench.environment import CPU_NOTE
+from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
+from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports, unavailable
+from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_calls
+from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
+    from ep_a2a.testing.worker import RankContext
 
-    from ep_a2a.commands.bench.contender import BenchContext
-    from ep_a2a.commands.bench.workload import Workload
-
+RUN_TIMEOUT_SECS = 500.0
 COLUMNS = ("tokens", "quant", "transport", "layer_us", "compute_us", "communication_us", "communication_share")
 
 
-class WorkSession(Session):
-    """One layer as one piece of work, so that its parts may cross.
+class LayerBench:
+    """Weights, checks and times of one workload's layer on this rank. All methods are collective.
 
     Args:
-        work: runs the layer; returns its result.
-        check: looks at a result.
+        context: this rank.
+        workload: shapes of the layer.
+        intermediate_dim: F, intermediate size of an expert.
+        settings: numbers of runs; num_round_trips is the number of layers in a row.
     """
 
-    def __init__(self, work: Callable[[], Any], check: Callable[[Any], None] = lambda result: None) -> None:
-        super().__init__()
-        self._work, self._check = work, check
+    def __init__(
+        self, context: RankContext, workload: Workload, intermediate_dim: int, settings: TimingSettings
+    ) -> None:
+        self.context, self.workload, self.intermediate_dim, self._settings = (
+            context, workload, intermediate_dim, settings
+        )  # fmt: skip
+        self.rendezvous = Rendezvous(context.group)
+        self.weights = make_weights(workload, intermediate_dim, context)
+        self.x = workload.inputs(context.rank, context.device).x
 
-    def dispatch(self) -> None:
-        """Does nothing: `combine` does everything."""
+    def check(self, name: str, workload: Workload, gate: Gate, result: torch.Tensor) -> None:
+        """Compares a batch's result with the dense layer; raises CheckFailedError."""
+        check_layer(name, workload, gate, self.weights, self.context, result)
 
-    def combine(self, dispatched: Any) -> Any:
-        """Runs the work."""
-        return self._work()
+    def time(self, work: Callable[[], Any]) -> float:
+        """Returns microseconds of one of many calls in a row: median of each rank, the slowest rank."""
+        in_graph = self.context.device.type == "cuda"
+        times_us = time_calls(work, make_clock(self.context), self._settings, in_graph=in_graph)
+        return summarize(self.rendezvous.exchange("layer times", times_us)).p50_us
 
-    def check(self) -> None:
-        """Hands a result to the check."""
-        self._check(self._work())
-
-
-def computation_of(received: Received, gate: Gate, weights: MoEWeights) -> Callable[[], torch.Tensor]:
-    """Returns the same gate and experts without communication, on a copy of what a transport delivered."""
-    copy = Received(*(None if each is None else each.clone() for each in received))  # type: ignore[arg-type]
-
-    def compute() -> torch.Tensor:
-        gate()
-        run_experts(copy, weights)
-        return copy.out
-
-    return compute
-
-
-def time_session(session: Session, context: BenchContext, rendezvous: Rendezvous, settings: TimingSettings) -> float:
-    """Returns microseconds of one of many layers in a row: median of each rank, the slowest rank. Collective."""
-    in_graph = context.device.type == "cuda"
-    times_us = time_round_trips(session, make_clock(context), settings, in_graph=in_graph)
-    return summarize(rendezvous.exchange("layer times", times_us)).p50_us
+    def time_checked(self, work: Callable[[], Any], check: Callable[[Any], None]) -> float:
+        """Returns the time of `work`, whose result is checked before and after."""
+        check(work())
+        layer_us = self.time(work)
+        check(work())
+        return layer_us
 
 
 def run_layers(
-    context: BenchContext, workload: Workload, intermediate_dim: int, names: tuple[str, ...], settings: TimingSettings
+    context: RankContext, workload: Workload, intermediate_dim: int, names: tuple[str, ...], settings: TimingSettings
 ) -> list[dict[str, Any]]:
     """Returns one row per transport, the same on all ranks. Collective.
 
@@ -83,36 +82,22 @@ def run_layers(
         CheckFailedError: a transport's layer is not the dense layer.
     """
     check_transports(names, workload)
-    rendezvous = Rendezvous(context.group)
-    weights = make_weights(workload, intermediate_dim, context)
-    gate = Gate(workload.inputs(context.rank, context.device).x, weights.router, workload.topk)
-    return [_run_transport(name, context, workload, gate, weights, rendezvous, settings) for name in names]
+    bench = LayerBench(context, workload, intermediate_dim, settings)
+    gate = Gate(bench.x, bench.weights.router, workload.topk)
+    return [_run_transport(name, bench, gate) for name in names]
 
 
-def _run_transport(
-    name: str, context: BenchContext, workload: Workload, gate: Gate, weights: MoEWeights, rendezvous: Rendezvous,
-    settings: TimingSettings,
-) -> dict[str, Any]:  # fmt: skip
+def _run_transport(name: str, bench: LayerBench, gate: Gate) -> dict[str, Any]:
+    workload = bench.workload
     row: dict[str, Any] = {"tokens": workload.num_tokens, "quant": workload.quant_type, "transport": name}
-    reason = TRANSPORTS[name].unavailable(workload, context.device)
+    reason = unavailable(name, workload, bench.context.device)
     if reason is not None:
         return row | {"unavailable": reason}
     gate()
-    transport = TRANSPORTS[name](workload, gate, context)
-
-    def run_layer() -> torch.Tensor:
-        gate()
-        run_experts(transport.dispatch(), weights)
-        return transport.combine()
-
-    layer = WorkSession(run_layer, functools.partial(check_layer, name, workload, gate, weights, context))
-    with contextlib.closing(transport):
-        layer.check()
-        layer_us = time_session(layer, context, rendezvous, settings)
-        layer.check()
-        compute = computation_of(transport.dispatch(), gate, weights)
-        transport.combine()
-        compute_us = time_session(WorkSession(compute), context, rendezvous, settings)
+    with contextlib.closing(TRANSPORTS[name](workload, gate, bench.weights, bench.context)) as transport:
+        check = functools.partial(bench.check, name, workload, gate)
+        layer_us = bench.time_checked(transport.run, check)
+        compute_us = bench.time(transport.computation())
     communication_us = layer_us - compute_us
     return row | {
         "layer_us": layer_us, "compute_us": compute_us, "communication_us": communication_us,
@@ -120,16 +105,115 @@ def _run_transport(
     }  # fmt: skip
 
 
+def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Returns a parser of shapes, timing and output; the defaults are DeepSeek-V3's layer."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), default=4, help="processes, one per GPU")
+    add("--device", choices=("cpu", "cuda"), default="cuda", help="times on CPU say nothing about GPUs")
+    add("--tokens", type=at_least(1), nargs="+", default=[128, 512, 4096], help="tokens of each rank")
+    add("--hidden", type=at_least(1), default=7168, help="hidden size")
+    add("--intermediate", type=at_least(1), default=2048, help="intermediate size of an expert")
+    add("--experts", type=at_least(1), default=256, help="over all ranks")
+    add("--topk", type=at_least(1), default=8, help="experts per token")
+    add("--quant", choices=("none", "fp8_per_1x128"), default="none", help="cast on the dispatch wire")
+    add("--layers", type=at_least(1), default=10, help="layers in a row, in one CUDA graph")
+    add("--warmups", type=at_least(0), default=5, help="untimed runs")
+    add("--runs", type=at_least(1), default=20, help="timed runs")
+    add("--json", type=Path, help="append one line per row to this file")
+    return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns a type for argparse: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return number
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options, with `timing` and one workload per number of tokens in `workloads`.
+
+    Exits with an error before any process starts.
+    """
+    options = parser.parse_args(arguments)
+    num_gpus = torch.cuda.device_count()
+    if options.device == "cuda" and options.ranks > num_gpus:
+        parser.error(
+            f"{options.ranks} ranks need as many GPUs, and there are {num_gpus}: lower --ranks, or --device cpu"
+        )
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"there is no folder {options.json.resolve().parent} for --json")
+    options.timing = TimingSettings(options.warmups, options.runs, options.layers, num_host_calls=0)
+    options.workloads = [
+        Workload(
+            world_size=options.ranks, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=options.hidden,
+            topk=options.topk, num_experts=options.experts, quant_type=options.quant, layout="rank_major",
+        )
+        for num_tokens in options.tokens
+    ]  # fmt: skip
+    return options
+
+
+def run_sweep(
+    options: argparse.Namespace, columns: Sequence[str], function: Callable[..., list[dict[str, Any]]], *args: Any
+) -> None:
+    """Runs `function(context, workload, *args)` on all ranks for each workload; writes rank 0's rows as they come."""
+    rows: list[dict[str, Any]] = []
+    note = {"note": CPU_NOTE} if options.device == "cpu" else {}
+    try:
+        with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
+            for workload in options.workloads:
+                new = pool.run(function, workload, *args)[0]
+                for row in new:
+                    _write_line(options.json, row | note)
+                rows += new
+    except RankFailure as failure:
+        if failure.expected_error is None:
+            raise
+        sys.exit(f"error: {failure.expected_error}")
+    sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
+
+
+def format_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Returns rows as text; an unavailable row has its reason in place of numbers."""
+    lines = [list(columns)]
+    for row in rows:
+        cells = [_format(row[column]) for column in columns if column in row]
+        lines.append(cells + ([f"unavailable: {row['unavailable']}"] if "unavailable" in row else []))
+    complete = [line for line in lines if len(line) == len(columns)]
+    widths = [max(map(len, column)) for column in zip(*complete)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def _format(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
+
+
+def _write_line(path: Path | None, row: dict[str, Any]) -> None:
+    line = json.dumps(row)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    if path is not None:
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = layer_parser("python -m ep_a2a.commands.bench.layer", __doc__.partition("\n")[0])
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS), help="which")
     options = parse_options(parser, arguments)
-    tasks = [
-        (layer_workload(options, num_tokens), options.intermediate, tuple(options.transports), timing_settings(options))
-        for num_tokens in options.tokens
-    ]
-    run_sweep(options, run_layers, tasks, COLUMNS)
+    run_sweep(options, COLUMNS, run_layers, options.intermediate, tuple(options.transports), options.timing)
 
 
 if __name__ == "__main__":

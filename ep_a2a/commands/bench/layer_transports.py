@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ep_a2a.commands.bench.layer_experts import Received, quantize_rows
+from ep_a2a.commands.bench.contenders import make_contender
+from ep_a2a.commands.bench.layer_model import Received, quantize_rows, run_experts
 from ep_a2a.commands.bench.native import make_config
 from ep_a2a.commands.bench.nccl import all_gather, reduce_scatter_single
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
@@ -18,9 +19,11 @@ from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.bench.contender import BenchContext
-    from ep_a2a.commands.bench.layer_model import Gate
+    from collections.abc import Callable
+
+    from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
 PAD_ID = -1
 
@@ -30,19 +33,15 @@ class Transport(abc.ABC):
 
     Args:
         workload: shapes; layout rank_major, quant_type "none" or "fp8_per_1x128".
-        gate: tokens, ids and weights, read at each dispatch.
+        gate: tokens, ids and router weights, read at each dispatch.
+        weights: the experts'.
         context: this rank and its group.
     """
 
     name: ClassVar[str]
 
-    @abc.abstractmethod
-    def __init__(self, workload: Workload, gate: Gate, context: BenchContext) -> None: ...
-
-    @classmethod
-    def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """Returns why it cannot run here; None where it can. Local."""
-        return None
+    def __init__(self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext) -> None:
+        self.workload, self.gate, self.weights, self.context = workload, gate, weights, context
 
     @abc.abstractmethod
     def dispatch(self) -> Received:
@@ -50,32 +49,57 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def combine(self) -> torch.Tensor:
-        """Brings what the experts left in `Received.out` back: the layer's result `[T, H]`."""
+        """Brings the rows that the experts left in `Received.out` back: the layer's result `[T, H]`."""
 
-    def close(self) -> None:  # noqa: B027  most have nothing to do
+    def close(self) -> None:  # noqa: B027  not all hold memory
         """Gives memory back. Called once, on every rank."""
+
+    def run(self) -> torch.Tensor:
+        """Runs the whole layer, part after part."""
+        self.gate()
+        run_experts(self.dispatch(), self.weights)
+        return self.combine()
+
+    def computation(self) -> Callable[[], torch.Tensor]:
+        """Returns the same gate and experts without communication, on a copy of received rows. Collective."""
+        self.gate()
+        copy = Received(*(None if each is None else each.clone() for each in self.dispatch()))  # type: ignore[arg-type]
+        self.combine()
+
+        def compute() -> torch.Tensor:
+            self.gate()
+            run_experts(copy, self.weights)
+            return copy.out
+
+        return compute
 
 
 class OpTransport(Transport):
-    """This package's op: casts inside dispatch, zero-copy combine."""
+    """This package's op: casts inside dispatch, zero-copy combine.
+
+    Args:
+        arena, index: the op's memory; ops in flight together have different indices. None: an arena of its own.
+    """
 
     name = "ep_a2a"
 
     def __init__(
-        self, workload: Workload, gate: Gate, context: BenchContext, arena: Arena | None = None, index: int = 0
-    ) -> None:
+        self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext, arena: Arena | None = None,
+        index: int = 0,
+    ) -> None:  # fmt: skip
         from ep_a2a.ops.op import EpDispatchCombineOp
 
-        self._gate, self._own_arena = gate, arena is None
-        self.arena = Arena(context.group, context.device) if arena is None else arena
-        self.op = EpDispatchCombineOp(make_config(workload, context.rank), arena=self.arena, index=index)
+        super().__init__(workload, gate, weights, context)
+        self._own_arena = None
+        if arena is None:
+            arena = self._own_arena = Arena(context.group, context.device)
+        self.op = EpDispatchCombineOp(make_config(workload, context.rank), arena=arena, index=index)
         self.rows = self.op.get_registered_combine_input_buffer(workload.dtype)
-        self.num_tokens = workload.num_tokens
 
     def dispatch(self) -> Received:
-        """Tokens, ids and router weights to the experts' ranks."""
+        """Sends tokens, ids and router weights to the experts' ranks."""
         tokens, weights, scales, ids, _ = self.op.dispatch(
-            self._gate.x, self._gate.weights, None, self._gate.ids, pad_id=PAD_ID
+            self.gate.x, self.gate.weights, None, self.gate.ids, pad_id=PAD_ID
         )
         return self.received(tokens, weights, scales, ids)
 
@@ -89,57 +113,49 @@ class OpTransport(Transport):
         return Received(tokens.flatten(0, 1), flat_scales, ids.flatten(0, 1), weights.flatten(0, 1), self.rows)
 
     def combine(self) -> torch.Tensor:
-        """The experts' rows back, summed."""
-        return self.op.combine(self.rows, None, None)[0][: self.num_tokens]
+        """Brings the experts' rows back, summed."""
+        return self.op.combine(self.rows, None, None)[0][: self.workload.num_tokens]
 
     def close(self) -> None:
         """Closes the op, and its arena unless it was given."""
         self.op.close()
-        if self._own_arena:
-            self.arena.close()
+        if self._own_arena is not None:
+            self._own_arena.close()
 
 
-class _Cast:
-    """The tokens as they travel where the library does not cast: as they are, or cast by a launch before."""
+class _CastTransport(Transport):
+    """A transport whose library does not cast: tokens travel as they are, or cast by a launch before."""
 
-    def __init__(self, workload: Workload, x: torch.Tensor) -> None:
-        self._x, self.tokens = x, x
-        self.scales: torch.Tensor | None = None
+    def __init__(self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext) -> None:
+        super().__init__(workload, gate, weights, context)
+        x = gate.x
+        self._tokens = x
+        self._scales: torch.Tensor | None = None
         if workload.quant_type != QuantType.NONE:
-            self.tokens = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
-            self.scales = torch.empty(x.shape[0], x.shape[1] // FP8_GROUP_SIZE, device=x.device)
+            self._tokens = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+            self._scales = torch.empty(x.shape[0], x.shape[1] // FP8_GROUP_SIZE, device=x.device)
 
-    def __call__(self) -> None:
-        if self.scales is not None:
-            quantize_rows(self._x, self.tokens, self.scales)
+    def _cast(self) -> None:
+        if self._scales is not None:
+            quantize_rows(self.gate.x, self._tokens, self._scales)
 
 
-class FlashInferTransport(Transport):
+class FlashInferTransport(_CastTransport):
     """FlashInfer's one-sided kernels; a cast before dispatch, and a launch after it that marks padding."""
 
     name = "flashinfer"
 
-    def __init__(self, workload: Workload, gate: Gate, context: BenchContext) -> None:
+    def __init__(self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext) -> None:
         from ep_a2a.commands.bench.flashinfer import OneSidedExchange
 
-        self._cast = _Cast(workload, gate.x)
-        payloads = {"x": self._cast.tokens, "ids": gate.ids, "weights": gate.weights}
-        if self._cast.scales is not None:
-            payloads["scales"] = self._cast.scales
-        self._exchange = OneSidedExchange(
-            payloads, gate.ids, num_experts=workload.num_experts, max_num_tokens=workload.num_tokens,
-            combine_row=(workload.hidden_dim, workload.dtype), context=context,
-        )  # fmt: skip
-
-    @classmethod
-    def unavailable(cls, workload: Workload, device: torch.device) -> str | None:
-        """Returns the answer of the contender of this name."""
-        from ep_a2a.commands.bench.flashinfer import FlashInferContender
-
-        return FlashInferContender().unavailable(workload, device)
+        super().__init__(workload, gate, weights, context)
+        payloads = {"x": self._tokens, "ids": gate.ids, "weights": gate.weights}
+        if self._scales is not None:
+            payloads["scales"] = self._scales
+        self._exchange = OneSidedExchange(payloads, workload, context)
 
     def dispatch(self) -> Received:
-        """Tokens, ids and router weights to the experts' ranks."""
+        """Sends tokens, ids and router weights to the experts' ranks."""
         self._cast()
         received = self._exchange.dispatch()
         self._exchange.mark_padding("ids", PAD_ID)
@@ -148,7 +164,7 @@ class FlashInferTransport(Transport):
         return Received(flat["x"], flat.get("scales"), flat["ids"], flat["weights"], rows)
 
     def combine(self) -> torch.Tensor:
-        """The experts' rows back, summed."""
+        """Brings the experts' rows back, summed."""
         return self._exchange.combine()
 
     def close(self) -> None:
@@ -156,16 +172,16 @@ class FlashInferTransport(Transport):
         self._exchange.close()
 
 
-class AllGatherReduceScatterTransport(Transport):
+class AllGatherReduceScatterTransport(_CastTransport):
     """vLLM's default: every rank gets all tokens, runs its own experts on them, and sums are reduce-scattered."""
 
     name = "nccl_agrs"
 
-    def __init__(self, workload: Workload, gate: Gate, context: BenchContext) -> None:
-        self._context, self._cast = context, _Cast(workload, gate.x)
-        scales = [] if self._cast.scales is None else [self._cast.scales]
-        # fp8 travels as bytes: NCCL knows no sum of it, and some versions not the type either.
-        tokens = self._cast.tokens if self._cast.scales is None else self._cast.tokens.view(torch.uint8)
+    def __init__(self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext) -> None:
+        super().__init__(workload, gate, weights, context)
+        scales = [] if self._scales is None else [self._scales]
+        # fp8 travels as bytes: NCCL knows no sum of it, and some versions do not know the type.
+        tokens = self._tokens if self._scales is None else self._tokens.view(torch.uint8)
         self._sent = [tokens, gate.ids, gate.weights, *scales]
         num_rows = workload.world_size * workload.num_tokens
         self._gathered = [each.new_empty(num_rows, each.shape[1]) for each in self._sent]
@@ -173,15 +189,15 @@ class AllGatherReduceScatterTransport(Transport):
         self._result = torch.empty_like(gate.x)
 
     def dispatch(self) -> Received:
-        """Tokens, ids and router weights to the experts' ranks."""
+        """Gathers tokens, ids and router weights of all ranks."""
         self._cast()
-        all_gather(self._context, self._gathered, self._sent)
+        all_gather(self.context, self._gathered, self._sent)
         tokens, ids, weights, *scales = self._gathered
-        return Received(tokens.view(self._cast.tokens.dtype), scales[0] if scales else None, ids, weights, self._rows)
+        return Received(tokens.view(self._tokens.dtype), scales[0] if scales else None, ids, weights, self._rows)
 
     def combine(self) -> torch.Tensor:
-        """The experts' rows back, summed."""
-        reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        """Brings the experts' rows back, summed."""
+        reduce_scatter_single(self._result, self._rows, group=self.context.group)
         return self._result
 
 
@@ -190,12 +206,17 @@ TRANSPORTS: dict[str, type[Transport]] = {
 }
 
 
+def unavailable(name: str, workload: Workload, device: torch.device) -> str | None:
+    """Returns why a transport cannot run here, as FlashInfer's contender says; None where it can. Local."""
+    return make_contender(name).unavailable(workload, device) if name == "flashinfer" else None
+
+
 def check_transports(names: tuple[str, ...], workload: Workload) -> None:
     """Checks a choice of transports and a workload.
 
     Raises:
         UnknownNameError: a name is not in TRANSPORTS.
-        UnsupportedError: the layer cannot be run on this workload.
+        UnsupportedError: the layer cannot run this workload.
     """
     for name in names:
         if name not in TRANSPORTS:

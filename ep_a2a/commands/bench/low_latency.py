@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
+from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session
 from ep_a2a.commands.bench.native import identity_experts
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config
@@ -13,21 +14,72 @@ from ep_a2a.errors import EpA2AError
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
 
+class LowLatencyLayerSession(InputsSession):
+    """The layer with one workload's inputs."""
+
+    def __init__(self, workload: Workload, context: RankContext, contender: LowLatencyLayerContender) -> None:
+        super().__init__(workload, context, contender)
+        self._arena = Arena(context.group, context.device)
+        try:
+            self._layer = EPLowLatencyAllToAllLayer(
+                **contender.arguments(workload), rank=context.rank, enable_profiling=contender.records_spans,
+                arena=self._arena,
+            )  # fmt: skip
+        except Exception:
+            self._arena.close()
+            raise
+        dispatched = self.dispatch()
+        tokens, scales, counts, _ = dispatched
+        self._rows = identity_experts(workload, tokens, scales, counts)
+        self.combine(dispatched)
+
+    def dispatch(self) -> Any:
+        """Sends tokens and ids; combine takes the router's weights."""
+        return self._layer.dispatch(self._x, None, self._ids)
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """Combines the experts' rows, which lie ready, weighed and added."""
+        return self._layer.combine(self._rows, None, self._weights, dispatched[3])
+
+    def check(self) -> None:
+        """Checks a round trip through each set of buffers."""
+        super().check()
+        super().check()
+        self.check_timed()
+
+    def _copies(self) -> torch.Tensor:
+        return self._workload.valid_weights(self._context.rank)
+
+    def check_timed(self) -> None:
+        """Checks that no kernel has recorded a failure."""
+        for buffers in self._layer.dispatch_ctx.phases:
+            buffers.op.check()
+
+    def close(self) -> None:
+        """Finalises the layer and gives its memory back."""
+        self._layer.finalize()
+        self._arena.close()
+
+
+@dataclass
 class LowLatencyLayerContender(Contender):
     """`EPLowLatencyAllToAllLayer`, its two sets of buffers in turn.
 
     Attributes:
-        records_spans: the layer's enable_profiling.
+        records_spans: the layer's enable_profiling, to show what recording costs.
     """
 
-    name: ClassVar[str] = "ep_low_latency"
-    records_spans: ClassVar[bool] = False
+    name: str = "ep_low_latency"
+    session: Callable[..., Session] = LowLatencyLayerSession
+    records_spans: bool = False
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
         """Returns why the layer cannot run the workload; None where it can."""
@@ -52,60 +104,5 @@ class LowLatencyLayerContender(Contender):
             "fp8_gsize": workload.hidden_dim if per_token else FP8_GROUP_SIZE, "dtype": workload.dtype,
         }  # fmt: skip
 
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Builds the layer. Collective."""
-        return LowLatencyLayerSession(workload, context, self)
 
-
-class TracedLowLatencyLayerContender(LowLatencyLayerContender):
-    """`ep_low_latency` with spans recorded, to show what that costs."""
-
-    name = "ep_low_latency_traced"
-    records_spans = True
-
-
-class LowLatencyLayerSession(InputsSession):
-    """The layer with one workload's inputs."""
-
-    def __init__(self, workload: Workload, context: BenchContext, contender: LowLatencyLayerContender) -> None:
-        super().__init__(workload, context, contender)
-        self._arena = Arena(context.group, context.device)
-        try:
-            self._layer = EPLowLatencyAllToAllLayer(
-                **contender.arguments(workload), rank=context.rank, enable_profiling=contender.records_spans,
-                arena=self._arena,
-            )  # fmt: skip
-        except Exception:
-            self._arena.close()
-            raise
-        dispatched = self.dispatch()
-        tokens, scales, counts, _ = dispatched
-        self._rows = identity_experts(workload, tokens, scales, counts)
-        self.combine(dispatched)
-
-    def dispatch(self) -> Any:
-        """Tokens and ids; the router's weights are given to combine."""
-        return self._layer.dispatch(self._x, None, self._ids)
-
-    def combine(self, dispatched: Any) -> torch.Tensor:
-        """The experts' rows, which lie ready, weighed and added."""
-        return self._layer.combine(self._rows, None, self._weights, dispatched[3])
-
-    def check(self) -> None:
-        """Checks a round trip through each set of buffers."""
-        super().check()
-        super().check()
-        self.check_timed()
-
-    def _copies(self) -> torch.Tensor:
-        return self._workload.valid_weights(self._context.rank)
-
-    def check_timed(self) -> None:
-        """Checks that no kernel has recorded a failure."""
-        for buffers in self._layer.dispatch_ctx.phases:
-            buffers.op.check()
-
-    def close(self) -> None:
-        """Finalises the layer and gives its memory back."""
-        self._layer.finalize()
-        self._arena.close()
+CONTENDERS = (LowLatencyLayerContender(), LowLatencyLayerContender("ep_low_latency_traced", records_spans=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.commands.bench.contender import Contender, InputsSession, Session
+from ep_a2a.commands.bench.contenders import NATIVE, Contender, InputsSession, Session
 from ep_a2a.config import (
     CompiledCalls,
     EpDispatchCombineConfig,
@@ -21,94 +22,13 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.bench.contender import BenchContext
+    from collections.abc import Callable
+
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.testing.worker import RankContext
     from ep_a2a.tuning.tables import TunedTables
-
-
-class OpContender(Contender):
-    """The op as an engine calls it: casts inside dispatch, experts whose rows lie in memory of their own.
-
-    Attributes:
-        bounds_step: dispatch gets max_num_tokens=T instead of M.
-        casts_before: tokens are cast to fp8 before dispatch, as the other libraries want them.
-        kernel_type, internode_transport: as of the op's config, where there are several nodes; None leaves the kernel
-            to the policy.
-    """
-
-    name: ClassVar[str] = "ep_a2a"
-    bounds_step: ClassVar[bool] = False
-    casts_before: ClassVar[bool] = False
-    kernel_type: ClassVar[EpDispatchCombineKernelType | None] = None
-    internode_transport: ClassVar[str] = "auto"
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why the op's config refuses the workload, or that the variant would be `ep_a2a` itself."""
-        if self.bounds_step and workload.max_num_tokens == workload.num_tokens:
-            return "the same as ep_a2a where max_num_tokens is num_tokens"
-        if self.casts_before and workload.quant_type == QuantType.NONE:
-            return "the same as ep_a2a without a cast"
-        try:
-            make_config(workload, 0, self)
-        except EpA2AError as error:
-            return str(error)
-        return None
-
-    def prepare(self, workload: Workload, context: BenchContext) -> Session:
-        """Builds the op. Collective."""
-        return OpSession(workload, context, self)
-
-
-class BoundedOpContender(OpContender):
-    """`ep_a2a` with max_num_tokens=T at each step, where buffers are made for more."""
-
-    name = "ep_a2a_bounded"
-    bounds_step = True
-
-
-class PrecastOpContender(OpContender):
-    """`ep_a2a` with tokens that were cast to fp8 before dispatch."""
-
-    name = "ep_a2a_precast"
-    casts_before = True
-
-
-def make_config(
-    workload: Workload, rank: int, contender: OpContender | type[OpContender] = OpContender
-) -> EpDispatchCombineConfig:
-    """Returns the op's config for a workload.
-
-    Raises:
-        ConfigError: no op can have it.
-    """
-    kernel_type = EpDispatchCombineKernelType.IntraNode
-    if workload.num_nodes > 1:
-        kernel_type = contender.kernel_type or inter_node_kernel(workload.max_num_tokens)
-    has_combine_cast = workload.combine_quant != QuantType.NONE
-    return EpDispatchCombineConfig(
-        data_type=workload.dtype,
-        rank=rank,
-        world_size=workload.world_size,
-        hidden_dim=workload.hidden_dim,
-        scale_dim=0,
-        scale_type_size=0,
-        max_token_type_size=workload.dtype.itemsize,
-        max_num_inp_token_per_rank=workload.max_num_tokens,
-        num_experts_per_rank=num_owned_experts(workload.num_experts, workload.world_size, rank),
-        num_experts_per_token=workload.topk,
-        num_experts=workload.num_experts,
-        quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
-        dispatch_quant_type=workload.quant_type if has_combine_cast else None,
-        # The bench makes only these calls; each further form compiles for seconds.
-        compiled_calls=CompiledCalls.SERVING,
-        layout=workload.layout,
-        max_sms=workload.max_sms,
-        kernel_type=kernel_type,
-        gpu_per_node=workload.world_size // workload.num_nodes,
-        internode_transport=contender.internode_transport,
-    )
 
 
 class OpSession(InputsSession):
@@ -118,7 +38,7 @@ class OpSession(InputsSession):
         op: the op.
     """
 
-    def __init__(self, workload: Workload, context: BenchContext, contender: OpContender) -> None:
+    def __init__(self, workload: Workload, context: RankContext, contender: OpContender) -> None:
         super().__init__(workload, context, contender)
         self._sent, self._scales = self._x, None
         if contender.casts_before:
@@ -134,19 +54,17 @@ class OpSession(InputsSession):
             for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
                 launch = self.op.get_launch_config(is_dispatch)
                 self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
-        # The experts' part is not timed: dispatch gives the same rows every time, so they stay right.
+        # The experts' part is not timed. Every dispatch gives the same rows, so the experts' rows stay right.
         dispatched = self.dispatch()
         self._rows = self._run_identity_experts(dispatched)
         self.combine(dispatched)
 
     def dispatch(self) -> DispatchResult:
-        """Tokens, ids and router weights to the experts' ranks."""
-        return self.op.dispatch(
-            self._sent, self._weights, self._scales, self._ids, max_num_tokens=self._step_bound
-        )  # fmt: skip
+        """Sends tokens, ids and router weights to the experts' ranks."""
+        return self.op.dispatch(self._sent, self._weights, self._scales, self._ids, max_num_tokens=self._step_bound)
 
     def combine(self, dispatched: DispatchResult) -> torch.Tensor:
-        """The experts' rows, which lie ready."""
+        """Combines the experts' rows, which lie ready."""
         result, _ = self.op.combine(self._rows, None, None)
         return result[: self._workload.num_tokens]
 
@@ -172,8 +90,8 @@ class OpSession(InputsSession):
         self.op.close()
         self._arena.close()
 
-    def _make_op(self, config: EpDispatchCombineConfig, context: BenchContext) -> EpDispatchCombineOp:
-        """The op, in this session's arena. Collective."""
+    def _make_op(self, config: EpDispatchCombineConfig, context: RankContext) -> EpDispatchCombineOp:
+        """Returns the op, in this session's arena. Collective."""
         from ep_a2a.ops.op import EpDispatchCombineOp
 
         return EpDispatchCombineOp(config, arena=self._arena)
@@ -187,6 +105,69 @@ class OpSession(InputsSession):
         return identity_experts(self._workload, tokens, scales, counts)
 
 
+@dataclass
+class OpContender(Contender):
+    """The op as an engine calls it: casts inside dispatch, experts whose rows lie in memory of their own.
+
+    Attributes:
+        bounds_step: dispatch gets max_num_tokens=T instead of M.
+        casts_before: tokens are cast to fp8 before dispatch, as the other libraries want them.
+        kernel_type, internode_transport: of the op's config, on several nodes; None leaves the kernel to the policy.
+    """
+
+    name: str = NATIVE
+    session: Callable[..., Session] = OpSession
+    bounds_step: bool = False
+    casts_before: bool = False
+    kernel_type: EpDispatchCombineKernelType | None = None
+    internode_transport: str = "auto"
+
+    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
+        """Returns why the op's config refuses the workload, or that the variant would be `ep_a2a` itself."""
+        if self.bounds_step and workload.max_num_tokens == workload.num_tokens:
+            return "the same as ep_a2a where max_num_tokens is num_tokens"
+        if self.casts_before and workload.quant_type == QuantType.NONE:
+            return "the same as ep_a2a without a cast"
+        try:
+            make_config(workload, 0, self)
+        except EpA2AError as error:
+            return str(error)
+        return None
+
+
+CONTENDERS = (
+    OpContender(),
+    OpContender("ep_a2a_bounded", bounds_step=True),
+    OpContender("ep_a2a_precast", casts_before=True),
+)
+
+
+def make_config(workload: Workload, rank: int, contender: OpContender | None = None) -> EpDispatchCombineConfig:
+    """Returns the op's config for a workload; of the contender `ep_a2a` by default.
+
+    Raises:
+        ConfigError: no op can have it.
+    """
+    contender = contender or CONTENDERS[0]
+    kernel_type = EpDispatchCombineKernelType.IntraNode
+    if workload.num_nodes > 1:
+        kernel_type = contender.kernel_type or inter_node_kernel(workload.max_num_tokens)
+    has_combine_cast = workload.combine_quant != QuantType.NONE
+    return EpDispatchCombineConfig(
+        data_type=workload.dtype, rank=rank, world_size=workload.world_size, hidden_dim=workload.hidden_dim,
+        scale_dim=0, scale_type_size=0, max_token_type_size=workload.dtype.itemsize,
+        max_num_inp_token_per_rank=workload.max_num_tokens,
+        num_experts_per_rank=num_owned_experts(workload.num_experts, workload.world_size, rank),
+        num_experts_per_token=workload.topk, num_experts=workload.num_experts,
+        quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
+        dispatch_quant_type=workload.quant_type if has_combine_cast else None,
+        # The bench makes only these calls. Each further form takes seconds to compile.
+        compiled_calls=CompiledCalls.SERVING,
+        layout=workload.layout, max_sms=workload.max_sms, kernel_type=kernel_type,
+        gpu_per_node=workload.world_size // workload.num_nodes, internode_transport=contender.internode_transport,
+    )  # fmt: skip
+
+
 def identity_experts(
     workload: Workload, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
@@ -197,7 +178,7 @@ def identity_experts(
         tokens: [..., R, H], in blocks of R rows that are dense from the front. scales: [..., R, S], or None.
         counts: rows of each block. Synchronises.
     """
-    # If combine read a row that was not received, the check would see it.
+    # NaN, so that the check finds a combine that reads rows which were not received.
     results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
     flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
     num_rows = tokens.shape[-2]

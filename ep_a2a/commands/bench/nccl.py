@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ep_a2a.commands.bench.contender import Contender, InputsSession
-from ep_a2a.config import QuantType
-from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.commands.bench.contenders import Contender, InputsSession
+from ep_a2a.config import FP8_DTYPE, QuantType
+from ep_a2a.quantization import quantize
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
 # torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(context: BenchContext, gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+def all_gather(context: RankContext, gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Gathers several tensors from all ranks, on a GPU as one group of all-gathers. Collective."""
     on_cpu = context.device.type == "cpu"
     group: Any = contextlib.nullcontext() if on_cpu else distributed_c10d._coalescing_manager(
@@ -37,9 +37,9 @@ def all_gather(context: BenchContext, gathered: Sequence[torch.Tensor], parts: S
 
 
 class _CollectiveSession(InputsSession):
-    """The inputs, cast where asked for."""
+    """The inputs, cast before the timing. The collectives themselves sum: combine moves unquantised rows."""
 
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         self._group = context.group
         self._payload = [self._x.view(torch.uint8)]
@@ -51,38 +51,46 @@ class _CollectiveSession(InputsSession):
         if context.device.type == "cpu":
             self.details["transport"] = "gloo"
 
-    def _rows_of(self, payload: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """Received bytes as rows of the workload's dtype."""
-        if scales is None:
-            return payload.view(self._workload.dtype)
-        cast = payload.view(torch.float8_e4m3fn)
-        return dequantize(cast, scales.view(torch.float32), self._workload.quant_type, self._workload.dtype)
+    def _received_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns received bytes (tokens, and scales where there is a cast) as rows of the workload's dtype."""
+        if len(parts) == 1:
+            return parts[0].view(self._workload.dtype)
+        return self._rows_of(parts[0].view(FP8_DTYPE), parts[1].view(torch.float32))
 
 
-class _AllGatherReduceScatterSession(_CollectiveSession):
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+class AllGatherReduceScatterSession(_CollectiveSession):
+    """vLLM's default: all-gather of tokens, ids and weights; reduce-scatter of [W * T, H] in the tokens' dtype."""
+
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         self._sent = [*self._payload, self._ids, self._weights]
         num_rows = workload.world_size * workload.num_tokens
         self._gathered = [part.new_empty(num_rows, part.shape[1]) for part in self._sent]
         self._result = torch.empty_like(self._x)
         self.dispatch()
-        rows = self._rows_of(self._gathered[0], self._gathered[1] if len(self._payload) > 1 else None)
+        rows = self._received_rows(self._gathered[: len(self._payload)])
         mine = destination_mask(self._gathered[-2], workload.num_experts, workload.world_size)[:, context.rank]
         self._rows = torch.where(mine[:, None], rows, torch.zeros_like(rows))
 
     def dispatch(self) -> None:
-        """Everybody's tokens, scales, ids and weights, as one group of all-gathers."""
+        """Gathers all ranks' tokens, scales, ids and weights, as one group of all-gathers."""
         all_gather(self._context, self._gathered, self._sent)
 
     def combine(self, dispatched: None) -> torch.Tensor:
-        """The sum over ranks of their rows for this rank's tokens."""
+        """Sums the ranks' rows for this rank's tokens."""
         reduce_scatter_single(self._result, self._rows, group=self._group)
         return self._result
 
 
-class _AllToAllSession(_CollectiveSession):
-    def __init__(self, workload: Workload, context: BenchContext, contender: Contender) -> None:
+class AllToAllSession(_CollectiveSession):
+    """One all_to_all_single each way, of one row per token and distinct rank.
+
+    The CPU knows the splits: they are computed before the timing, whereas a real step would have to exchange them. The
+    parts of a row (the cast row, scales, ids, weights) are packed before the timing, too. Timed are the copies of rows
+    into the order of the destinations, and the sums of what comes back.
+    """
+
+    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         traffic = workload.traffic()
         self._sends, self._receives = traffic[context.rank].tolist(), traffic[:, context.rank].tolist()
@@ -101,37 +109,17 @@ class _AllToAllSession(_CollectiveSession):
         self.dispatch()
         widths = [part.shape[1] for part in self._payload]
         parts = torch.split(self._received[:, : sum(widths)], widths, dim=1)
-        self._rows = self._rows_of(parts[0].contiguous(), parts[1].contiguous() if len(parts) > 1 else None)
+        self._rows = self._received_rows([part.contiguous() for part in parts])
 
     def dispatch(self) -> None:
-        """One row of bytes per token and rank: token, scales, ids, weights."""
+        """Sends one row of bytes per token and rank: token, scales, ids, weights."""
         rows = self._bytes.index_select(0, self._row_tokens)
         dist.all_to_all_single(self._received, rows, self._receives, self._sends, group=self._group)
 
     def combine(self, dispatched: None) -> torch.Tensor:
-        """The rows come back and are summed per token."""
+        """Brings the rows back and sums them per token."""
         dist.all_to_all_single(self._returned, self._rows, self._sends, self._receives, group=self._group)
         return torch.nn.functional.embedding_bag(self._order, self._returned, self._first_row, mode="sum")
 
 
-class AllGatherReduceScatterContender(Contender):
-    """vLLM's default: all-gather of tokens, ids and weights; reduce-scatter of [W * T, H] in the tokens' dtype.
-
-    A cast of the dispatch happens before the timing. The collective itself sums, so it has no cast of the combine: it
-    moves unquantised rows then, and says so.
-    """
-
-    name: ClassVar[str] = "nccl_agrs"
-    session = _AllGatherReduceScatterSession
-
-
-class AllToAllContender(Contender):
-    """One all_to_all_single each way, of one row per token and distinct rank.
-
-    The CPU knows the splits: they are computed before the timing, whereas a real step would have to exchange them. The
-    parts of a row (the cast row, scales, ids, weights) are packed before the timing too. Copying rows into the order of
-    the destinations, and summing what comes back, are timed. Unquantised rows come back.
-    """
-
-    name: ClassVar[str] = "nccl_all_to_all"
-    session = _AllToAllSession
+CONTENDERS = (Contender("nccl_agrs", AllGatherReduceScatterSession), Contender("nccl_all_to_all", AllToAllSession))

@@ -8,23 +8,14 @@ Each is timed as CUDA graph replays in turn and overlapped; exposed = layer - th
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ep_a2a.commands.bench.layer import WorkSession, computation_of, time_session
-from ep_a2a.commands.bench.layer_model import check_layer, make_weights
-from ep_a2a.commands.bench.layer_report import (
-    at_least,
-    layer_parser,
-    layer_workload,
-    parse_options,
-    run_sweep,
-    timing_settings,
-)
+from ep_a2a.commands.bench.layer import LayerBench, at_least, layer_parser, parse_options, run_sweep
 from ep_a2a.commands.bench.layer_transports import check_transports
 from ep_a2a.commands.bench.overlap_schedules import (
     Batch,
@@ -36,35 +27,31 @@ from ep_a2a.commands.bench.overlap_schedules import (
     shared_between,
     shared_in_turn,
 )
-from ep_a2a.commands.bench.timing import capture, make_clock
-from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.commands.bench.timing import TimingSettings, capture, make_clock
+from ep_a2a.errors import ConfigError
 from ep_a2a.memory.arena import Arena
-from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ep_a2a.commands.bench.contender import BenchContext
-    from ep_a2a.commands.bench.layer_model import MoEWeights
-    from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
-SCHEDULES = ("micro_batches", "shared_expert")
 COLUMNS = ("tokens", "quant", "schedule", "variant", "comm_sms", "layer_us", "compute_us", "exposed_us")
 SHARED_SEED = 78
 NUM_TRACED = 3
 """Layers in a trace."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OverlapSettings:
-    """The schedules to run, and how.
+    """Schedules and how to run them.
 
     Attributes:
         schedules: out of SCHEDULES.
         comm_sms: multiprocessors of the ops where computation runs beside them; 0 = no bound.
         intermediate_dim: F, of routed and shared experts.
-        timing: how often.
+        timing: numbers of runs.
         traces: folder for Chrome traces of rank 0, `SCHEDULE_VARIANT_TOKENS.json.gz`; None for none.
     """
 
@@ -75,124 +62,120 @@ class OverlapSettings:
     traces: Path | None
 
 
-def run_overlap(context: BenchContext, workload: Workload, settings: OverlapSettings) -> list[dict[str, Any]]:
+class Schedule(NamedTuple):
+    """One schedule, ready to run.
+
+    Attributes:
+        batches: the ops in it.
+        compute: its computation alone.
+        variants: its work by name of the variant.
+        check: compares the result of a variant with the dense layer.
+    """
+
+    batches: list[Batch]
+    compute: Callable[[], Any]
+    variants: Mapping[str, Callable[[], Any]]
+    check: Callable[[Any], None]
+
+
+def run_overlap(context: RankContext, workload: Workload, settings: OverlapSettings) -> list[dict[str, Any]]:
     """Returns one row per schedule and variant, the same on all ranks. Collective.
 
     Raises:
-        UnsupportedError: the op has no split calls.
+        ConfigError: two micro-batches cannot share the tokens.
         CheckFailedError: a variant's result is not the dense layer's.
     """
-    from ep_a2a.ops.op import EpDispatchCombineOp
-
     check_transports((), workload)
-    if not hasattr(EpDispatchCombineOp, "dispatch_send"):
-        raise UnsupportedError("an op with split calls (dispatch_send, dispatch_recv, ...)", "one without")
-    weights = make_weights(workload, settings.intermediate_dim, context)
-    rendezvous = Rendezvous(context.group)
-    rows = []
-    for schedule in settings.schedules:
-        run = _run_micro_batches if schedule == "micro_batches" else _run_shared_expert
+    bench = LayerBench(context, workload, settings.intermediate_dim, settings.timing)
+    lanes, rows = Lanes(context.device, settings.comm_sms), []
+    for name in settings.schedules:
         with Arena(context.group, context.device) as arena:
-            rows += run(context, workload, settings, weights, rendezvous, arena)
+            rows += _run_schedule(name, _MAKERS[name](bench, lanes, arena), bench, settings)
     return rows
 
 
-def _run_micro_batches(
-    context: BenchContext, workload: Workload, settings: OverlapSettings, weights: MoEWeights, rendezvous: Rendezvous,
-    arena: Arena,
-) -> list[dict[str, Any]]:  # fmt: skip
-    if workload.num_tokens % 2:
-        raise ConfigError("an even number of tokens for two micro-batches", str(workload.num_tokens))
-    half = dataclasses.replace(workload, num_tokens=workload.num_tokens // 2, max_num_tokens=workload.num_tokens // 2)
-    parts = workload.inputs(context.rank, context.device).x.chunk(2)
-    batches = [Batch(half, x.contiguous(), weights, context, arena, index) for index, x in enumerate(parts)]
-    lanes = Lanes(context.device, settings.comm_sms)
+def _run_schedule(name: str, schedule: Schedule, bench: LayerBench, settings: OverlapSettings) -> list[dict[str, Any]]:
+    num_tokens, rows = bench.workload.num_tokens, []
+    compute_us = bench.time(schedule.compute)
+    for variant, work in schedule.variants.items():
+        layer_us = bench.time_checked(work, schedule.check)
+        if settings.traces is not None:
+            write_trace(work, bench.context, settings.traces / f"{name}_{variant}_{num_tokens}.json.gz")
+        rows.append({
+            "tokens": num_tokens, "quant": bench.workload.quant_type, "schedule": name, "variant": variant,
+            "comm_sms": settings.comm_sms, "layer_us": layer_us, "compute_us": compute_us,
+            "exposed_us": layer_us - compute_us,
+        })  # fmt: skip
+    for batch in schedule.batches:
+        batch.close()
+    return rows
+
+
+def _micro_batches(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
+    num_tokens = bench.workload.num_tokens
+    if num_tokens % 2:
+        raise ConfigError("an even number of tokens for two micro-batches", str(num_tokens))
+    half = replace(bench.workload, num_tokens=num_tokens // 2, max_num_tokens=num_tokens // 2)
+    batches = [
+        Batch(half, x.contiguous(), bench.weights, bench.context, arena, index)
+        for index, x in enumerate(bench.x.chunk(2))
+    ]
 
     def check(results: list[torch.Tensor]) -> None:
         for batch, result in zip(batches, results, strict=True):
-            check_layer("micro_batches", half, batch.gate, weights, context, result)
+            bench.check("micro_batches", half, batch.gate, result)
 
-    variants = {
-        "in_turn": functools.partial(batches_in_turn, batches, lanes),
-        "overlapped": functools.partial(batches_overlapped, batches, lanes),
-    }
-    sessions = {name: WorkSession(work, check) for name, work in variants.items()}
-    computes = [_computation(batch) for batch in batches]
+    computes = [batch.computation() for batch in batches]
 
     def compute() -> None:
         for each in computes:
             each()
 
-    rows = _measure(context, workload, settings, rendezvous, "micro_batches", sessions, compute)
-    for batch in batches:
-        batch.transport.close()
-    return rows
+    variants = {
+        "in_turn": partial(batches_in_turn, batches),
+        "overlapped": partial(batches_overlapped, batches, lanes),
+    }
+    return Schedule(batches, compute, variants, check)
 
 
-def _run_shared_expert(
-    context: BenchContext, workload: Workload, settings: OverlapSettings, weights: MoEWeights, rendezvous: Rendezvous,
-    arena: Arena,
-) -> list[dict[str, Any]]:  # fmt: skip
-    x = workload.inputs(context.rank, context.device).x
-    batch, lanes = Batch(workload, x, weights, context, arena, 0), Lanes(context.device, settings.comm_sms)
-    hidden, width = workload.hidden_dim, settings.intermediate_dim
-    generator = torch.Generator(context.device).manual_seed(SHARED_SEED)
+def _shared_expert(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
+    workload, x, device = bench.workload, bench.x, bench.context.device
+    batch = Batch(workload, x, bench.weights, bench.context, arena, 0)
+    hidden, width = workload.hidden_dim, bench.intermediate_dim
+    generator = torch.Generator(device).manual_seed(SHARED_SEED)
     drawn = [
-        torch.randn(*shape, generator=generator, device=context.device, dtype=torch.bfloat16) / shape[1] ** 0.5
+        torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) / shape[1] ** 0.5
         for shape in ((2 * width, hidden), (hidden, width))
     ]
     shared = SharedExpert(x, *drawn)
 
     def check(result: torch.Tensor) -> None:
-        check_layer("shared_expert", workload, batch.gate, weights, context, result.float() - shared().float())
+        bench.check("shared_expert", workload, batch.gate, result.float() - shared().float())
 
-    works = {"in_turn": shared_in_turn, "between": shared_between, "beside": shared_beside}
-    sessions = {name: WorkSession(functools.partial(work, batch, shared, lanes), check) for name, work in works.items()}
-    routed = _computation(batch)
+    routed = batch.computation()
 
     def compute() -> torch.Tensor:
         return routed()[: workload.num_tokens] + shared()
 
-    rows = _measure(context, workload, settings, rendezvous, "shared_expert", sessions, compute)
-    batch.transport.close()
-    return rows
+    variants = {
+        "in_turn": partial(shared_in_turn, batch, shared),
+        "between": partial(shared_between, batch, shared),
+        "beside": partial(shared_beside, batch, shared, lanes),
+    }
+    return Schedule([batch], compute, variants, check)
 
 
-def _computation(batch: Batch) -> Callable[[], torch.Tensor]:
-    """Gate and experts of a batch on a copy of its received rows."""
-    batch.gate()
-    compute = computation_of(batch.transport.dispatch(), batch.gate, batch.weights)
-    batch.transport.combine()
-    return compute
+_MAKERS = {"micro_batches": _micro_batches, "shared_expert": _shared_expert}
+SCHEDULES = tuple(_MAKERS)
 
 
-def _measure(
-    context: BenchContext, workload: Workload, settings: OverlapSettings, rendezvous: Rendezvous, schedule: str,
-    sessions: dict[str, WorkSession], compute: Callable[[], Any],
-) -> list[dict[str, Any]]:  # fmt: skip
-    compute_us = time_session(WorkSession(compute), context, rendezvous, settings.timing)
-    rows = []
-    for variant, session in sessions.items():
-        session.check()
-        layer_us = time_session(session, context, rendezvous, settings.timing)
-        session.check()
-        if settings.traces is not None:
-            write_trace(session, context, settings.traces / f"{schedule}_{variant}_{workload.num_tokens}.json.gz")
-        rows.append({
-            "tokens": workload.num_tokens, "quant": workload.quant_type, "schedule": schedule, "variant": variant,
-            "comm_sms": settings.comm_sms, "layer_us": layer_us, "compute_us": compute_us,
-            "exposed_us": layer_us - compute_us,
-        })  # fmt: skip
-    return rows
-
-
-def write_trace(session: WorkSession, context: BenchContext, path: Path) -> None:
+def write_trace(layer: Callable[[], Any], context: RankContext, path: Path) -> None:
     """Writes a Chrome trace of a few layers, replayed from a CUDA graph on a GPU, by rank 0. Collective."""
     from torch.profiler import ProfilerActivity, profile
 
     def work() -> None:
         for _ in range(NUM_TRACED):
-            session.combine(None)
+            layer()
 
     on_gpu = context.device.type == "cuda"
     run = capture(work, work, make_clock(context)).replay if on_gpu else work
@@ -216,9 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces")
     options = parse_options(parser, arguments)
     settings = OverlapSettings(
-        tuple(options.schedules), options.comm_sms, options.intermediate, timing_settings(options), options.traces
+        tuple(options.schedules), options.comm_sms, options.intermediate, options.timing, options.traces
     )
-    run_sweep(options, run_overlap, [(layer_workload(options, tokens), settings) for tokens in options.tokens], COLUMNS)
+    run_sweep(options, COLUMNS, run_overlap, settings)
 
 
 if __name__ == "__main__":

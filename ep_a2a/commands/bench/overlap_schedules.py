@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.layer_experts import Received, run_experts
-from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
+from ep_a2a.commands.bench.layer_model import Gate, MoEWeights, Received, run_experts
 from ep_a2a.commands.bench.layer_transports import PAD_ID, OpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.memory.arena import Arena
+    from ep_a2a.testing.worker import RankContext
 
 
 class Lanes:
@@ -47,7 +46,7 @@ class Lanes:
             yield
 
     def arrival(self) -> Any:
-        """A point in the order of the current stream, to `wait` for; inside `communication`, of the one beside."""
+        """Returns a point in the current stream's order, to `wait` for; inside `communication`, in the one beside."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -70,7 +69,7 @@ class Lanes:
         carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None)
         bounded = self._cuda and self.comm_sms > 0
         for batch in batches:
-            batch.transport.op.set_max_sms(self.comm_sms if bounded else 0)
+            batch.op.set_max_sms(self.comm_sms if bounded else 0)
         if bounded and carve_out is not None:
             carve_out(self.comm_sms)
         try:
@@ -79,11 +78,11 @@ class Lanes:
             if bounded and carve_out is not None:
                 carve_out(None)
             for batch in batches:
-                batch.transport.op.set_max_sms(0)
+                batch.op.set_max_sms(0)
 
 
-class Batch:
-    """Tokens that go through the layer together: their gate and an op of their own.
+class Batch(OpTransport):
+    """Tokens that go through the layer together: their gate, and an op of their own with its calls split.
 
     Args:
         workload: of this batch.
@@ -93,40 +92,27 @@ class Batch:
     """
 
     def __init__(
-        self, workload: Workload, x: torch.Tensor, weights: MoEWeights, context: BenchContext, arena: Arena, index: int
+        self, workload: Workload, x: torch.Tensor, weights: MoEWeights, context: RankContext, arena: Arena, index: int
     ) -> None:
-        self.weights = weights
-        self.gate = Gate(x, weights.router, workload.topk)
-        self.transport = OpTransport(workload, self.gate, context, arena, index)
+        super().__init__(workload, Gate(x, weights.router, workload.topk), weights, context, arena, index)
 
     def send(self) -> None:
         """Sends the tokens."""
-        gate = self.gate
-        self.transport.op.dispatch_send(gate.x, gate.weights, None, gate.ids, pad_id=PAD_ID)
+        self.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids, pad_id=PAD_ID)
 
     def receive(self) -> Received:
-        """Waits for everybody's tokens."""
-        tokens, weights, scales, ids, _ = self.transport.op.dispatch_recv()
-        return self.transport.received(tokens, weights, scales, ids)
-
-    def run_experts(self, received: Received) -> None:
-        """Runs this rank's experts."""
-        run_experts(received, self.weights)
+        """Waits for the tokens of all ranks."""
+        tokens, weights, scales, ids, _ = self.op.dispatch_recv()
+        return self.received(tokens, weights, scales, ids)
 
     def send_back(self) -> None:
         """Sends the experts' rows."""
-        self.transport.op.combine_send(self.transport.rows)
+        self.op.combine_send(self.rows)
 
     def receive_back(self) -> torch.Tensor:
-        """Waits for everybody's rows: the result `[T, H]`."""
-        result: torch.Tensor = self.transport.op.combine_recv()[0]
-        return result[: self.transport.num_tokens]
-
-    def run(self) -> torch.Tensor:
-        """The whole layer for this batch, part after part."""
-        self.gate()
-        self.run_experts(self.transport.dispatch())
-        return self.transport.combine()
+        """Waits for the rows of all ranks: the result `[T, H]`."""
+        result: torch.Tensor = self.op.combine_recv()[0]
+        return result[: self.workload.num_tokens]
 
 
 class SharedExpert:
@@ -141,18 +127,18 @@ class SharedExpert:
         self._x, self._w1, self._w2 = x, w1, w2
 
     def __call__(self) -> torch.Tensor:
-        """`[T, H]`."""
+        """Returns `[T, H]`."""
         gate, up = (self._x @ self._w1.T).chunk(2, dim=1)
         return (torch.nn.functional.silu(gate) * up) @ self._w2.T
 
 
-def batches_in_turn(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Tensor]:
-    """Each batch's whole layer, one after another."""
+def batches_in_turn(batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Runs each batch's whole layer, one after another."""
     return [batch.run() for batch in batches]
 
 
 def batches_overlapped(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Tensor]:
-    """While one batch's experts run, the other's tokens or rows are on their way."""
+    """Runs one batch's experts while the other's tokens or rows are on their way."""
     with lanes.shared_device(batches):
         for batch in batches:
             batch.gate()
@@ -165,7 +151,7 @@ def batches_overlapped(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Ten
         results = []
         for batch, (received, arrival) in zip(batches, arrived):
             lanes.wait(arrival)
-            batch.run_experts(received)
+            run_experts(received, batch.weights)
             with lanes.communication():
                 batch.send_back()
                 results.append(batch.receive_back())
@@ -173,25 +159,25 @@ def batches_overlapped(batches: Sequence[Batch], lanes: Lanes) -> list[torch.Ten
     return results
 
 
-def shared_in_turn(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
-    """The routed experts, then the shared one."""
+def shared_in_turn(batch: Batch, shared: SharedExpert) -> torch.Tensor:
+    """Runs the routed experts, then the shared one."""
     return batch.run() + shared()
 
 
-def shared_between(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
-    """The shared expert while the routed ones' rows are on their way, all on one stream."""
+def shared_between(batch: Batch, shared: SharedExpert) -> torch.Tensor:
+    """Runs the shared expert while the routed ones' rows are on their way, all on one stream."""
     batch.gate()
-    batch.run_experts(batch.transport.dispatch())
+    run_experts(batch.dispatch(), batch.weights)
     batch.send_back()
     ours = shared()
     return batch.receive_back() + ours
 
 
 def shared_beside(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
-    """As `shared_between`, with the receiving launch beside the shared expert instead of behind it."""
+    """Runs the launch that receives beside the shared expert; `shared_between` has it behind."""
     with lanes.shared_device([batch]):
         batch.gate()
-        batch.run_experts(batch.transport.dispatch())
+        run_experts(batch.dispatch(), batch.weights)
         with lanes.communication():
             batch.send_back()
             result = batch.receive_back()

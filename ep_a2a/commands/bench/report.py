@@ -1,4 +1,4 @@
-"""Reports a sweep: JSON lines, a table on the terminal, and the same table in markdown."""
+"""Reports a sweep: JSON lines, a table on the terminal, the same table in markdown, and a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
 from ep_a2a.commands.bench.rows import Status, is_baseline
+from ep_a2a.commands.plotting import Panel, check_can_plot, plot_panels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_TABLE_WIDTH = 1000
+X_LABELS = {"num_tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
+LIMIT_STYLE = {"color": "black", "linestyle": "--"}
 
 Record = dict[str, Any]
 
@@ -24,13 +27,18 @@ FIELDS = {
     "layout": "layout", "routing": "routing", "max_sms": "max SMs", "gpus_per_node": "GPUs per node", "seed": "seed",
 }  # fmt: skip
 """Fields of a workload and their headings."""
+TIME_HEADINGS = ("dispatch µs", "combine µs", "round trip µs", "p99 µs", "host µs", "GB/s", "of limit")
+EXPLANATION = (
+    "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
+    "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's."
+)
 
 
 class JsonLines:
     """A file of JSON lines that grows with the sweep, so that what was measured survives whatever ends it.
 
     Args:
-        path: the file; what it held is replaced.
+        path: the file; earlier content is replaced.
         header: its first line.
     """
 
@@ -46,11 +54,12 @@ class JsonLines:
 
 
 def varying_fields(records: Sequence[Record]) -> list[str]:
-    """Fields of the workload that differ between records; num_tokens always, max_num_tokens where it says more."""
+    """Returns the fields of the workload that differ between records.
+
+    num_tokens is always among them, max_num_tokens only where a record has another one than num_tokens.
+    """
     differing = [name for name in FIELDS if len({record[name] for record in records}) > 1 or name == "num_tokens"]
-    if _bounds_are_tokens(records):
-        differing = [name for name in differing if name != "max_num_tokens"]
-    return differing
+    return [name for name in differing if name != "max_num_tokens" or not _bounds_are_tokens(records)]
 
 
 def _bounds_are_tokens(records: Sequence[Record]) -> bool:
@@ -66,25 +75,22 @@ def constant_fields(records: Sequence[Record]) -> str:
     return ", ".join(f"{FIELDS[name]} {value}" for name, value in constant.items())
 
 
+def has_effect(record: Record, field: str) -> bool:
+    """Returns whether a field of the workload makes a difference to the record's contender."""
+    return record["contender"] != LIMIT or field not in WITHOUT_EFFECT_ON_LIMIT
+
+
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: what varies, times, bandwidth, fraction of the limit, ratio to each baseline.
+    """Returns headings and cells: what varies, times, bandwidth, fraction of the limit, ratio to each baseline.
 
     Contenders that were not available are left out; `reasons` has them.
     """
     shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
     varying = varying_fields(records)
-    baselines = [
-        name for name in dict.fromkeys(each["contender"] for each in shown if each["status"] == "ok")
-        if is_baseline(name)
-    ]  # fmt: skip
-    headings = [FIELDS[name] for name in varying] + [
-        "contender",
-        "dispatch µs",
-        "combine µs",
-        "round trip µs",
-        "p99 µs",
-    ]
-    headings += ["host µs", "GB/s", "of limit", *(f"{name} ÷ this" for name in baselines)]
+    timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
+    baselines = [name for name in timed if is_baseline(name)]
+    headings = [*(FIELDS[name] for name in varying), "contender", *TIME_HEADINGS]
+    headings += [f"{name} ÷ this" for name in baselines]
     rows = [_cells(record, varying, baselines) for record in shown]
     crossing = [_rows_between_nodes(record) for record in shown]
     if any(crossing):
@@ -100,51 +106,41 @@ def _rows_between_nodes(record: Record) -> str:
 
 
 def _without_repeats(records: Sequence[Record]) -> list[Record]:
-    """Records without those of the limit that say the same again."""
-    kept, seen = [], set()
-    for record in records:
+    """Returns the records without those of the limit that repeat an earlier one."""
+    kept: dict[Any, Record] = {}
+    for number, record in enumerate(records):
         key = tuple(record[name] for name in FIELDS if has_effect(record, name))
-        if record["contender"] != LIMIT or key not in seen:
-            kept.append(record)
-        if record["contender"] == LIMIT:
-            seen.add(key)
-    return kept
-
-
-def has_effect(record: Record, field: str) -> bool:
-    """Returns whether a field of the workload makes a difference to the record's contender."""
-    return record["contender"] != LIMIT or field not in WITHOUT_EFFECT_ON_LIMIT
+        kept.setdefault(key if record["contender"] == LIMIT else number, record)
+    return list(kept.values())
 
 
 def _cells(record: Record, varying: Sequence[str], baselines: Sequence[str]) -> list[str]:
     cells = [str(record[name]) if has_effect(record, name) else "" for name in varying] + [record["contender"]]
     if record["status"] != Status.OK:
-        return [*cells, record["status"].upper(), *[""] * (7 + len(baselines) - 1)]
-    host = "/".join(f"{record[name]:.1f}" for name in ("dispatch_host_us", "combine_host_us") if name in record)
-    round_trip = f"{record['round_trip_us']:.1f}" + ("" if record["in_graph"] else " eager")
-    ratios = record["baselines_over_this"]
+        return [*cells, record["status"].upper(), *[""] * (len(TIME_HEADINGS) + len(baselines) - 1)]
+    fraction, ratios = record.get("round_trip_fraction_of_limit"), record["baselines_over_this"]
     return [
         *cells,
         f"{record['dispatch_us']:.1f}",
         f"{record['combine_us']:.1f}",
-        round_trip,
+        f"{record['round_trip_us']:.1f}" + ("" if record["in_graph"] else " eager"),
         f"{record['round_trip_p99_us']:.1f}",
-        host,
+        "/".join(f"{record[name]:.1f}" for name in ("dispatch_host_us", "combine_host_us") if name in record),
         f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
-        f"{record['round_trip_fraction_of_limit']:.1%}" if "round_trip_fraction_of_limit" in record else "",
+        "" if fraction is None else f"{fraction:.1%}",
         *(f"{ratios[name]:.2f}" if name in ratios else "" for name in baselines),
     ]
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
     """Returns why contenders have no times, each reason once."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], dict[int, None]] = {}
     for record in records:
         if record["status"] != Status.OK:
             key = record["contender"], record["status"], record["reason"]
-            found.setdefault(key, []).append(record["num_tokens"])
+            found.setdefault(key, {})[record["num_tokens"]] = None
     return [
-        f"{contender} {status} (T = {', '.join(map(str, dict.fromkeys(tokens)))}): {reason}"
+        f"{contender} {status} (T = {', '.join(map(str, tokens))}): {reason}"
         for (contender, status, reason), tokens in found.items()
     ]
 
@@ -173,23 +169,65 @@ def show(console: Console, header: Record, records: Sequence[Record]) -> None:
         console.print(header["note"], style="bold yellow", highlight=False)
 
 
-EXPLANATION = (
-    "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
-    "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's."
-)
-
-
 def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> None:
     """Writes the table and its origin, in the form of bench/results."""
     headings, rows = make_table(records)
     about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
-    lines = [
-        "# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", "",
-        _markdown_row(headings), _markdown_row(["---"] * len(headings)), *map(_markdown_row, rows), "",
-        EXPLANATION, "", *(f"- {reason}" for reason in reasons(records)),
-    ]  # fmt: skip
+    table = [
+        f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+        for row in (headings, ["---"] * len(headings), *rows)
+    ]
+    lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", "", *table, ""]
+    lines += [EXPLANATION, "", *(f"- {reason}" for reason in reasons(records))]
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+def plot_round_trips(records: Sequence[Record], path: Path, note: str = "") -> None:
+    """Draws the round trip, both axes logarithmic: a line per contender and other varying field, the limit dashed.
+
+    The x axis is the tokens per rank, or max_sms where nothing else varies; no bound is drawn rightmost, as "all".
+
+    Args:
+        records: as make_records makes them; those without times are left out.
+        path: *.png or *.svg.
+        note: a line below the title.
+
+    Raises:
+        MissingPackageError, ConfigError: as `check_can_plot`.
+    """
+    check_can_plot(path)
+    x_field = choose_x(records)
+    values = sorted({int(record[x_field]) for record in records})
+    # Only a bound can be 0, which means that there is none.
+    places = {value: value or 2 * max(values) for value in values}
+    ticks = {place: "all" if x_field == "max_sms" and not value else str(value) for value, place in places.items()}
+    panel = Panel(X_LABELS[x_field], "round trip, µs", ticks, log_y=True)
+    for label, points in make_lines(records).items():
+        style = LIMIT_STYLE if label.split(",")[0] == LIMIT else {"marker": "o"}
+        panel.lines.append((label, sorted((places[value], us) for value, us in points.items()), style))
+    constant = constant_fields(records)
+    if x_field != "num_tokens":
+        constant = f"T {records[0]['num_tokens']}, {constant}"
+    plot_panels([panel], "\n".join(filter(None, (constant, note))), path)
+
+
+def choose_x(records: Sequence[Record]) -> str:
+    """Returns the field of the x axis: max_sms where nothing else varies, else num_tokens."""
+    if len({record["num_tokens"] for record in records}) == 1 and varying_fields(records) == ["num_tokens", "max_sms"]:
+        return "max_sms"
+    return "num_tokens"
+
+
+def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
+    """Returns microseconds by `choose_x`'s field by label: the best where a contender was timed several times alike."""
+    x_field = choose_x(records)
+    varying = [name for name in varying_fields(records) if name not in ("num_tokens", x_field)]
+    lines: dict[str, dict[int, float]] = {}
+    for record in sorted(records, key=lambda record: int(record[x_field])):
+        if record["status"] == Status.OK:
+            named = [name for name in varying if has_effect(record, name)]
+            label = ", ".join([record["contender"], *(f"{FIELDS[name]} {record[name]}" for name in named)])
+            line = lines.setdefault(label, {})
+            x = record[x_field]
+            line[x] = min(line.get(x, float("inf")), record["round_trip_us"])
+    return lines

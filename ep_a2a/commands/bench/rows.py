@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
 
 PHASES = ("dispatch", "combine", "round_trip")
+MAX_REASON_CHARACTERS = 500
 
 
 class Status(enum.StrEnum):
@@ -71,17 +72,17 @@ def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
-    workload, own = row.workload, times.get(row.contender)
+    workload, timing = row.workload, row.timing
     moved = {"dispatch": workload.dispatch_bytes, "combine": workload.combine_bytes}
     record = {"record": "row"} | workload.as_row() | {"contender": row.contender, "status": row.status.value}
     record |= {f"{phase}_bytes": num_bytes for phase, num_bytes in moved.items()}
     record |= {"reason": row.reason} if row.reason else {}
     record |= {"details": row.details} if row.details else {}
-    if row.timing is None or own is None:
+    if timing is None:
         return record
+    own = times[row.contender]
     for phase in PHASES:
-        statistic = getattr(row.timing, phase)
-        record |= {f"{phase}_us": statistic.p50_us, f"{phase}_p99_us": statistic.p99_us}
+        record |= {f"{phase}_us": own[phase], f"{phase}_p99_us": getattr(timing, phase).p99_us}
         # bytes per microsecond are megabytes per second
         record[f"{phase}_gb_per_s"] = moved.get(phase, sum(moved.values())) / own[phase] / 1e3
         if LIMIT in times:
@@ -91,11 +92,8 @@ def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
         for name, others in times.items()
         if is_baseline(name) and name != row.contender
     }
-    record["in_graph"] = row.timing.in_graph
-    for name in ("dispatch_host_us", "combine_host_us"):
-        if getattr(row.timing, name) is not None:
-            record[name] = getattr(row.timing, name)
-    return record
+    host = {name: getattr(timing, name) for name in ("dispatch_host_us", "combine_host_us")}
+    return record | {"in_graph": timing.in_graph} | {name: us for name, us in host.items() if us is not None}
 
 
 def _times_us(timing: Timing) -> dict[str, float]:

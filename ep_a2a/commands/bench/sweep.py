@@ -79,16 +79,7 @@ _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ON
 _ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
 
 DEFAULTS = {
-    "cuda": Defaults(
-        None,
-        _ON_GPUS,
-        (1, 16, 32, 128, 512, 4096),
-        7168,
-        8,
-        256,
-        "fp8_per_1x128",
-        TimingSettings(),
-    ),
+    "cuda": Defaults(None, _ON_GPUS, (1, 16, 32, 128, 512, 4096), 7168, 8, 256, "fp8_per_1x128", TimingSettings()),
     "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, "fp8_per_1x128", TimingSettings(0, 2, 1, 0)),
 }
 """By kind of device: DeepSeek-V3 on GPUs, something small for the interpreter."""

@@ -6,7 +6,6 @@ On CPU the wall clock is read; such times say nothing about GPUs.
 
 from __future__ import annotations
 
-import abc
 import gc
 import math
 import statistics
@@ -20,8 +19,9 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.commands.bench.contender import BenchContext, Session
+    from ep_a2a.commands.bench.contenders import Session
     from ep_a2a.memory.rendezvous import Rendezvous
+    from ep_a2a.testing.worker import RankContext
 
 HOLD_SECS = 1e-3
 """Seconds that a stream is held up while the host queues the barrier and the work behind it."""
@@ -69,7 +69,7 @@ class Timing:
         dispatch, combine: one op alone behind a barrier, whose skew is in it.
         round_trip: one of `num_round_trips` dispatch + combine in a row.
         in_graph: whether those were replayed from a CUDA graph.
-        dispatch_host_us, combine_host_us: what one eager call keeps the host busy for; None on CPU.
+        dispatch_host_us, combine_host_us: time that one eager call keeps the host busy; None on CPU.
     """
 
     dispatch: Statistic
@@ -80,14 +80,14 @@ class Timing:
     combine_host_us: float | None
 
 
-class Clock(abc.ABC):
-    """Time and barriers of one kind of device.
+class Clock:
+    """The wall clock, for CPU ops, which are done when they return; and a barrier.
 
     Args:
         context: this rank's device and the group that takes part in barriers.
     """
 
-    def __init__(self, context: BenchContext) -> None:
+    def __init__(self, context: RankContext) -> None:
         self._group = context.group
         self._token = torch.zeros(1, device=context.device)
 
@@ -95,32 +95,16 @@ class Clock(abc.ABC):
         """Queues a device barrier: what is queued next starts on all ranks at about the same time."""
         dist.all_reduce(self._token, group=self._group)
 
-    @abc.abstractmethod
     def mark(self) -> Any:
-        """A point in time, where the device is in its queue."""
-
-    @abc.abstractmethod
-    def elapsed_us(self, start: Any, end: Any) -> float:
-        """Microseconds between two marks that have been passed."""
-
-    @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Returns when the device has done what was queued."""
-
-
-class CpuClock(Clock):
-    """The wall clock."""
-
-    def mark(self) -> int:
-        """Nanoseconds."""
+        """Returns a point in time, where the device is in its queue."""
         return time.perf_counter_ns()
 
-    def elapsed_us(self, start: int, end: int) -> float:
-        """Microseconds between two readings."""
-        return (end - start) / 1e3
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Returns microseconds between two marks that the device has passed."""
+        return float(end - start) / 1e3
 
     def synchronize(self) -> None:
-        """Does nothing: CPU ops are done when they return."""
+        """Returns when the device has done what was queued."""
 
 
 class CudaClock(Clock):
@@ -129,7 +113,7 @@ class CudaClock(Clock):
     Making one is collective.
     """
 
-    def __init__(self, context: BenchContext) -> None:
+    def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         self._device = context.device
         clock_khz = getattr(torch.cuda.get_device_properties(context.device), "clock_rate", FALLBACK_CLOCK_KHZ)
@@ -144,13 +128,13 @@ class CudaClock(Clock):
         super().align()
 
     def mark(self) -> torch.cuda.Event:
-        """A recorded event."""
+        """Returns a recorded event."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Microseconds between two events."""
+        """Returns microseconds between two events."""
         return float(start.elapsed_time(end)) * 1e3
 
     def synchronize(self) -> None:
@@ -158,12 +142,12 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
 
-def make_clock(context: BenchContext) -> Clock:
-    """The clock of the context's device."""
-    return CudaClock(context) if context.device.type == "cuda" else CpuClock(context)
+def make_clock(context: RankContext) -> Clock:
+    """Returns the clock of the context's device."""
+    return CudaClock(context) if context.device.type == "cuda" else Clock(context)
 
 
-def measure(session: Session, context: BenchContext, rendezvous: Rendezvous, settings: TimingSettings) -> Timing:
+def measure(session: Session, context: RankContext, rendezvous: Rendezvous, settings: TimingSettings) -> Timing:
     """Times a session that has passed its check. Collective."""
     clock = make_clock(context)
     dispatch_us, combine_us = time_operations(session, clock, settings)
@@ -181,14 +165,14 @@ def measure(session: Session, context: BenchContext, rendezvous: Rendezvous, set
 
 
 def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
-    """The statistic of `times_us` [ranks][runs]; every rank has as many runs."""
+    """Returns the statistic of `times_us` [ranks][runs]; every rank has as many runs."""
     slowest = sorted(max(run) for run in zip(*times_us, strict=True))
     nearest_rank = math.ceil(0.99 * len(slowest)) - 1
     return Statistic(max(statistics.median(of_rank) for of_rank in times_us), slowest[nearest_rank])
 
 
 def time_operations(session: Session, clock: Clock, settings: TimingSettings) -> tuple[list[float], list[float]]:
-    """Microseconds of this rank's dispatch and combine, each alone behind a barrier, per run."""
+    """Returns microseconds of this rank's dispatch and combine, each alone behind a barrier, per run."""
     for _ in range(settings.num_warmups):
         session.combine(session.dispatch())
     clock.synchronize()
@@ -208,13 +192,18 @@ def time_operations(session: Session, clock: Clock, settings: TimingSettings) ->
 
 
 def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
-    """Microseconds of one of `num_round_trips` round trips behind a barrier, per run, on this rank."""
+    """Returns microseconds of one of `num_round_trips` round trips behind a barrier, per run, on this rank."""
+    return time_calls(lambda: session.combine(session.dispatch()), clock, settings, in_graph=in_graph)
+
+
+def time_calls(call: Callable[[], Any], clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
+    """Returns microseconds of one of `num_round_trips` calls in a row behind a barrier, per run, on this rank."""
 
     def run_eagerly() -> None:
         for _ in range(settings.num_round_trips):
-            session.combine(session.dispatch())
+            call()
 
-    graph = capture(run_eagerly, lambda: session.combine(session.dispatch()), clock) if in_graph else None
+    graph = capture(run_eagerly, call, clock) if in_graph else None
     run = run_eagerly if graph is None else graph.replay
     for _ in range(settings.num_warmups):
         run()
@@ -248,7 +237,7 @@ def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -
 
 
 def _host_times(session: Session, clock: Clock, num_calls: int) -> list[float]:
-    """Microseconds that one eager dispatch and one eager combine keep this host thread busy."""
+    """Returns microseconds that one eager dispatch and one eager combine keep this host thread busy."""
     totals_ns = [0, 0]
     for call in range(num_calls):
         if call % HOST_CALLS_PER_BATCH == 0:

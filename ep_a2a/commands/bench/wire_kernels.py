@@ -1,4 +1,4 @@
-"""Device code of the wire's limit for CPU processes: the push of `wire_cuda`, run by Triton's interpreter.
+"""Device code of the wire's limit for CPU processes: the push of `wire_push.cu`, run by Triton's interpreter.
 
 Its times mean nothing; it is there so that the contender, its plan of the bytes and its check run everywhere.
 """
@@ -13,7 +13,7 @@ EPOCH = tl.constexpr(0)
 ARRIVED = tl.constexpr(1)
 GAVE_UP = tl.constexpr(2)
 
-# Columns of a plan: the fields of wire_limit.Peer.
+# Columns of a plan: the fields of wire_push.Peer.
 FIRST_VECTOR = tl.constexpr(0)
 NUM_VECTORS = tl.constexpr(1)
 TARGET = tl.constexpr(2)

@@ -1,44 +1,39 @@
-"""Runs one contender at one point on every rank: prepares, checks, and only then times it."""
+"""Runs one contender at one point on every rank: prepares and checks it, and only then times it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.bench.contenders import make_contender
-from ep_a2a.commands.bench.rows import Row, Status
-from ep_a2a.commands.bench.timing import Timing, measure
+from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
+from ep_a2a.commands.bench.timing import measure
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.commands.bench.contender import BenchContext, Session
+    from ep_a2a.commands.bench.contenders import Session
     from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.testing.worker import RankContext
 
-MAX_REASON_CHARACTERS = 500
 _WORST_FIRST = (Status.ERROR, Status.FAILED, Status.UNAVAILABLE)
 
 
 class _NotRunError(Exception):
-    """Some rank cannot go on; all ranks raise it with the same status and text."""
-
-    def __init__(self, status: Status, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
+    """Raised with (status, reason), the same on all ranks, when some rank cannot go on."""
 
 
-def run_contender(context: BenchContext, workload: Workload, name: str, settings: TimingSettings) -> Row:
+def run_contender(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Row:
     """Checks and times one contender. Collective; returns the same on every rank.
 
-    A contender that raises becomes a row with the reason. After status ERROR nothing is known about the process: what
-    the contender had allocated stays, and on a GPU it may be unusable.
+    A contender that raises becomes a row with the reason. After status ERROR the state of the process is unknown: the
+    contender's memory stays allocated, and a GPU may be unusable.
     """
     rendezvous = Rendezvous(context.group)
     session: Session | None = None
-    timing: Timing | None = None
-    status, reason = Status.OK, ""
+    timing, status, reason = None, Status.OK, ""
     try:
         contender = _together(rendezvous, "loading", lambda: make_contender(name))
         own_reason = _together(rendezvous, "asking", lambda: contender.unavailable(workload, context.device))
@@ -50,7 +45,7 @@ def run_contender(context: BenchContext, workload: Workload, name: str, settings
         timing = _together(rendezvous, "timing", lambda: measure(session, context, rendezvous, settings))
         _together(rendezvous, "after the timing", session.check_timed)
     except _NotRunError as end:
-        status, reason = end.status, end.reason
+        status, reason = end.args
     details = {} if session is None else session.details
     if session is not None and status != Status.ERROR:
         session.close()
@@ -59,17 +54,17 @@ def run_contender(context: BenchContext, workload: Workload, name: str, settings
 
 def _together(rendezvous: Rendezvous, label: str, work: Callable[[], Any]) -> Any:
     """Returns the result of `work`; raises _NotRunError on all ranks where it raises on any."""
-    value, told, error = None, None, None
+    value, problem, error = None, None, None
     try:
         value = work()
     except Exception as raised:  # noqa: BLE001 - reported in the contender's row, whatever it is
         error = raised
-        told = [_status_of(raised, label).value, f"{type(raised).__name__}: {raised}"[:MAX_REASON_CHARACTERS]]
-    everyone = rendezvous.exchange(label, told)
+        problem = [_status_of(raised, label), f"{type(raised).__name__}: {raised}"[:MAX_REASON_CHARACTERS]]
+    everyone = rendezvous.exchange(label, problem)
     for status in _WORST_FIRST:
-        for rank, problem in enumerate(everyone):
-            if problem is not None and problem[0] == status:
-                raise _NotRunError(status, f"{label}, rank {rank}: {problem[1]}") from error
+        for rank, each in enumerate(everyone):
+            if each is not None and each[0] == status:
+                raise _NotRunError(status, f"{label}, rank {rank}: {each[1]}") from error
     return value
 
 

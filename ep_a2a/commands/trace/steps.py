@@ -10,12 +10,12 @@ from ep_a2a.commands.bench.native import OpContender, OpSession
 from ep_a2a.telemetry.profiler import StepProfiler
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
+    from ep_a2a.testing.worker import RankContext
 
 
-def trace_steps(context: BenchContext, workload: Workload, num_steps: int) -> list[TraceSpan]:
+def trace_steps(context: RankContext, workload: Workload, num_steps: int) -> list[TraceSpan]:
     """Runs steps with identity experts and returns this rank's spans of the latest ones. Collective.
 
     One checked step runs before them and compiles the kernels.

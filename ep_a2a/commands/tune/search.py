@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from ep_a2a.commands.bench.contender import BenchContext
     from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.testing.worker import RankContext
 
 Launches = dict[str, TunedLaunch]
 """By value of policy.Phase: the dispatch that a step takes, and combine."""
@@ -163,7 +164,7 @@ def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int)
 
 
 def search_point(
-    context: BenchContext, workload: Workload, settings: TimingSettings, budget_secs: float
+    context: RankContext, workload: Workload, settings: TimingSettings, budget_secs: float
 ) -> Outcome:  # fmt: skip
     """Searches for the best launches of one workload. Collective; the same on every rank.
 
@@ -284,6 +285,4 @@ def check_can_tune(num_ranks: int) -> None:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
     return {"torch": torch.__version__, "triton": version("triton")}

@@ -9,9 +9,8 @@ import subprocess
 import pytest
 import torch
 
-from ep_a2a.commands.bench.wire_cuda import LOADS_IN_FLIGHT, MAX_THREADS, compile_push, push_source
 from ep_a2a.commands.bench.wire_limit import GPU_LAUNCHES
-from ep_a2a.commands.bench.wire_plan import Peer
+from ep_a2a.commands.bench.wire_push import LOADS_IN_FLIGHT, MAX_THREADS, Peer, compile_push, push_source
 from ep_a2a.errors import UnsupportedError
 
 

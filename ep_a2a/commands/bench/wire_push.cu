@@ -1,31 +1,8 @@
-"""Compiles the pushes of the wire's limit from CUDA C, by NVRTC, when they are to be measured.
+// Pushes contiguous vectors of 16 bytes to every peer, then one flag each, and waits for the peers' flags.
+//
+// wire_push.py defines NUM_PEERS, LOADS (vectors that a thread loads before it stores the first), MAX_THREADS,
+// POLLS_PER_CLOCK_READING, TIMEOUT_NS and FOR_EACH_PEER (sizes and addresses) above this text.
 
-The code shares neither source nor compiler with the kernels whose limit it is. Sizes and addresses are part of the
-source: loads of them would take time that the wire does not need.
-"""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from ep_a2a.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.commands.bench.wire_plan import Peer
-
-LOADS_IN_FLIGHT = 8
-"""Vectors of 16 bytes that a thread loads before it stores the first."""
-MAX_THREADS = 1024
-TIMEOUT_NS = 10_000_000_000
-POLLS_PER_CLOCK_READING = 4096
-"""The clock is slow to read, and a late look at a flag would be measured."""
-KERNEL_NAME = "push"
-
-_BODY = r"""
 __device__ __forceinline__ unsigned arrive(unsigned* counter)
 {
     // A block's stores go to peers, but the only one that must know of them is the last block of this GPU: its release
@@ -143,40 +120,3 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* s
     }
     wait_for(flag_here, epoch, state + 2);
 }
-"""
-
-
-def push_source(peers: Sequence[Peer]) -> str:
-    """Returns the CUDA C of the kernel that pushes to these peers and waits for their flags.
-
-    Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
-    the number of peers.
-    """
-    constants = {
-        "NUM_PEERS": len(peers), "LOADS": LOADS_IN_FLIGHT, "MAX_THREADS": MAX_THREADS,
-        "POLLS_PER_CLOCK_READING": POLLS_PER_CLOCK_READING, "TIMEOUT_NS": f"{TIMEOUT_NS}ULL",
-    }  # fmt: skip
-    lines = [f"#define {name} {value}" for name, value in constants.items()]
-    calls = [
-        f"DO({number}, {peer.first_vector}, {peer.num_vectors}, {peer.target:#x}ULL, {peer.flag_there:#x}ULL, "
-        f"{peer.flag_here:#x}ULL)"
-        for number, peer in enumerate(peers)
-    ]
-    return "\n".join([*lines, f"#define FOR_EACH_PEER(DO) {' '.join(calls)}", _BODY])
-
-
-def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
-    """Returns the kernel for the current GPU; a call with grid, block and args queues it on the current stream.
-
-    Raises:
-        UnsupportedError: this torch cannot compile CUDA C.
-    """
-    compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
-    if compiler is None:
-        raise UnsupportedError(
-            "torch.cuda._compile_kernel, which torch 2.11 has, for the wire's limit",
-            f"torch {torch.__version__} without it",
-            "Use torch 2.11, or leave wire_limit out.",
-        )
-    kernel: Callable[..., None] = compiler(push_source(peers), KERNEL_NAME)
-    return kernel

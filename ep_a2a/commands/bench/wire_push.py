@@ -1,0 +1,177 @@
+"""Pushes contiguous bytes between ranks, with one flag per peer, for the wire limit and the doctor's self-test.
+
+On a GPU, NVRTC compiles `wire_push.cu`, which shares neither source nor compiler with the kernels whose limit it is.
+Sizes and addresses are constants of that source: loading them would take time that the transfer does not need. On CPU,
+Triton's interpreter runs `wire_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ep_a2a.memory.symmetric import SymmetricMemory
+    from ep_a2a.testing.worker import RankContext
+
+VECTOR_BYTES = 16
+FLAG_BYTES = 4
+PATTERN_FACTOR, PATTERN_STEP = 2_654_435_761 - (1 << 32), 97_003
+GAVE_UP = 2
+"""Index of the word in a direction's state that a launch sets when a flag has not come in time."""
+CPU_MAX_POLLS = 100_000
+"""Polls before giving up, about 30 s."""
+LOADS_IN_FLIGHT = 8
+"""Vectors that a thread loads before it stores the first."""
+MAX_THREADS = 1024
+CUDA_SOURCE = Path(__file__).with_name("wire_push.cu")
+CUDA_CONSTANTS = {
+    "LOADS": LOADS_IN_FLIGHT, "MAX_THREADS": MAX_THREADS,
+    # Reading the clock is slow: at every poll it would delay the next look at the flag.
+    "POLLS_PER_CLOCK_READING": 4096, "TIMEOUT_NS": "10000000000ULL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The part of one launch for one other rank. `wire_kernels.py` reads the fields by position.
+
+    Attributes:
+        first_vector, num_vectors: the part of this rank's source that goes to the peer, in vectors of 16 bytes.
+        target: address that it is written to.
+        flag_there: address of this rank's flag at the peer. flag_here: of the peer's flag at this rank.
+    """
+
+    first_vector: int
+    num_vectors: int
+    target: int
+    flag_there: int
+    flag_here: int
+
+
+@dataclass
+class Direction:
+    """Pushes of one direction: dispatch or combine.
+
+    Attributes:
+        landing: uint8, where the peers' bytes arrive.
+        state: int32 [3], of the kernel: epoch, programs that have arrived, whether a flag did not come in time.
+        received: by source rank, (first vector in its source, number of vectors, first vector in `landing`).
+        push: queues the launch with (programs, threads).
+    """
+
+    landing: torch.Tensor
+    state: torch.Tensor
+    received: dict[int, tuple[int, int, int]]
+    push: Callable[[int, int], None]
+
+
+def make_direction(
+    vectors: torch.Tensor, memory: SymmetricMemory, start: int, num_bytes: int, flags: int, context: RankContext
+) -> Direction:
+    """Returns the direction that sends `vectors` [source, destination].
+
+    Args:
+        vectors: numbers of vectors, int64 [W, W], equal on all ranks.
+        memory: symmetric memory of all ranks.
+        start, num_bytes: where the landing area lies in `memory`. flags: where the flags lie, in bytes.
+        context: this rank.
+    """
+    rank, world_size, device = context.rank, context.world_size, context.device
+    plans = {source: transfers(vectors, source) for source in range(world_size)}
+    addresses = memory.peer_addresses
+    peers = []
+    for step, (first, count, landed) in enumerate(plans[rank]):
+        peer = (rank + 1 + step) % world_size
+        target = addresses[peer] + start + landed * VECTOR_BYTES
+        flag_there = addresses[peer] + flags + rank * FLAG_BYTES
+        peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
+    source = pattern(rank, 0, int(vectors[rank].sum()), device)
+    state = torch.zeros(3, dtype=torch.int32, device=device)
+    make_push = _cuda_push if device.type == "cuda" else _interpreted_push
+    return Direction(
+        landing=memory.local[start : start + num_bytes],
+        state=state,
+        received={source: plan[(rank - source - 1) % world_size] for source, plan in plans.items() if source != rank},
+        push=make_push(source, state, peers),
+    )
+
+
+def transfers(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
+    """Returns, by rank after `rank`, (first vector in its source, number of vectors, first vector at the peer)."""
+    world_size = vectors.shape[0]
+    plan = []
+    first = 0
+    for peer in ((rank + 1 + step) % world_size for step in range(world_size - 1)):
+        count = int(vectors[rank, peer])
+        plan.append((first, count, int(vectors[:rank, peer].sum())))
+        first += count
+    return plan
+
+
+def pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns `count` vectors of a rank's source from vector `first` on: int32 words that differ by rank and place."""
+    num_words = VECTOR_BYTES // 4
+    words = torch.arange(first * num_words, (first + count) * num_words, dtype=torch.int32, device=device)
+    return words.mul_(PATTERN_FACTOR).add_(rank * PATTERN_STEP + 1)
+
+
+def push_source(peers: Sequence[Peer]) -> str:
+    """Returns the CUDA C of the kernel that pushes to these peers and waits for their flags.
+
+    Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
+    the number of peers.
+    """
+    constants = {"NUM_PEERS": len(peers)} | CUDA_CONSTANTS
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    calls = [
+        f"DO({number}, {peer.first_vector}, {peer.num_vectors}, {peer.target:#x}ULL, {peer.flag_there:#x}ULL, "
+        f"{peer.flag_here:#x}ULL)"
+        for number, peer in enumerate(peers)
+    ]
+    return "\n".join([*lines, f"#define FOR_EACH_PEER(DO) {' '.join(calls)}", CUDA_SOURCE.read_text("ascii")])
+
+
+def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
+    """Returns the kernel for the current GPU; a call with grid, block and args queues it on the current stream.
+
+    Raises:
+        UnsupportedError: this torch cannot compile CUDA C.
+    """
+    compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
+    if compiler is None:
+        raise UnsupportedError(
+            "torch.cuda._compile_kernel, which torch 2.11 has, for the wire's limit",
+            f"torch {torch.__version__} without it",
+            "Use torch 2.11, or leave wire_limit out.",
+        )
+    kernel: Callable[..., None] = compiler(push_source(peers), "push")
+    return kernel
+
+
+def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
+    kernel = compile_push(peers)
+
+    def push(num_programs: int, num_threads: int) -> None:
+        kernel((num_programs, 1, 1), (num_threads, 1, 1), [source, state])
+
+    return push
+
+
+def _interpreted_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
+    from ep_a2a.commands.bench.wire_kernels import push_kernel
+
+    plan = torch.tensor([astuple(peer) for peer in peers], dtype=torch.int64)
+    lanes = 1 << (len(peers) - 1).bit_length()
+
+    def push(num_programs: int, num_threads: int) -> None:
+        push_kernel.interpret((num_programs,), source, plan, state, CPU_MAX_POLLS, len(peers), lanes, num_threads)
+
+    return push
