@@ -19,7 +19,7 @@ DOCS_VENV := .venv-docs
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
 
-.PHONY: demo test test-all test-rest test-vllm vllm lint format docs wheel install-matrix clean
+.PHONY: demo test test-all test-rest test-vllm vllm lint format docs wheel release install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -40,6 +40,9 @@ vllm: $(VLLM_VENV)/.installed
 
 wheel:
 	$(PYTHON) tools/build_wheel.py dist
+
+release:
+	$(PYTHON) tools/release.py dist $(ARGS)
 
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs

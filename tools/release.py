@@ -1,0 +1,126 @@
+"""Builds sdist and wheel from the last commit, checks them, and runs the demo in a clean environment outside the tree.
+
+    python tools/release.py dist [--borrow]
+
+Nothing is written to the folder before every check has passed. Standard library only; `build` and `twine` are
+installed into an environment of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+from install import TORCH_WITHOUT_GPU, borrow_packages
+
+PROJECT = Path(__file__).resolve().parent.parent
+TOOLS = ("build>=1.2", "twine>=6")
+DEMO = ("demo", "--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", "--experts", "4", "--topk", "2")
+EXIT_ERROR = 2
+
+
+class ReleaseError(Exception):
+    """The release cannot be made; the text says what is wrong and what to do."""
+
+
+def run(*command: str | Path, cwd: Path = PROJECT) -> str:
+    """What a command prints; nothing of the checkout or of this environment is on its import path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "PYTHON"))}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=kept, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        shown = " ".join(str(part) for part in command)
+        raise ReleaseError(f"{shown} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def check_tree() -> str:
+    """The version to be released, of a tree without changes, with a heading in the changelog."""
+    if changed := run("git", "status", "--porcelain"):
+        raise ReleaseError(f"the tree has changes; commit or remove them:\n{changed}")
+    found = re.search(r'^__version__ = "(.+)"$', (PROJECT / "ep_a2a" / "__init__.py").read_text(), re.MULTILINE)
+    if found is None:
+        raise ReleaseError("ep_a2a/__init__.py has no line __version__ = \"...\"")  # fmt: skip
+    if f"## [{found[1]}]" not in (PROJECT / "CHANGELOG.md").read_text():
+        raise ReleaseError(f"CHANGELOG.md has no heading [{found[1]}]; write one")
+    return found[1]
+
+
+def build(work: Path) -> list[Path]:
+    """The sdist, built from the files of the last commit, and the wheel, built from the sdist."""
+    environment, tree, built = work / "tools", work / "tree", work / "dist"
+    venv.create(environment, with_pip=True)
+    run(environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *TOOLS)
+    archive = work / "tree.tar"
+    run("git", "archive", "--output", archive, "HEAD")
+    with tarfile.open(archive) as files:
+        files.extractall(tree, filter="data")
+    run(environment / "bin" / "python", "-m", "build", "--outdir", built, tree, cwd=work)
+    files = sorted(built.iterdir())
+    run(environment / "bin" / "twine", "check", "--strict", *files, cwd=work)
+    return files
+
+
+def check_contents(wheel: Path) -> None:
+    """Raises unless the wheel has every module and every config of the last commit."""
+    listed = run("git", "ls-files", "ep_a2a", "configs").splitlines()
+    wanted = {name if name.startswith("ep_a2a/") else f"ep_a2a/{name}" for name in listed}
+    with zipfile.ZipFile(wheel) as archive:
+        missing = wanted - set(archive.namelist())
+    if missing:
+        raise ReleaseError(f"the wheel lacks {', '.join(sorted(missing))}; see pyproject.toml, [tool.setuptools]")
+
+
+def try_wheel(wheel: Path, work: Path, version: str, *, borrow: bool) -> None:
+    """Installs the wheel into a clean environment, and runs its command line and its demo in an empty folder."""
+    environment, empty = work / "clean", work / "empty"
+    empty.mkdir()
+    venv.create(environment, with_pip=True)
+    pip = (environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check")
+    if borrow:
+        borrow_packages(environment)
+        run(*pip, "--no-deps", "--ignore-installed", wheel, cwd=empty)
+    else:
+        run(*pip, TORCH_WITHOUT_GPU, wheel, cwd=empty)
+    program = environment / "bin" / "ep-a2a"
+    if version not in (said := run(program, "--version", cwd=empty)):
+        raise ReleaseError(f"the installed version says {said.strip()}, not {version}")
+    run(program, *DEMO, cwd=empty)
+
+
+def main() -> None:
+    """Makes the release into the folder named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--borrow", action="store_true", help="try the wheel with the packages of this Python")
+    options = parser.parse_args()
+    started = time.monotonic()
+    try:
+        version = check_tree()
+        with tempfile.TemporaryDirectory(prefix="ep_a2a_release_") as name:
+            files = build(Path(name))
+            wheel = next(path for path in files if path.suffix == ".whl")
+            check_contents(wheel)
+            try_wheel(wheel, Path(name), version, borrow=options.borrow)
+            options.folder.mkdir(parents=True, exist_ok=True)
+            for path in files:
+                print(shutil.copy(path, options.folder))
+    except ReleaseError as error:
+        print(f"no release: {error}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)
+    print(f"ep_a2a {version}: built, checked and tried in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
