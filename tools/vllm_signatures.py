@@ -4,6 +4,8 @@
 
 FOLDER holds one folder per version ("0.33.0"), each with the wheel's `vllm` inside:
 `pip download --no-deps vllm==0.33.0` and `unzip`. Versions that are only in the file stay in it.
+
+The file is also the list of symbols. To add one, add the line `"file:name": "",` and run this over all versions.
 """
 
 from __future__ import annotations
@@ -13,25 +15,18 @@ import json
 import sys
 from pathlib import Path
 
-from ep_a2a.integrations.vllm.signatures import SYMBOLS, read_signatures
-from ep_a2a.integrations.vllm.support import (
-    BEHIND_RANGE,
-    BETWEEN_RANGES,
-    SIGNATURES,
-    VERSIONS,
-    WITHIN_RANGE,
-    known_signatures,
-)
+from ep_a2a.integrations.vllm.signatures import FILE_NAME, SYMBOLS, VERSIONS, read_signatures
+from ep_a2a.integrations.vllm.support import BEHIND_RANGE, BETWEEN_RANGES, WITHIN_RANGE, known_signatures
 
-TABLE = Path(__file__).parents[1] / "ep_a2a" / "integrations" / "vllm" / SIGNATURES
+TABLE = Path(__file__).parents[1] / "ep_a2a" / "integrations" / "vllm" / FILE_NAME
 
 
 def main(folder: Path) -> None:
     """Writes the file, and prints the symbols that differ between versions."""
-    old = known_signatures() if TABLE.exists() else {}
+    old = known_signatures()
     found = {path.name: read_signatures(path / "vllm") for path in folder.iterdir() if (path / "vllm").is_dir()}
     known: dict[str, dict[str, list[str]]] = {}
-    for symbol in (f"{path}:{name}" for path, names in SYMBOLS.items() for name in names):
+    for symbol in SYMBOLS:
         kept = {text: [v for v in versions if v not in found] for text, versions in old.get(symbol, {}).items()}
         for version, signatures in found.items():
             kept.setdefault(signatures[symbol], []).append(version)

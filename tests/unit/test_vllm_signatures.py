@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import vllm as integration
 from ep_a2a.integrations.vllm import signatures, support
-from ep_a2a.integrations.vllm.signatures import MISSING, SYMBOLS, read_signatures
+from ep_a2a.integrations.vllm.signatures import FILE_NAME, MISSING, read_signatures
 from ep_a2a.testing.patch_registry import PATCHES
 from tests.vllm_contract.wheels import VERSIONS, symbol_of
 from tools.vllm_signatures import TABLE, json_of
 
 PACKAGE = Path(integration.__file__).parent
-ALL_SYMBOLS = [f"{path}:{name}" for path, names in SYMBOLS.items() for name in names]
+ALL_SYMBOLS = [key for key, _ in json.loads(TABLE.read_text(), object_pairs_hook=list) if key != "versions"]
 MINORS = [f"0.{minor}" for minor in range(24, 34)]
 
 SOURCE = """
@@ -61,7 +62,7 @@ def read(tmp_path, monkeypatch):
         if source is not None:
             (package / "layers").mkdir(parents=True)
             (package / "layers" / "things.py").write_text(source)
-        monkeypatch.setattr(signatures, "SYMBOLS", {"layers/things.py": (name,)})
+        monkeypatch.setattr(signatures, "SYMBOLS", (f"layers/things.py:{name}",))
         return read_signatures(package)[f"layers/things.py:{name}"]
 
     return read_one
@@ -175,7 +176,7 @@ def test_a_written_table_reads_as_it_was(monkeypatch, tmp_path):
         "a.py:f": {"self, x": ["0.24.0", "0.33.0"], "self, *, y, **z": ["0.28.0", "0.30.0"]},
         "a.py:g": {"": ["0.28.0"], "there": ["0.33.0"]},
     }
-    (tmp_path / support.SIGNATURES).write_text(json_of(known))
+    (tmp_path / FILE_NAME).write_text(json_of(known))
     monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
     assert support.known_signatures() == known
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_a2a import env
 from ep_a2a.errors import InputError
 from ep_a2a.memory.device_groups import wait_for
-from ep_a2a.routing import destination_mask, owner_of_experts
+from ep_a2a.routing import count_ids, destination_mask, owner_of_experts
 
 if TYPE_CHECKING:
     from ep_a2a.memory.device_groups import DeviceGroups
@@ -40,12 +40,8 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) ->
     """
     check_num_experts(num_experts, num_ranks)
     is_token_in_rank = destination_mask(topk_idx, num_experts, num_ranks)
-    # ids that select nothing are counted behind the last expert
-    ids = topk_idx.to(torch.int64).flatten()
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
-    counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), None, counts[:num_experts], is_token_in_rank)
+    per_rank, per_expert = is_token_in_rank.sum(0, dtype=torch.int32), count_ids(topk_idx, 0, num_experts)
+    return DispatchLayout(per_rank, None, per_expert, is_token_in_rank)
 
 
 def routed_ids(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -1,71 +1,27 @@
-"""The symbols of vLLM that this integration uses, and a reader of their signatures that does not import vLLM."""
+"""The symbols of vLLM that this integration uses, and a reader of their signatures that does not import vLLM.
+
+signatures.json lists the symbols, each with its signatures by version; tools/vllm_signatures.py writes it.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import json
+from importlib import resources
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_MODULAR = "model_executor/layers/fused_moe/modular_kernel.py"
-_LAYERS = "model_executor/layers/fused_moe"
-_COMMUNICATORS = "distributed/device_communicators"
+FILE_NAME = "signatures.json"
+VERSIONS = "versions"
+"""Key of the file's list of versions. All other keys are symbols."""
 
-SYMBOLS: dict[str, tuple[str, ...]] = {
-    "config/parallel.py": (
-        "All2AllBackend", "ParallelConfig.all2all_backend", "ParallelConfig.__post_init__",
-        "ParallelConfig.use_sequence_parallel_moe",
-    ),
-    "engine/arg_utils.py": ("_compute_kwargs",),
-    "utils/import_utils.py": ("resolve_obj_by_qualname",),
-    "utils/deep_gemm.py": ("is_deep_gemm_e8m0_used",),
-    "forward_context.py": (
-        "get_forward_context", "is_forward_context_available", "ForwardContext.dp_metadata",
-        "DPMetadata.num_tokens_across_dp_cpu",
-    ),
-    "platforms/interface.py": ("Platform.get_device_communicator_cls", "Platform.check_and_update_config"),
-    "v1/worker/gpu_worker.py": (
-        "Worker", "Worker.execute_model", "Worker.sample_tokens", "Worker.execute_dummy_batch",
-        "Worker.compile_or_warm_up_model",
-    ),
-    "v1/executor/multiproc_executor.py": ("WorkerProc.enqueue_output",),
-    "v1/engine/core.py": (
-        "EngineCoreProc.ENGINE_CORE_DEAD", "EngineCoreProc._send_engine_dead", "EngineCoreProc.process_output_sockets",
-    ),
-    "v1/engine/core_client.py": ("BackgroundResources.validate_alive",),
-    "v1/engine/exceptions.py": ("EngineDeadError.__init__",),
-    f"{_COMMUNICATORS}/base_device_communicator.py": (
-        "DeviceCommunicatorBase.destroy", "All2AllManagerBase.get_handle", "All2AllManagerBase.dispatch",
-        "All2AllManagerBase.dispatch_router_logits", "All2AllManagerBase.combine", "All2AllManagerBase.destroy",
-    ),
-    f"{_LAYERS}/all2all_utils.py": ("maybe_make_prepare_finalize",),
-    f"{_LAYERS}/config.py": (
-        "FusedMoEConfig.num_experts", "FusedMoEConfig.experts_per_token", "FusedMoEConfig.hidden_dim",
-        "FusedMoEConfig.num_local_experts", "FusedMoEConfig.in_dtype", "FusedMoEConfig.max_num_tokens",
-        "FusedMoEConfig.moe_parallel_config", "FusedMoEParallelConfig.sp_size",
-        "FusedMoEParallelConfig.all2all_backend", "FusedMoEParallelConfig.use_all2all_kernels",
-        "FusedMoEQuantConfig.quant_dtype",
-        "FusedMoEQuantConfig.per_act_token_quant", "FusedMoEQuantConfig.block_shape", "FusedMoEQuantConfig.a1_scale",
-        "FusedMoEQuantConfig.a1_gscale",
-    ),
-    f"{_LAYERS}/runner/moe_runner.py": ("MoERunner._select_forward",),
-    f"{_LAYERS}/utils.py": ("moe_kernel_quantize_input",),
-    f"{_LAYERS}/topk_weight_and_reduce.py": (
-        "TopKWeightAndReduceDelegate.apply", "TopKWeightAndReduceContiguous.apply",
-    ),
-    _MODULAR: (
-        "FusedMoEActivationFormat.Standard", "FusedMoEPrepareAndFinalize.post_init_setup",
-        "FusedMoEPrepareAndFinalize.activation_format", "FusedMoEPrepareAndFinalize.topk_indices_dtype",
-        "FusedMoEPrepareAndFinalize.max_num_tokens_per_rank", "FusedMoEPrepareAndFinalize.num_dispatchers",
-        "FusedMoEPrepareAndFinalize.output_is_reduced", "FusedMoEPrepareAndFinalize.supports_async",
-        "FusedMoEPrepareAndFinalizeModular.prepare", "FusedMoEPrepareAndFinalizeModular.finalize",
-        "FusedMoEPrepareAndFinalizeModular.prepare_async", "FusedMoEPrepareAndFinalizeModular.finalize_async",
-        "FusedMoEExpertsModular.apply", "FusedMoEExperts.expects_unquantized_inputs",
-    ),
-}  # fmt: skip
-"""Symbols by file of the package vllm. A function is compared by its parameters, anything else by its presence."""
+_TABLE: dict[str, object] = json.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
+SYMBOLS = tuple(key for key in _TABLE if key != VERSIONS)
+"""Symbols as "file:name", the file in the package vllm. A function is compared by its parameters, anything else by its
+presence."""
 
 OPTIONAL = ("v1/engine/",)
 """Beginnings of files whose symbols may differ: without them only the text of errors is poorer (engine_error)."""
@@ -82,11 +38,8 @@ def read_signatures(package: Path) -> dict[str, str]:
     Returns:
         By "file:name": the parameter names of a function ("self, a1, ..."), "there" for other names, or MISSING.
     """
-    return {
-        f"{path}:{name}": _signature(_definitions(package / path), name)
-        for path, names in SYMBOLS.items()
-        for name in names
-    }
+    split = ((symbol, *symbol.split(":")) for symbol in SYMBOLS)
+    return {symbol: _signature(_definitions(package / path), name) for symbol, path, name in split}
 
 
 def _signature(definitions: dict[str, ast.AST], name: str) -> str:
@@ -110,7 +63,7 @@ def _is_property(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Name) and decorator.id == "property"
 
 
-@functools.lru_cache(maxsize=len(SYMBOLS))
+@functools.lru_cache(maxsize=64)
 def _definitions(path: Path) -> dict[str, ast.AST]:
     """Returns functions, classes and assigned names of a file; members of a class as "Class.name"."""
     if not path.exists():

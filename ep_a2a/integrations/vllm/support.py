@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.common import logger
-from ep_a2a.integrations.vllm.signatures import MISSING, OPTIONAL, read_signatures
+from ep_a2a.integrations.vllm.signatures import FILE_NAME, MISSING, OPTIONAL, VERSIONS, read_signatures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 OLDEST, NEWEST = (0, 24), (0, 33)
 """Minor versions whose signatures are in signatures.json; tools/vllm_signatures.py renews the file."""
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-SIGNATURES = "signatures.json"
-VERSIONS = "versions"
-"""Key of the file's list of versions, oldest first; ranges count in it. All other keys are symbols."""
 BETWEEN_RANGES, WITHIN_RANGE, BEHIND_RANGE = " | ", " to ", ": "
 """Separators of a symbol's text: "0.24.0 to 0.31.0: self, a | 0.32.0 to 0.33.0: self, a, b"."""
 
@@ -82,14 +79,15 @@ def differences(found: dict[str, str]) -> list[str]:
 
 def known_signatures() -> dict[str, dict[str, list[str]]]:
     """Returns by symbol every signature that it has had, with the versions that have it."""
-    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath(SIGNATURES).read_text())
+    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
     versions = table.pop(VERSIONS)
     return {symbol: _parsed(text, versions) for symbol, text in table.items()}
 
 
 def _parsed(text: str, versions: list[str]) -> dict[str, list[str]]:
+    """Returns the versions of each signature in a symbol's text; none of an empty text, which the tool replaces."""
     found: dict[str, list[str]] = {}
-    for part in text.split(BETWEEN_RANGES):
+    for part in filter(None, text.split(BETWEEN_RANGES)):
         span, _, signature = part.partition(BEHIND_RANGE)
         first, _, last = span.partition(WITHIN_RANGE)
         found.setdefault(signature, []).extend(versions[versions.index(first) : versions.index(last or first) + 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
 
 if TYPE_CHECKING:
-    from ep_a2a.interface import DispatchResult
+    from ep_a2a.interface import DispatchCombineOp, DispatchResult
 
 __all__ = [
     "TOPK_IDX_DTYPE",
@@ -52,7 +52,7 @@ class CombineInput:
         native: our op. config: its configuration.
     """
 
-    def __init__(self, native: Any, config: EpDispatchCombineConfig) -> None:
+    def __init__(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self._native, self._config = native, config
         self._registered: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -115,13 +115,13 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
         self._wrap(current_world().make_op(config), config)
 
     @classmethod
-    def around(cls, native: Any) -> Self:
+    def around(cls, native: DispatchCombineOp) -> Self:
         """Returns MORI's interface to an op that a manager has made."""
         op = cls.__new__(cls)
         op._wrap(native, native.config)
         return op
 
-    def _wrap(self, native: Any, config: EpDispatchCombineConfig) -> None:
+    def _wrap(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self.config, self.native = config, native
         self._combine_input = CombineInput(native, config)
         self._indices: torch.Tensor | None = None
@@ -148,7 +148,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
         """
         if routing is not None or return_routing:
             raise refused("dispatch with routing or return_routing", ROUTING_REMEDY)
-        return self.native.dispatch(  # type: ignore[no-any-return]
+        return self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
         )
 
@@ -166,7 +166,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
 
         Launch numbers have no effect on split calls, nor has call_local_expert_count, as in MORI.
         """
-        result: DispatchResult = self.native.dispatch_send(input, weights, scales, indices)
+        result = self.native.dispatch_send(input, weights, scales, indices)
         self._indices = result[3]
         return result
 
@@ -209,9 +209,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
         if routing is not None:
             raise refused("combine with routing", ROUTING_REMEDY)
         rows, weights = self._combine_input.of(input, weights, use_external_inp_buf)
-        return self.native.combine(  # type: ignore[no-any-return]
-            rows, weights, indices, block_num, rdma_block_num, warp_per_block
-        )
+        return self.native.combine(rows, weights, indices, block_num, rdma_block_num, warp_per_block)
 
     def combine_send(
         self,
@@ -223,7 +221,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`, for every kernel type. Returns the tensors that `combine_recv` fills."""
         rows, weights = self._combine_input.of(input, weights, -1)
-        return self.native.combine_send(rows, weights, indices)  # type: ignore[no-any-return]
+        return self.native.combine_send(rows, weights, indices)
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The second half of `combine`; must follow `combine_send`."""
@@ -249,8 +247,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
     @property
     def local_expert_count(self) -> torch.Tensor:
         """Received rows per local expert, int32 [E], filled by a dispatch with call_local_expert_count=True."""
-        counts: torch.Tensor = self.native.local_expert_count
-        return counts
+        return self.native.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Returns memory [R, H] that combine reads where use_external_inp_buf is False. It is plain local memory."""
@@ -258,13 +255,11 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Returns the source of each received row, int32 [total_recv]: rank * (W * M) + token. Synchronises."""
-        positions: torch.Tensor = self.native.get_dispatch_src_token_pos()
-        return positions
+        return self.native.get_dispatch_src_token_pos()
 
     def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
         """Returns (source rank, token) of a value of get_dispatch_src_token_pos."""
-        rank, token = self.native.decode_send_flat_idx(int(flat_idx))
-        return int(rank), int(token)
+        return divmod(int(flat_idx), self.max_num_tokens_to_send())
 
     def max_num_tokens_to_send_per_rank(self) -> int:
         """M, the most tokens that a rank dispatches."""
@@ -286,7 +281,4 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """Returns (programs, inter-node programs, warps per program) of a full-sized call."""
-        numbers: tuple[int, int, int] = self.native.get_launch_config(
-            is_dispatch, block_num, rdma_block_num, warp_per_block
-        )
-        return numbers
+        return self.native.get_launch_config(is_dispatch, block_num, rdma_block_num, warp_per_block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat.mori.unsupported import refused
+from ep_a2a.routing import count_ids
+
+if TYPE_CHECKING:
+    import torch
 
 
 def launch_local_expert_count(
@@ -37,10 +39,4 @@ def count_local_experts(indices: torch.Tensor, first_expert: int, counts: torch.
         first_expert: the id of this rank's first expert.
         counts: int32 [E], overwritten with the rows that name each of this rank's experts.
     """
-    num_experts = counts.shape[0]
-    slots = indices.flatten().long() - first_expert
-    slots = torch.where((slots >= 0) & (slots < num_experts), slots, num_experts)
-    # the last slot takes the ids that are not counted
-    found = torch.zeros(num_experts + 1, dtype=torch.int32, device=indices.device)
-    found.scatter_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
-    counts.copy_(found[:num_experts])
+    counts.copy_(count_ids(indices, first_expert, counts.shape[0]))

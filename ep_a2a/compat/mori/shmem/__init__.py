@@ -1,59 +1,7 @@
 """`mori.shmem`."""
 
-from ep_a2a.compat.mori.shmem.api import (
-    MORI_SHMEM_INIT_WITH_MPI_COMM,
-    MORI_SHMEM_INIT_WITH_UNIQUEID,
-    shmem_barrier_all,
-    shmem_barrier_on_stream,
-    shmem_buffer_deregister,
-    shmem_buffer_register,
-    shmem_ext_malloc_with_flags,
-    shmem_finalize,
-    shmem_free,
-    shmem_get_unique_id,
-    shmem_init_attr,
-    shmem_malloc,
-    shmem_malloc_align,
-    shmem_module_init,
-    shmem_mpi_init,
-    shmem_mype,
-    shmem_npes,
-    shmem_num_qp_per_pe,
-    shmem_ptr_p2p,
-    shmem_torch_process_group_init,
-)
-from ep_a2a.compat.mori.shmem.tensor_utils import (
-    MoriShmemBuffer,
-    mori_shmem_create_tensor,
-    mori_shmem_create_tensor_list_intra_node,
-    mori_shmem_free_tensor,
-    symm_mori_shmem_tensor,
-)
+from ep_a2a.compat.mori.shmem import api, tensor_utils
+from ep_a2a.compat.mori.shmem.api import *  # noqa: F403
+from ep_a2a.compat.mori.shmem.tensor_utils import *  # noqa: F403
 
-__all__ = [
-    "MORI_SHMEM_INIT_WITH_MPI_COMM",
-    "MORI_SHMEM_INIT_WITH_UNIQUEID",
-    "MoriShmemBuffer",
-    "mori_shmem_create_tensor",
-    "mori_shmem_create_tensor_list_intra_node",
-    "mori_shmem_free_tensor",
-    "shmem_barrier_all",
-    "shmem_barrier_on_stream",
-    "shmem_buffer_deregister",
-    "shmem_buffer_register",
-    "shmem_ext_malloc_with_flags",
-    "shmem_finalize",
-    "shmem_free",
-    "shmem_get_unique_id",
-    "shmem_init_attr",
-    "shmem_malloc",
-    "shmem_malloc_align",
-    "shmem_module_init",
-    "shmem_mpi_init",
-    "shmem_mype",
-    "shmem_npes",
-    "shmem_num_qp_per_pe",
-    "shmem_ptr_p2p",
-    "shmem_torch_process_group_init",
-    "symm_mori_shmem_tensor",
-]
+__all__ = [*api.__all__, *tensor_utils.__all__]

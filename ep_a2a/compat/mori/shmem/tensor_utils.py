@@ -12,6 +12,14 @@ from ep_a2a.compat.mori.unsupported import refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+__all__ = [
+    "MoriShmemBuffer",
+    "mori_shmem_create_tensor",
+    "mori_shmem_create_tensor_list_intra_node",
+    "mori_shmem_free_tensor",
+    "symm_mori_shmem_tensor",
+]
+
 _BY_ADDRESS = "Pass shmem_ptr_p2p(tensor.data_ptr(), my_pe, peer) to a kernel."
 
 
