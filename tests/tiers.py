@@ -16,6 +16,8 @@ QUICK = (
     # every manager that works on CPU
     "multiprocess/test_backend_parity.py::test_parity",
     "multiprocess/test_collective_managers.py::test_switching_backends_changes_nothing",
+    # the backend and the transport of CONTRIBUTING.md
+    "multiprocess/test_contributing.py",
     # interfaces of other projects
     "multiprocess/test_mori.py::test_the_complete_program",
     # the pools of ranks that all of these stand on

@@ -97,12 +97,13 @@ def run_backend(context: RankContext, name: str, layout: str, hidden_dim: int) -
 
 
 def run_manager(
-    context: RankContext, manager: All2AllManagerBase, layout: str, hidden_dim: int, num_steps: int = len(STEPS)
-) -> None:
-    """As `run_backend`, on a manager that has been made; closes it."""
+    context: RankContext, manager: All2AllManagerBase, layout: str, hidden_dim: int, num_steps: int = len(STEPS),
+    **options: Any,
+) -> None:  # fmt: skip
+    """As `run_backend`, on a manager that has been made, with more handle kwargs; closes it."""
     manager.device = context.device
     num_experts = EXPERTS_PER_RANK * context.world_size
-    op = manager.get_handle(handle_kwargs(context, layout, hidden_dim))
+    op = manager.get_handle({**handle_kwargs(context, layout, hidden_dim), **options})
     for step, (_, max_num_tokens) in enumerate(STEPS[:num_steps]):
         everyone = [batch(step, rank, context.world_size, hidden_dim) for rank in range(context.world_size)]
         mine = everyone[context.rank]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.config import INTERNODE_TRANSPORTS, EpDispatchCombineKernelType
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.reference import combine_reference, combine_weights_reference, reduce_experts_reference
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 ALL_KERNELS = ("InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL")
 COMBINATIONS = [
     ("shared_memory", "IntraNode"),
-    *(("peer_memory", kernel) for kernel in ALL_KERNELS),
-    *(("nvshmem", kernel) for kernel in ALL_KERNELS),
-    *(("torch.distributed", kernel) for kernel in ALL_KERNELS),
+    *((name, kernel) for name in INTERNODE_TRANSPORTS if name != "auto" for kernel in ALL_KERNELS),
 ]
 FORMS = {
     "compact": Case(layout="compact"),
