@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "bench" / "results"
 MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:(?!<!-- generated).)*?^<!-- end -->$)?", re.MULTILINE | re.DOTALL)
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 RESULT_LINK = re.compile(r"\]\((?:\.\./)*bench/results/([\w.-]+\.md)")
 
 
@@ -101,7 +102,10 @@ def option_row(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
     kind, info = typing.get_args(hint)[:2]
     if isinstance(default, type(info)):  # `name: int = typer.Option(1)`
         default = default.default
-    names = [each for each in info.param_decls or () if each.startswith("-")] or [f"--{name.replace('_', '-')}"]
+    # In Annotated[..., typer.Option("--json")] the first name is the parameter that typer calls default.
+    given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
+    plain = f"--{name.replace('_', '-')}"
+    names = [each for each in given if each.startswith("-")] or [plain, *[f"--no-{plain[2:]}"] * (kind is bool)]
     taken = type_name(kind)
     shown = " ".join(filter(None, (", ".join(names), taken.replace(r"\|", "|"))))
     value = default.value if isinstance(default, enum.Enum) else default
@@ -191,7 +195,7 @@ def part(name: str) -> str:
 def read_page(app: Sphinx, name: str, content: list[str]) -> None:
     """Puts generated parts into a page, and leads its links to bench/results to their pages."""
     depth = name.count("/")
-    content[0] = MARK.sub(lambda mark: part(mark[1]), content[0])
+    content[0] = MARK.sub(lambda mark: PAGE.sub(r"[\1](\1.md)", part(mark[1])), content[0])
     content[0] = RESULT_LINK.sub(rf"]({'../' * depth}results/runs/\1", content[0])
 
 
