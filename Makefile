@@ -45,7 +45,7 @@ release:
 	$(PYTHON) tools/release.py dist $(ARGS)
 
 docs: $(DOCS_VENV)/.installed
-	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going --quiet --fresh-env -b html docs build/docs
 	@echo build/docs/index.html
 
 install-matrix:
