@@ -5,7 +5,7 @@
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
 # make release   the same and an sdist from a clean tree, checked and tried in a clean environment
 # make docs   the site, build/docs/index.html: warnings are errors, links inside the tree are checked
-# make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python (docs/install.md)
+# make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
 PYTHON ?= python3

@@ -182,8 +182,17 @@ def enumerations() -> str:
     return "\n\n".join(parts)
 
 
+def vllm_patches() -> str:
+    """The table of what the plugin changes in vLLM."""
+    from ep_a2a.testing.patch_registry import PATCHES
+
+    rows = [(p.name, f"`{p.target.removeprefix('vllm.')}`", p.what, p.remove_when) for p in PATCHES]
+    return table(("patch", "target in `vllm.`", "what", "until"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
-    part.__name__: part for part in (environment, errors, commands, config_fields, handle_kwargs, enumerations)
+    each.__name__: each
+    for each in (environment, errors, commands, config_fields, handle_kwargs, enumerations, vllm_patches)
 }
 
 
