@@ -2,9 +2,9 @@
 
     python tools/install_matrix.py --folder /tmp/matrix
 
-Nothing of the checkout is on the import path of what is run. Prints a table for docs/results/verification.md; exits with 1 where
-something failed. A combination takes gigabytes and minutes; environments are removed one by one unless --keep is given.
-Standard library only.
+Nothing of the checkout is on the import path of what is run. Prints a table for docs/results/verification.md; exits
+with 1 where something failed. A combination takes gigabytes and minutes; environments are removed one by one unless
+--keep is given. Standard library only.
 """
 
 from __future__ import annotations
