@@ -1,9 +1,10 @@
-"""Compares what the kernels of two revisions compile to, for the headline variants at EP 2, 4 and 8.
+"""Compares what the kernels of two revisions compile to: the headline variants at EP 2, 4, 8, and those between nodes.
 
     python tools/compare_ptx.py 989da57 .                     # a git revision, or a folder with a checkout
     python tools/compare_ptx.py 989da57 . --match dispatch    # only variants whose name contains a text
     python tools/compare_ptx.py 989da57 . --stage ttir        # Triton's own code, which takes seconds
     python tools/compare_ptx.py 989da57 . --tolerance 2       # sizes may differ by 2 % where PTX differs
+    python tools/compare_ptx.py 989da57 . --set headline      # without rings, puts and staged on 2 x 2 and 4 x 2 ranks
 
 Each checkout compiles through its own host code, offline for compute capability 9.0: variants are those that its op
 would launch, in order. Names, places in files and labels do not count; the order of run-time arguments does. The
@@ -14,7 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib
+import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -27,6 +32,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EP_SIZES = (2, 4, 8)
+GRIDS = ((2, 2), (4, 2))
+"""(nodes, ranks of each) for which the kernels between nodes are compared."""
+TRANSPORTS = {"rings": "auto", "puts": "nvshmem", "staged": "torch.distributed"}
+"""The transports between nodes, as variants are named and as a config names them."""
+FP8_DISPATCH, FP8_COMBINE = {"quant_type": "fp8_per_1x128"}, {"quant_type": "fp8_blockwise"}
+FP8_GIVEN = {"data_type": "float8_e4m3fn", "scale_dim": 56, "scale_type_size": 4}
+NODE_FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {}, "cast": FP8_DISPATCH | {"layout": "compact"}, "combine-fp8": FP8_COMBINE,
+    "scales": FP8_GIVEN | {"layout": "compact"}, "few": {"kernel_type": "InterNodeV1LL"},
+}  # fmt: skip
+SETS = ("headline", "nodes")
 NUM_SMS = 132
 NUM_WORKERS = 2
 ROLES = ("dispatch", "combine", "local")
@@ -42,6 +58,7 @@ def main() -> int:
     parser.add_argument("--stage", choices=("ptx", "ttir"), default="ptx", help="what is compared")
     parser.add_argument("--match", default="", help="only variants whose name contains this")
     parser.add_argument("--ep", type=int, action="append", choices=EP_SIZES, help="only this EP size; may be repeated")
+    parser.add_argument("--set", choices=SETS, action="append", help="only these variants; may be repeated")
     parser.add_argument(
         "--tolerance", type=float, help="per cent by which registers, stack and instructions may differ"
     )
@@ -97,7 +114,7 @@ def _passed_on() -> list[str]:
     arguments, passed = sys.argv[1:], []
     for place, argument in enumerate(arguments):
         name = argument.split("=")[0]
-        if name in ("--stage", "--match", "--ep"):
+        if name in ("--stage", "--match", "--ep", "--set"):
             passed += [argument] if "=" in argument else arguments[place : place + 2]
     return passed
 
@@ -108,10 +125,9 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
 
     if not Path(ep_a2a.__file__).is_relative_to(folder):
         raise SystemExit(f"ep_a2a comes from {ep_a2a.__file__} instead of {folder}")
-    from ep_a2a.testing.offline_compile import compile_offline
 
     share, shares = options.worker
-    chosen = [one for one in headline_variants(options.ep or EP_SIZES) if options.match in one[0]]
+    chosen = [one for one in variants_of(options) if options.match in one[0]]
     for name, variant, args in chosen[share::shares]:
         path = target / name
         if path.with_suffix(f".{options.stage}").exists():
@@ -119,11 +135,30 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
         if options.stage == "ttir":
             path.with_suffix(".ttir").write_text(plain_ttir(ttir_of(variant, args)))
             continue
-        asm = compile_offline(
-            variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
-        )
+        asm = compiled(variant, args, calls_nvshmem="-puts-" in name)
         path.with_suffix(".ptx").write_text(plain_ptx(asm["ptx"]))
         path.with_suffix(".json").write_text(json.dumps(measures(asm["cubin"])))
+
+
+def compiled(variant: Any, args: tuple[Any, ...], *, calls_nvshmem: bool) -> dict[str, Any]:
+    """The stages of a variant by name; calls of NVSHMEM stay open, since its bitcode need not be here."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from ep_a2a.testing.offline_compile import compile_offline
+
+    original = CUDABackend.parse_options
+
+    def parse(self: Any, given: dict[str, Any]) -> Any:
+        return dataclasses.replace(original(self, given), ptx_options="--compile-only")
+
+    if calls_nvshmem:
+        CUDABackend.parse_options = parse
+    try:
+        return compile_offline(
+            variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
+        )  # fmt: skip
+    finally:
+        CUDABackend.parse_options = original
 
 
 def ttir_of(variant: Any, args: tuple[Any, ...]) -> str:
@@ -152,52 +187,111 @@ def ttir_of(variant: Any, args: tuple[Any, ...]) -> str:
     return found[0]
 
 
-def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def variants_of(options: argparse.Namespace) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """(name, variant, run-time arguments) of the kernels that a DeepSeek-V3 layer launches."""
+    ep_sizes, sets = options.ep or EP_SIZES, options.set or SETS
+    if "headline" in sets:
+        yield from headline_variants(ep_sizes)
+    if "nodes" in sets:
+        yield from node_variants(ep_sizes)
+
+
+def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Those of an op inside a node, and of rings between two nodes."""
     for ep_size in ep_sizes:
         for layout in ("rank_major", "compact"):
             for label, changes, part in (
                 ("bf16", {}, ROLES),
-                ("cast", {"quant_type": "fp8_per_1x128"}, ("dispatch",)),
-                ("combine-fp8", {"quant_type": "fp8_blockwise"}, ("combine",)),
+                ("cast", FP8_DISPATCH, ("dispatch",)),
+                ("combine-fp8", FP8_COMBINE, ("combine",)),
             ):
                 kernels = _kernels(ep_size, layout=layout, **changes)
-                yield from _named(f"ep{ep_size}-{layout}-{label}", kernels, part)
-        kernels = _kernels(ep_size, layout="expert_major", quant_type="fp8_per_1x128")
-        yield from _named(f"ep{ep_size}-expert_major-cast", kernels, ("local",))
-        for label, changes in (("bf16", {}), ("cast", {"quant_type": "fp8_per_1x128", "layout": "compact"})):
-            kernels = _kernels(ep_size, rings=True, **changes)
-            yield from _named(f"ep{ep_size}-rings-{label}", kernels, ROLES)
+                yield from _named(f"ep{ep_size}-{layout}-{label}", kernels.variants(), part)
+        kernels = _kernels(ep_size, layout="expert_major", **FP8_DISPATCH)
+        yield from _named(f"ep{ep_size}-expert_major-cast", kernels.variants(), ("local",))
+        for label, changes in (("bf16", {}), ("cast", NODE_FORMS["cast"])):
+            kernels = _kernels(ep_size, "rings", gpu_per_node=ep_size // 2, **changes)
+            yield from _named(f"ep{ep_size}-rings-{label}", kernels.variants(), ROLES)
 
 
-def _named(prefix: str, kernels: Any, roles: tuple[str, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Those of every transport between nodes; on the smallest grid also those of every call, in halves, too."""
+    for num_nodes, gpus in GRIDS:
+        ep_size = num_nodes * gpus
+        if ep_size not in ep_sizes:
+            continue
+        for transport in TRANSPORTS:
+            for label, changes in NODE_FORMS.items():
+                kernels = _kernels(ep_size, transport, gpu_per_node=gpus, **changes)
+                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", kernels.variants(), ROLES)
+            if (num_nodes, gpus) == GRIDS[0]:
+                kernels = _kernels(ep_size, transport, gpu_per_node=gpus, compiled_calls="all")
+                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-every", every_variant(kernels), ROLES)
+
+
+def every_variant(kernels: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The variants of whole calls and of halves, each once."""
+    whole = inspect.signature(kernels.variants).parameters["stages"].default
+    parts = [whole, *(type(whole)(send, not send) for send in (True, False))]
+    found = [one for part in parts for one in kernels.variants(part)]
+    return list({id(variant): (variant, args) for variant, args in found}.values())
+
+
+def _named(prefix: str, variants: Any, roles: tuple[str, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """The variants of these roles, by their place in the list: kernels may be renamed."""
-    for place, (variant, args) in enumerate(kernels.variants()):
+    for place, (variant, args) in enumerate(variants):
         role = next((role for role in ROLES if role in variant.kernel.__name__), "local")
         if role in roles:
             yield f"{prefix}-{place}-{role}", variant, args
 
 
-def _kernels(ep_size: int, *, rings: bool = False, **changes: Any) -> Any:
-    """What launches the kernels of an op, as on a Hopper GPU: two nodes with rings, else one."""
+class MadeUpMemory:
+    """An arena, and memory bound to it, of which no launch is made."""
+
+    def __init__(self, table: Any) -> None:
+        self.table, self.device = table, table.device
+        self.rendezvous = self.between_nodes = None
+
+
+def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
+    """What launches the kernels of an op, as on a Hopper GPU; without a transport, of an op inside a node."""
     import torch
 
     from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-    from ep_a2a.ops.rings import kernels_of
 
     values: dict[str, Any] = {
         "data_type": torch.bfloat16, "rank": 0, "world_size": ep_size, "hidden_dim": 7168, "scale_dim": 0,
         "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
         "num_experts_per_rank": 256 // ep_size, "num_experts_per_token": 8, "compiled_calls": "serving",
         "layout": "rank_major",
-    }  # fmt: skip
-    if rings:
-        values |= {"kernel_type": EpDispatchCombineKernelType.InterNodeV1, "gpu_per_node": ep_size // 2}
-    config = EpDispatchCombineConfig(**(values | changes))
-    kernels = kernels_of(config, torch.zeros(64, ep_size, dtype=torch.int64), torch.device("cpu"))
+    } | changes  # fmt: skip
+    if transport:
+        field = "rail" if "rail" in EpDispatchCombineConfig.__dataclass_fields__ else "internode_transport"
+        values[field] = TRANSPORTS[transport]
+        values["kernel_type"] = EpDispatchCombineKernelType[changes.get("kernel_type", "InterNodeV1")]
+    if "data_type" in changes:
+        values["data_type"] = getattr(torch, changes["data_type"])
+    config = EpDispatchCombineConfig(**values)
+    memory = MadeUpMemory(torch.zeros(64, ep_size, dtype=torch.int64))
+    if transport == "staged":
+        kernels = _class("StagedKernels", "ops.staged")(config, memory, memory)
+    elif transport:
+        kernels = _class("InterNodeKernels", "ops.rings", "kernels.inter_node")(config, memory.table, memory.device)
+    else:
+        kernels = _class("IntraNodeKernels", "ops.intra_node", "kernels.intra_node")(
+            config, memory.table, memory.device
+        )
     kernels.num_sms = NUM_SMS
     kernels._can_depend = True
     return kernels
+
+
+def _class(name: str, *modules: str) -> Any:
+    """A class of the checkout, which may have it in one of these modules."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            return getattr(importlib.import_module(f"ep_a2a.{module}"), name)
+    raise SystemExit(f"no {name} in ep_a2a.{' or '.join(modules)}")
 
 
 def plain_ptx(text: str) -> str:
@@ -252,7 +346,10 @@ def report(before: Path, after: Path, options: argparse.Namespace) -> int:
     """Prints a line per variant; 1 when one differs or has no partner, else 0."""
     stage, match, tolerance, ep_sizes = options.stage, options.match, options.tolerance, options.ep or EP_SIZES
     names = [{path.stem for path in folder.glob(f"*.{stage}")} for folder in (before, after)]
-    names[0] = {name for name in names[0] if match in name and int(re.findall(r"\d+", name)[0]) in ep_sizes}
+    names[0] = {
+        name for name in names[0]
+        if match in name and ep_size_of(name) in ep_sizes and set_of(name) in (options.set or SETS)
+    }  # fmt: skip
     width = max((len(name) for name in names[0] | names[1]), default=10)
     print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))
     bad = sorted(names[0] ^ names[1])
@@ -268,6 +365,16 @@ def report(before: Path, after: Path, options: argparse.Namespace) -> int:
         print(f"{name}: " + ("only in one of the two" if name in missing else "differs"))
     print(f"{len(names[0] & names[1])} compared, {len(bad)} of them or without a partner differ")
     return 1 if bad or not names[0] else 0
+
+
+def ep_size_of(name: str) -> int:
+    """The EP size of a variant: "ep4-..." has 4 ranks, "ep2x2-..." 2 nodes of 2."""
+    return math.prod(map(int, name.split("-")[0][2:].split("x")))
+
+
+def set_of(name: str) -> str:
+    """The set in which a variant is compiled."""
+    return SETS["x" in name.split("-")[0]]
 
 
 def _sizes(path: Path) -> dict[str, int]:
