@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -133,10 +134,10 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
         if path.with_suffix(f".{options.stage}").exists():
             continue
         if options.stage == "ttir":
-            path.with_suffix(".ttir").write_text(plain_ttir(ttir_of(variant, args)))
+            path.with_suffix(".ttir").write_text(ttir_of(variant, args))
             continue
         asm = compiled(variant, args, calls_nvshmem="-puts-" in name)
-        path.with_suffix(".ptx").write_text(plain_ptx(asm["ptx"]))
+        path.with_suffix(".ptx").write_text(asm["ptx"])
         path.with_suffix(".json").write_text(json.dumps(measures(asm["cubin"])))
 
 
@@ -313,10 +314,10 @@ def plain_ttir(text: str) -> str:
     text = re.sub(r"\s*\bloc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)", "", text)
     text = re.sub(r"tt\.func public @\w+", "tt.func public @KERNEL", text)
     # constants stand where they are used: their order says nothing
-    defined = re.compile(r"^\s*(%[\w-]+) = arith\.constant (.*)$", re.MULTILINE)
+    defined = re.compile(r"^\s*(%[\w.$-]+) = arith\.constant (.*)$", re.MULTILINE)
     values = {name: f"<{value.strip()}>" for name, value in defined.findall(text)}
-    text = re.sub(r"%[\w-]+", lambda match: values.get(match.group(), match.group()), defined.sub("", text))
-    text = _numbered(r"%[\w-]+", "%", text)
+    text = re.sub(r"%[\w.$-]+", lambda match: values.get(match.group(), match.group()), defined.sub("", text))
+    text = _renumbered(text)
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 
@@ -324,6 +325,21 @@ def _numbered(pattern: str, prefix: str, text: str) -> str:
     """Names that match become numbers, in the order in which they first appear."""
     numbers: dict[str, int] = {}
     return re.sub(pattern, lambda match: f"{prefix}{numbers.setdefault(match.group(), len(numbers))}", text)
+
+
+def _renumbered(text: str) -> str:
+    """Values of Triton's code by the order of their definitions: in two regions one name may stand for two values."""
+    numbers: dict[str, str] = {}
+    count = itertools.count()
+
+    def number(match: re.Match[str]) -> str:
+        name, defines = match.groups()
+        if defines:
+            numbers[name] = f"%{next(count)}"
+        return numbers.get(name, name)
+
+    # "%sum = ...", "%sums:2 = ...", "^bb0(%left: i32", but not "tt.return %sum : i32"
+    return re.sub(r"(%[\w.$-]+)(?=(\s=\s|:\d+\s=\s|:\s)?)", number, text)
 
 
 def measures(cubin: bytes) -> dict[str, int]:
@@ -350,11 +366,12 @@ def report(before: Path, after: Path, options: argparse.Namespace) -> int:
         name for name in names[0]
         if match in name and ep_size_of(name) in ep_sizes and set_of(name) in (options.set or SETS)
     }  # fmt: skip
+    plain = plain_ptx if stage == "ptx" else plain_ttir
     width = max((len(name) for name in names[0] | names[1]), default=10)
     print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))
     bad = sorted(names[0] ^ names[1])
     for name in sorted(names[0] & names[1]):
-        first, second = ((folder / name).with_suffix(f".{stage}").read_text() for folder in (before, after))
+        first, second = (plain((folder / name).with_suffix(f".{stage}").read_text()) for folder in (before, after))
         sizes = [_sizes(folder / name) for folder in (before, after)]
         if first != second and not (tolerance is not None and within(*sizes, tolerance)):
             bad.append(name)

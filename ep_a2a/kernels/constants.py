@@ -145,6 +145,100 @@ class Combine(NamedTuple):
     READ_AHEAD: tl.constexpr
 
 
+class Ring(NamedTuple):
+    """Rings of one direction, and the chunks in them (kernels/ring_shape.py). The same on all ranks.
+
+    DIRECTION: TO_EXPERTS or BACK. NODES, GPUS: nodes, and ranks of each. CHANNELS: each has a ring per node. SLOTS:
+    chunks that a ring holds. CHUNK_TOKENS: tokens of a chunk. NUM_CHUNKS: chunks of M tokens. LINE_WORDS, SLOT_WORDS:
+    words of a line and of a chunk. STAGED_WORDS: words of the chunk that a channel puts next; 0 where stores reach all
+    ranks. HEAD_WORDS: words before the chunks that go to a node; 0 where kernels move them.
+    """
+
+    DIRECTION: tl.constexpr
+    NODES: tl.constexpr
+    NODE_LANES: tl.constexpr
+    GPUS: tl.constexpr
+    GPU_LANES: tl.constexpr
+    CHANNELS: tl.constexpr
+    SLOTS: tl.constexpr
+    CHUNK_TOKENS: tl.constexpr
+    NUM_CHUNKS: tl.constexpr
+    LINE_WORDS: tl.constexpr
+    SLOT_WORDS: tl.constexpr
+    STAGED_WORDS: tl.constexpr
+    HEAD_WORDS: tl.constexpr
+
+
+class Line(NamedTuple):
+    """A token's line in a chunk on its way to experts.
+
+    SCALE_WIDTH: elements of SCALE_DTYPE in the row's scales, 0 for none. IDS_AT, WEIGHTS_AT, ROWS_AT, TOKEN_AT: words
+    before the ids, the weights, the row's number at each rank of the node, and the token's number; the row and its
+    scales lie before them. HAS_WEIGHTS: weights travel. OWN_LINE_EACH: a token's line has the token's place in the
+    chunk; else tokens that do not go to the node have none.
+    """
+
+    SCALE_WIDTH: tl.constexpr
+    SCALE_LANES: tl.constexpr
+    SCALE_DTYPE: tl.constexpr
+    IDS_AT: tl.constexpr
+    WEIGHTS_AT: tl.constexpr
+    ROWS_AT: tl.constexpr
+    TOKEN_AT: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
+    OWN_LINE_EACH: tl.constexpr
+
+
+class Numbering(NamedTuple):
+    """How a launch numbers rows.
+
+    MANY_TOKENS: tokens whose ids a program looks at at once. COUNT_BITS: bits that hold any rank's number of tokens.
+    POISON_LANES: lanes of a wait, at least the threads of a program. FINISHES: the sending stage ends with this launch;
+    else with the one after it.
+    """
+
+    MANY_TOKENS: tl.constexpr
+    COUNT_BITS: tl.constexpr
+    POISON_LANES: tl.constexpr
+    FINISHES: tl.constexpr
+
+
+class Exchange(NamedTuple):
+    """What a launch that exchanges chunks does.
+
+    SENDS, FORWARDS: roles of its channels. STAGE: the stage that it belongs to; FINISHES: and ends. COUNT_LANES,
+    POISON_LANES: lanes of a wait, at least the threads of a program.
+    """
+
+    SENDS: tl.constexpr
+    FORWARDS: tl.constexpr
+    STAGE: tl.constexpr
+    FINISHES: tl.constexpr
+    COUNT_LANES: tl.constexpr
+    POISON_LANES: tl.constexpr
+
+
+class Sums(NamedTuple):
+    """How rows of results are added, first over the ranks of a node and then over nodes.
+
+    HIDDEN: elements of a row, of which a program adds BLOCK at once. WEIGHTS_AT: words before the weights in a line on
+    its way back. DTYPE: of results, ELEMENT: integers of its width. QUANTIZED: ranks offer rows of fp8, of which
+    SCALE_GROUP elements share a scale; 0 for no scales. HAS_WEIGHTS: weights travel. CHECK_INDICES: ids are compared
+    with those of dispatch. POISON_LANES: lanes of a wait, at least the threads of a program.
+    """
+
+    HIDDEN: tl.constexpr
+    BLOCK: tl.constexpr
+    WEIGHTS_AT: tl.constexpr
+    DTYPE: tl.constexpr
+    ELEMENT: tl.constexpr
+    QUANTIZED: tl.constexpr
+    SCALE_GROUP: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
+    CHECK_INDICES: tl.constexpr
+    POISON_LANES: tl.constexpr
+
+
 def constants(kind: type[Tuple], values: dict[str, Any]) -> Tuple:
     """A tuple of this kind, of those of the values that are its fields."""
     return kind(*(tl.constexpr(values[name]) for name in kind._fields))  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import triton.language as tl
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.primitives import (
+    DISPATCH_PHASE,
     NUM_TOKENS,
     POISON,
     STATE,
@@ -17,13 +18,14 @@ from ep_a2a.kernels.primitives import (
     begin_stage,
     fail,
     finish_stage,
+    like,
     may_go_on,
     reduce_sum,
 )
 from ep_a2a.kernels.receive_kernels import post_counts, wait_counts
-from ep_a2a.kernels.ring_forward_kernels import forward_chunk
-from ep_a2a.kernels.ring_kernels import TO_EXPERTS, idle, load_channel, num_own_chunks, pick, store_channel
-from ep_a2a.kernels.ring_send_kernels import send_chunk
+from ep_a2a.kernels.ring_forward_kernels import Places, forward_chunk
+from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, pick, store_channel
+from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
 from ep_a2a.kernels.routing_kernels import count_rows, field_of, fields_of_token, plus, record_route
 from ep_a2a.kernels.send_kernels import load_choices
 
@@ -32,43 +34,136 @@ SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 
 
+@portable
+def post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+    """Tells all ranks how many rows this rank's tokens make at each."""
+    tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
+    totals = count_rows(ids, 0, num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, N.MANY_TOKENS, N.COUNT_BITS)
+    counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, N.COUNT_BITS)
+    post_counts(table, counts, wire_word, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+
+
+@portable
+def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+    """Records the rows that tokens first ... last - 1 get at every rank, among those that this rank sends there."""
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
+    before = count_rows(ids, 0, first, S.TOPK, OWNERS, S.WORLD_SIZE, N.MANY_TOKENS, N.COUNT_BITS)
+    for token in range(first, last):
+        token_ids, _ = load_choices(ids, ids, token, last, S.TOPK, S.TOPK_LANES, False)
+        own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, N.COUNT_BITS)
+        record_route(
+            routes, sent_ids, token_ids, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE, S.WORLD_LANES,
+            N.COUNT_BITS,
+        )  # fmt: skip
+        before = plus(before, own, S.WORLD_SIZE, N.COUNT_BITS)
+
+
 @portable(do_not_specialize=["num_tokens", "wire_word", "rank"], do_not_specialize_on_alignment=["ids"])
-def number_rows_kernel(
-    ids, table, num_tokens, wire_word, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, MANY_TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr, POISON_LANES: tl.constexpr,
-    FINISHES: tl.constexpr,
-):  # fmt: skip
+def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
     """Numbers the rows that this rank's tokens get at every rank, and tells all ranks how many there are.
 
-    FINISHES: the sending stage ends with this launch; else with the one after it.
+    Args:
+        ids: [num_tokens, TOPK] int32. wire_word: as in DispatchStep.
+        OWNERS: ExpertPlacement. S: Shape. N: Numbering.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND, WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-    ranks = tl.arange(0, WORLD_LANES)
+    epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), N.POISON_LANES)
+    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
         if program == 0:
-            tl.store(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-            totals = count_rows(ids, 0, num_tokens, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
-            counts = field_of(totals, ranks, WORLD_SIZE, COUNT_BITS)
-            post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE, WORLD_LANES)
+            post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS, S, N)
         share = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * share, num_tokens)
         last = tl.minimum(first + share, num_tokens)
-        routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32)
-        sent_ids = address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32)
-        before = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, MANY_TOKENS, COUNT_BITS)
-        for token in range(first, last):
-            token_ids, _ = load_choices(ids, ids, token, last, TOPK, TOPK_LANES, False)
-            own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-            record_route(
-                routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
-            )
-            before = plus(before, own, WORLD_SIZE, COUNT_BITS)
-    if FINISHES:
-        finish_stage(table, DISPATCH_SEND, program, num_programs, WORLD_SIZE)
+        number_rows(ids, table, first, last, rank, OWNERS, S, N)
+    if N.FINISHES:
+        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)
+
+
+@portable
+def send_turn(
+    source, table, channel, peer, here, sent, unsent, sent_before, num_own, moved, rank, S: tl.constexpr,
+    R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Sends the next chunk to node `peer`, if one is left and the ring has room.
+
+    Args:
+        here: [NODE_LANES] true for `peer`.
+        sent, sent_before: [NODE_LANES] chunks that went to each node in this step, and before it. unsent: [NODE_LANES]
+            1 for the nodes to which chunks are left. num_own: chunks for each node in this step.
+        moved: chunks that this turn of the channel has sent or forwarded.
+
+    Returns:
+        (sent, unsent, moved), brought up to date.
+    """
+    if pick(unsent, peer, R.NODE_LANES) > 0:
+        count, before = pick(sent, peer, R.NODE_LANES), pick(sent_before, peer, R.NODE_LANES)
+        gone = send_chunk(source, table, channel, peer, count, before, num_own, rank, S, R, ROW, LINE)
+        sent += (here & gone).to(tl.int32)
+        unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
+        moved += gone.to(tl.int32)
+    return sent, unsent, moved
+
+
+@portable
+def forward_turn(
+    table, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, rank, S: tl.constexpr,
+    R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Forwards the next chunk from node `peer`, if one is due and has come.
+
+    Args:
+        here, moved: as of send_turn.
+        taken, taken_before: [NODE_LANES] chunks that came from each node in this step, and before it. unfinished:
+            [NODE_LANES] 1 for the nodes whose last chunk has not come.
+
+    Returns:
+        (taken, unfinished, moved), brought up to date.
+    """
+    if pick(unfinished, peer, R.NODE_LANES) > 0:
+        count, before = pick(taken, peer, R.NODE_LANES), pick(taken_before, peer, R.NODE_LANES)
+        gone, ended = forward_chunk(table, channel, peer, count, before, places, epoch, rank, S, R, ROW, LINE)
+        taken += (here & gone).to(tl.int32)
+        unfinished = tl.where(here & ended, 0, unfinished)
+        moved += gone.to(tl.int32)
+    return taken, unfinished, moved
+
+
+@portable
+def exchange_channel(
+    source, table, channel, places, poison, epoch, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    """Sends and forwards all chunks of a channel. Returns the poison word."""
+    nodes = tl.arange(0, R.NODE_LANES)
+    sent_before, taken_before = load_channel(table, channel, rank, S, R)
+    num_own = num_own_chunks(source.num_tokens, channel, R)
+    sent, taken = like(nodes, 0), like(nodes, 0)
+    unsent, unfinished = (nodes < R.NODES).to(tl.int32), (nodes < R.NODES).to(tl.int32)
+    if not X.SENDS:
+        unsent = like(nodes, 0)
+    if not X.FORWARDS:
+        unfinished = like(nodes, 0)
+    polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
+    while (reduce_sum(unsent + unfinished, 0) > 0) & (poison == 0):
+        moved = tl.full((), 0, tl.int32)
+        for step in range(R.NODES):
+            peer = (rank // R.GPUS + step) % R.NODES
+            here = nodes == peer
+            if X.SENDS:
+                sent, unsent, moved = send_turn(
+                    source, table, channel, peer, here, sent, unsent, sent_before, num_own, moved, rank, S, R, ROW, LINE
+                )
+            if X.FORWARDS:
+                taken, unfinished, moved = forward_turn(
+                    table, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, rank, S, R, ROW,
+                    LINE,
+                )  # fmt: skip
+        poison, polls, deadline = idle(table, moved, polls, deadline, unsent + unfinished, epoch, rank, S, R)
+    store_channel(table, channel, sent_before + sent, taken_before + taken, rank, S, R)
+    return poison
 
 
 @portable(
@@ -77,79 +172,28 @@ def number_rows_kernel(
 )  # fmt: skip
 def exchange_kernel(
     x, scales, weights, ids, table, num_tokens, stride, row_limit, positions_per_rank, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    NODE_LANES: tl.constexpr, GPU_LANES: tl.constexpr, RINGS: tl.constexpr, OWN_LINE_EACH: tl.constexpr,
-    ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr,
-    COUNT_LANES: tl.constexpr, POISON_LANES: tl.constexpr,
-    SENDS: tl.constexpr, FORWARDS: tl.constexpr, STAGE: tl.constexpr, FINISHES: tl.constexpr,
+    S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
     """Sends this rank's chunks to all nodes and forwards those that come from them.
 
     Args:
-        x, scales, weights, ids, num_tokens, stride, row_limit: as of dispatch_kernel.
+        x, scales, weights, ids, num_tokens, stride, row_limit: as of bulk_dispatch_kernel.
         positions_per_rank: W * M, by which source positions count.
-        ROW: (words of a row, words copied at once, words of its scales, elements of SCALE_DTYPE of its scales, lanes
-            for those, elements of a group of the fp8 cast or 0, lanes for them, lanes for groups, whether scales are
-            powers of two).
-        SENDS, FORWARDS: what this launch does. STAGE: the stage it belongs to; FINISHES: and ends.
+        S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. X: Exchange.
     """
-    NODES: tl.constexpr = RINGS[0]
-    GPUS: tl.constexpr = RINGS[1]
-    CHANNELS: tl.constexpr = RINGS[2]
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, STAGE, WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = may_go_on(table, answer, 1, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-    nodes = tl.arange(0, NODE_LANES)
-    if COMPACT and FORWARDS:
+    epoch, out_of_order = begin_stage(table, X.STAGE, S.WORLD_SIZE)
+    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
+    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    source = Source(x, scales, weights, ids, num_tokens)
+    places = Places(stride, row_limit, positions_per_rank)
+    if S.COMPACT and X.FORWARDS:
         if poison == 0:
-            _, poison = wait_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
-    for channel in range(program, CHANNELS, num_programs):
-        sent_before, taken_before = load_channel(table, TO_EXPERTS, channel, rank, NODE_LANES, RINGS, WORLD_SIZE)
-        num_own = num_own_chunks(num_tokens, channel, RINGS)
-        sent, taken = nodes * 0, nodes * 0
-        unsent, unfinished = (nodes < NODES).to(tl.int32), (nodes < NODES).to(tl.int32)
-        if not SENDS:
-            unsent = nodes * 0
-        if not FORWARDS:
-            unfinished = nodes * 0
-        polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
-        while (reduce_sum(unsent + unfinished, 0) > 0) & (poison == 0):
-            moved = tl.full((), 0, tl.int32)
-            for step in range(NODES):
-                peer = (rank // GPUS + step) % NODES
-                here = nodes == peer
-                if SENDS:
-                    if pick(unsent, peer, NODE_LANES) > 0:
-                        count, before = pick(sent, peer, NODE_LANES), pick(sent_before, peer, NODE_LANES)
-                        gone = send_chunk(
-                            x, scales, weights, ids, table, num_tokens, channel, peer, count, before, num_own, rank,
-                            GPU_LANES, RINGS, OWN_LINE_EACH, ROW, SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS,
-                            WORLD_SIZE,
-                        )  # fmt: skip
-                        sent += (here & gone).to(tl.int32)
-                        unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
-                        moved += gone.to(tl.int32)
-                if FORWARDS:
-                    if pick(unfinished, peer, NODE_LANES) > 0:
-                        count, before = pick(taken, peer, NODE_LANES), pick(taken_before, peer, NODE_LANES)
-                        gone, ended = forward_chunk(
-                            table, channel, peer, count, before, stride, row_limit, positions_per_rank, epoch, rank,
-                            GPU_LANES, RINGS, ROW, SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, COMPACT, WORLD_SIZE,
-                            WORLD_LANES,
-                        )  # fmt: skip
-                        taken += (here & gone).to(tl.int32)
-                        unfinished = tl.where(here & ended, 0, unfinished)
-                        moved += gone.to(tl.int32)
-            poison, polls, deadline = idle(
-                table, moved, polls, deadline, unsent + unfinished, epoch, rank, NODE_LANES, RINGS, WORLD_SIZE,
-                WORLD_LANES,
-            )  # fmt: skip
-        store_channel(
-            table, TO_EXPERTS, channel, sent_before + sent, taken_before + taken, rank, NODE_LANES, RINGS, WORLD_SIZE
-        )
+            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)
+    for channel in range(program, R.CHANNELS, num_programs):
+        poison = exchange_channel(source, table, channel, places, poison, epoch, rank, S, R, ROW, LINE, X)
     if poison != 0:
-        late = (tl.arange(0, WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(table, poison, 1, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-    if FINISHES:
-        finish_stage(table, STAGE, program, num_programs, WORLD_SIZE)
+        late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
+        fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    if X.FINISHES:
+        finish_stage(table, X.STAGE, program, num_programs, S.WORLD_SIZE)

@@ -1,16 +1,18 @@
 """Device helpers that forward a chunk of tokens to the ranks of this node."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import address
+from ep_a2a.kernels.primitives import address, like
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
-    CHUNKS,
     CHUNKS_ARRIVED,
     HEADER,
-    TO_EXPERTS,
+    IS_LAST,
+    NUM_LINES,
     before_reading,
     counter_of,
     give_room,
@@ -33,6 +35,16 @@ FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
 FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
 
 
+class Places(NamedTuple):
+    """Where a step's received rows lie, as exchange_kernel takes it: rows per source in layout rank_major, rows that a
+    rank may receive, and W * M, by which source positions count.
+    """
+
+    stride: tl.tensor
+    row_limit: tl.tensor
+    positions_per_rank: tl.tensor
+
+
 @portable
 def load_blocks(source, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """WIDTH elements as a tuple of blocks [LANES]."""
@@ -46,12 +58,12 @@ def load_blocks(source, WIDTH: tl.constexpr, LANES: tl.constexpr):
 @portable
 def store_to_rows(
     table, region: tl.constexpr, blocks, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    GPUS: tl.constexpr, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Writes those elements to the row that each rank of the node has for them; -1 for none."""
-    for local in tl.static_range(GPUS):
+    for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
-            base = address(table, region, first_rank + local, WORLD_SIZE, DTYPE)
+            base = address(table, region, first_rank + local, S.WORLD_SIZE, DTYPE)
             target = row_at(base, rows[local], WIDTH, DTYPE)
             for block in tl.static_range((WIDTH + LANES - 1) // LANES):
                 at = block * LANES + tl.arange(0, LANES)
@@ -59,103 +71,113 @@ def store_to_rows(
 
 
 @portable
-def copy_lines(
-    table, slot, source_node, chunk, stride, row_limit, positions_per_rank, rank,
-    RINGS: tl.constexpr, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-):  # fmt: skip
-    """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
-    GPUS: tl.constexpr = RINGS[1]
-    CHUNK_TOKENS: tl.constexpr = RINGS[4]
-    NUM_CHUNKS: tl.constexpr = RINGS[5]
-    LINE_WORDS: tl.constexpr = RINGS[6]
-    behind: tl.constexpr = ROW[0] + ROW[2]
-    first_rank = (rank // GPUS) * GPUS
-    source = source_node * GPUS + rank % GPUS
-    bases = tl.arange(0, WORLD_LANES) * 0 + source * stride
-    if COMPACT:
-        bases = rows_before(table, rank, source, WORLD_SIZE, WORLD_LANES)
-    record = address(table, FORWARDED_ROWS, rank, WORLD_SIZE, tl.int32)
-    num_lines = tl.load(words_at(slot, 0, tl.int32))
-    for number in range(num_lines):
-        line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (LINE_WORDS * 4)
-        recorded = record + tl.cast((source_node * NUM_CHUNKS + chunk) * CHUNK_TOKENS + number, tl.int64) * GPUS
-        line_ids = words_at(line, behind, tl.int32)
-        # all of a line is asked for before the first store, which would wait for it
-        words = load_blocks(words_at(line, 0, tl.int32), ROW[0], ROW[1])
-        line_scales = load_blocks(words_at(line, ROW[0], SCALE_DTYPE), ROW[3], ROW[4])
-        ids = load_blocks(line_ids, TOPK, TOPK_LANES)
-        weights = load_blocks(line_ids + TOPK, TOPK, TOPK_LANES) if HAS_WEIGHTS else ids
-        position = source * positions_per_rank + tl.load(words_at(line, behind + 2 * TOPK + GPUS, tl.int32))
-        rows = ()
-        for local in tl.static_range(GPUS):
-            index = tl.load(words_at(line, behind + 2 * TOPK + local, tl.int32))
-            row = pick(bases, first_rank + local, WORLD_LANES) + index
-            rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
-        for local in tl.static_range(GPUS):
-            tl.store(recorded + local, rows[local])
-        store_to_rows(table, TOKENS, words, rows, first_rank, ROW[0], ROW[1], GPUS, tl.int32, WORLD_SIZE)
-        if ROW[3] > 0:
-            store_to_rows(table, SCALES, line_scales, rows, first_rank, ROW[3], ROW[4], GPUS, SCALE_DTYPE, WORLD_SIZE)
-        store_to_rows(table, INDICES, ids, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
-        if HAS_WEIGHTS:
-            store_to_rows(table, WEIGHTS, weights, rows, first_rank, TOPK, TOPK_LANES, GPUS, tl.int32, WORLD_SIZE)
-        for local in tl.static_range(GPUS):
-            if rows[local] >= 0:
-                positions = address(table, SOURCE_POSITIONS, first_rank + local, WORLD_SIZE, tl.int32)
-                tl.store(positions + rows[local], position)
-    lines = address(table, FORWARDED_LINES, rank, WORLD_SIZE, tl.int32)
-    tl.store(lines + source_node * NUM_CHUNKS + chunk, num_lines)
+def first_row_at_each(table, source, places, rank, S: tl.constexpr):
+    """[WORLD_LANES] where the rows of rank `source` begin at every rank."""
+    bases = like(tl.arange(0, S.WORLD_LANES), source * places.stride)
+    if S.COMPACT:
+        bases = rows_before(table, rank, source, S.WORLD_SIZE, S.WORLD_LANES)
+    return bases
 
 
 @portable
-def end_stream(
-    table, source_node, channel, num_chunks, epoch, rank, GPU_LANES: tl.constexpr, RINGS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
+def rows_of_line(line, bases, first_rank, row_limit, S: tl.constexpr, R: tl.constexpr, LINE: tl.constexpr):
+    """The line's row at each rank of the node, -1 for none, as a tuple."""
+    rows = ()
+    for local in tl.static_range(R.GPUS):
+        index = tl.load(words_at(line, LINE.ROWS_AT + local, tl.int32))
+        row = pick(bases, first_rank + local, S.WORLD_LANES) + index
+        rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
+    return rows
+
+
+@portable
+def copy_line(
+    table, line, recorded, bases, source, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
+    """Copies a token to the ranks of this node that it goes to, and records its rows there at `recorded`."""
+    first_rank = (rank // R.GPUS) * R.GPUS
+    line_ids = words_at(line, LINE.IDS_AT, tl.int32)
+    # all of a line is asked for before the first store, which would wait for it
+    words = load_blocks(words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+    scales = load_blocks(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE), LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    ids = load_blocks(line_ids, S.TOPK, S.TOPK_LANES)
+    weights = load_blocks(line_ids + S.TOPK, S.TOPK, S.TOPK_LANES) if LINE.HAS_WEIGHTS else ids
+    position = source * places.positions_per_rank + tl.load(words_at(line, LINE.TOKEN_AT, tl.int32))
+    rows = rows_of_line(line, bases, first_rank, places.row_limit, S, R, LINE)
+    for local in tl.static_range(R.GPUS):
+        tl.store(recorded + local, rows[local])
+    store_to_rows(table, TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, S, R)
+    if LINE.SCALE_WIDTH > 0:
+        store_to_rows(
+            table, SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, S, R
+        )
+    store_to_rows(table, INDICES, ids, rows, first_rank, S.TOPK, S.TOPK_LANES, tl.int32, S, R)
+    if LINE.HAS_WEIGHTS:
+        store_to_rows(table, WEIGHTS, weights, rows, first_rank, S.TOPK, S.TOPK_LANES, tl.int32, S, R)
+    for local in tl.static_range(R.GPUS):
+        if rows[local] >= 0:
+            positions = address(table, SOURCE_POSITIONS, first_rank + local, S.WORLD_SIZE, tl.int32)
+            tl.store(positions + rows[local], position)
+
+
+@portable
+def copy_lines(
+    table, slot, source_node, chunk, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
+    source = source_node * R.GPUS + rank % R.GPUS
+    bases = first_row_at_each(table, source, places, rank, S)
+    record = address(table, FORWARDED_ROWS, rank, S.WORLD_SIZE, tl.int32)
+    num_lines = tl.load(words_at(slot, NUM_LINES, tl.int32))
+    for number in range(num_lines):
+        line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
+        place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
+        copy_line(table, line, record + place * R.GPUS, bases, source, places, rank, S, R, ROW, LINE)
+    lines = address(table, FORWARDED_LINES, rank, S.WORLD_SIZE, tl.int32)
+    tl.store(lines + source_node * R.NUM_CHUNKS + chunk, num_lines)
+
+
+@portable
+def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.constexpr, R: tl.constexpr):
     """Notes that a channel has forwarded all of a source; the last channel to do so tells the ranks of this node."""
-    NODES: tl.constexpr = RINGS[0]
-    GPUS: tl.constexpr = RINGS[1]
-    CHANNELS: tl.constexpr = RINGS[2]
-    chunks = address(table, FORWARDED_CHUNKS, rank, WORLD_SIZE, tl.int32) + channel * NODES
+    chunks = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
-    counter = address(table, FORWARDED_CHANNELS, rank, WORLD_SIZE, tl.int32) + source_node
+    counter = address(table, FORWARDED_CHANNELS, rank, S.WORLD_SIZE, tl.int32) + source_node
     tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == CHANNELS - 1:
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == R.CHANNELS - 1:
         tl.store(counter, 0)
-        local_ranks = tl.arange(0, GPU_LANES)
-        present = local_ranks < GPUS
-        members = (rank // GPUS) * GPUS + tl.where(present, local_ranks, 0)
-        flags = address(table, DISPATCH_FLAGS, members, WORLD_SIZE, tl.int32) + source_node * GPUS + rank % GPUS
+        local_ranks = tl.arange(0, R.GPU_LANES)
+        present = local_ranks < R.GPUS
+        members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
+        flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + source_node * R.GPUS + rank % R.GPUS
         tl.debug_barrier()
-        tl.atomic_xchg(flags, local_ranks * 0 + epoch, mask=present, sem="release", scope="sys")
+        tl.atomic_xchg(flags, like(local_ranks, epoch), mask=present, sem="release", scope="sys")
 
 
 @portable
 def forward_chunk(
-    table, channel, peer, count, before, stride, row_limit, positions_per_rank, epoch, rank,
-    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
+    table, channel, peer, count, before, places, epoch, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Forwards a channel's next chunk from node `peer` if it has come.
+
+    Args:
+        count, before: chunks of the channel that came from there in this step, and before it.
 
     Returns:
         (whether it had, whether it was the last one of the step).
     """
-    CHANNELS: tl.constexpr = RINGS[2]
-    arrived = counter_of(table, CHUNKS_ARRIVED, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
+    arrived = counter_of(table, CHUNKS_ARRIVED, rank, peer, channel, S, R)
     has_come = has_reached(arrived, before + count + 1)
     is_last = tl.full((), 0, tl.int32)
     if has_come:
-        before_reading(arrived, RINGS)
-        slot = slot_of(table, CHUNKS, rank, peer, channel, before + count, RINGS, WORLD_SIZE)
-        is_last += tl.load(words_at(slot, 1, tl.int32))
-        copy_lines(
-            table, slot, peer, channel + count * CHANNELS, stride, row_limit, positions_per_rank, rank, RINGS, ROW,
-            SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, COMPACT, WORLD_SIZE, WORLD_LANES,
-        )  # fmt: skip
-        give_room(table, TO_EXPERTS, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE)
+        before_reading(arrived, R)
+        slot = slot_of(table, rank, peer, channel, before + count, S, R)
+        is_last += tl.load(words_at(slot, IS_LAST, tl.int32))
+        copy_lines(table, slot, peer, channel + count * R.CHANNELS, places, rank, S, R, ROW, LINE)
+        give_room(table, peer, channel, before + count + 1, rank, S, R)
         if is_last > 0:
-            end_stream(table, peer, channel, count + 1, epoch, rank, GPU_LANES, RINGS, WORLD_SIZE)
+            end_stream(table, peer, channel, count + 1, epoch, rank, S, R)
     return has_come, is_last > 0

@@ -1,16 +1,18 @@
 """Device helpers that write a chunk of tokens into the ring of a rank on another node."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import address, reduce_max
+from ep_a2a.kernels.primitives import address, like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
-    CHUNKS,
     CHUNKS_TAKEN,
     HEADER,
-    TO_EXPERTS,
+    IS_LAST,
+    NUM_LINES,
     counter_of,
     hand_over,
     has_reached,
@@ -18,128 +20,113 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
-from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_for_cast, load_line
+from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_line, load_tile
 
 ROUTES = tl.constexpr(Region.ROUTES.value)
 OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
 
 
+class Source(NamedTuple):
+    """This rank's tokens of a step, num_tokens of them, as exchange_kernel takes them."""
+
+    x: tl.tensor
+    scales: tl.tensor
+    weights: tl.tensor
+    ids: tl.tensor
+    num_tokens: tl.tensor
+
+
 @portable
-def write_row(x, scales, line, token, end, ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
     """Writes a token's row and scales at an address, cast to fp8 if asked."""
-    ROW_WORDS: tl.constexpr = ROW[0]
-    BLOCK_WORDS: tl.constexpr = ROW[1]
-    SCALE_WIDTH: tl.constexpr = ROW[3]
-    SCALE_LANES: tl.constexpr = ROW[4]
-    GROUP: tl.constexpr = ROW[5]
-    GROUP_LANES: tl.constexpr = ROW[6]
-    GROUPS_LANES: tl.constexpr = ROW[7]
-    if GROUP > 0:
-        groups, elements = tl.arange(0, GROUPS_LANES), tl.arange(0, GROUP_LANES)
-        num_groups: tl.constexpr = ROW_WORDS * 4 // GROUP
-        tile = load_for_cast(x, token, end, ROW_WORDS * 4, GROUP, GROUP_LANES, GROUPS_LANES)
-        bits, scale_bits = quantize_tile(tile.to(tl.float32), ROW[8])
-        inside = (groups < num_groups)[:, None] & (elements < GROUP)[None, :]
-        tl.store(words_at(line, 0, tl.uint8) + groups[:, None] * GROUP + elements[None, :], bits, mask=inside)
-        made = scale_bits if SCALE_DTYPE == tl.int32 else (scale_bits >> 23).to(tl.uint8)
-        tl.store(words_at(line, ROW_WORDS, SCALE_DTYPE) + groups, made, mask=groups < num_groups)
+    if ROW.GROUP > 0:
+        groups, elements = tl.arange(0, ROW.GROUPS_LANES), tl.arange(0, ROW.GROUP_LANES)
+        num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+        tile = load_tile(source.x, token, end, ROW)
+        bits, scale_bits = quantize_tile(tile.to(tl.float32), ROW.POWERS_OF_TWO)
+        inside = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
+        tl.store(words_at(line, 0, tl.uint8) + groups[:, None] * ROW.GROUP + elements[None, :], bits, mask=inside)
+        made = (scale_bits >> 23).to(tl.uint8) if ROW.BYTE_SCALES else scale_bits
+        tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + groups, made, mask=groups < num_groups)
     else:
-        copy_row(x, token, words_at(line, 0, tl.int32), ROW_WORDS, BLOCK_WORDS)
-        if SCALE_WIDTH > 0:
-            at = tl.arange(0, SCALE_LANES)
-            token_scales = load_line(scales, token, end, SCALE_WIDTH, SCALE_LANES)
-            tl.store(words_at(line, ROW_WORDS, SCALE_DTYPE) + at, token_scales, mask=at < SCALE_WIDTH)
+        copy_row(source.x, token, words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+        if LINE.SCALE_WIDTH > 0:
+            at = tl.arange(0, LINE.SCALE_LANES)
+            scales = load_line(source.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+            tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + at, scales, mask=at < LINE.SCALE_WIDTH)
 
 
 @portable
 def write_line(
-    x, scales, weights, ids, line, token, end, rows, goes, GPU_LANES: tl.constexpr, RINGS: tl.constexpr,
-    ROW: tl.constexpr, SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-):  # fmt: skip
+    source, line, token, end, rows, goes, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr
+):
     """Writes one token's line (ring_shape.py) at an address; of a token that does not go there, only its rows."""
-    GPUS: tl.constexpr = RINGS[1]
-    behind: tl.constexpr = ROW[0] + ROW[2]
-    choices, local_ranks = tl.arange(0, TOPK_LANES), tl.arange(0, GPU_LANES)
+    choices, local_ranks = tl.arange(0, S.TOPK_LANES), tl.arange(0, R.GPU_LANES)
     if goes:
         # asked for before the row's first store, which would wait for them
-        token_ids, token_weights = load_choices(ids, weights, token, end, TOPK, TOPK_LANES, HAS_WEIGHTS)
-        write_row(x, scales, line, token, end, ROW, SCALE_DTYPE)
-        tl.store(words_at(line, behind, tl.int32) + choices, token_ids, mask=choices < TOPK)
-        if HAS_WEIGHTS:
-            tl.store(words_at(line, behind + TOPK, tl.int32) + choices, token_weights, mask=choices < TOPK)
-        tl.store(words_at(line, behind + 2 * TOPK + GPUS, tl.int32), token)
-    tl.store(words_at(line, behind + 2 * TOPK, tl.int32) + local_ranks, rows, mask=local_ranks < GPUS)
+        ids, weights = load_choices(source.ids, source.weights, token, end, S.TOPK, S.TOPK_LANES, LINE.HAS_WEIGHTS)
+        write_row(source, line, token, end, ROW, LINE)
+        tl.store(words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < S.TOPK)
+        if LINE.HAS_WEIGHTS:
+            tl.store(words_at(line, LINE.WEIGHTS_AT, tl.int32) + choices, weights, mask=choices < S.TOPK)
+        tl.store(words_at(line, LINE.TOKEN_AT, tl.int32), token)
+    tl.store(words_at(line, LINE.ROWS_AT, tl.int32) + local_ranks, rows, mask=local_ranks < R.GPUS)
 
 
 @portable
-def load_rows(routes, token, end, GPU_LANES: tl.constexpr, GPUS: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """[GPU_LANES]: a token's row at each rank of a node, -1 for none, and for all if it is not below `end`."""
-    local_ranks = tl.arange(0, GPU_LANES)
-    is_there = (local_ranks < GPUS) & (local_ranks * 0 + token < end)
-    return tl.load(routes + tl.cast(token, tl.int64) * WORLD_SIZE + local_ranks, mask=is_there, other=-1)
+def load_rows(routes, token, end, S: tl.constexpr, R: tl.constexpr):
+    """[GPU_LANES] a token's row index at each rank of a node, -1 for none; none from token `end` on."""
+    local_ranks = tl.arange(0, R.GPU_LANES)
+    is_there = (local_ranks < R.GPUS) & (like(local_ranks, token) < end)
+    return tl.load(routes + tl.cast(token, tl.int64) * S.WORLD_SIZE + local_ranks, mask=is_there, other=-1)
 
 
 @portable
 def write_chunk(
-    x, scales, weights, ids, table, slot, first, end, peer, is_last, rank,
-    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, OWN_LINE_EACH: tl.constexpr, ROW: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
+    source, table, slot, first, end, peer, is_last, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Writes tokens first ... end - 1 that go to node `peer` at an address, and which line each has taken.
 
-    OWN_LINE_EACH: every token has the line of its place in the chunk; else lines are dense. Returns the words written.
+    Returns:
+        The words written.
     """
-    NODES: tl.constexpr = RINGS[0]
-    GPUS: tl.constexpr = RINGS[1]
-    LINE_WORDS: tl.constexpr = RINGS[6]
-    routes = address(table, ROUTES, rank, WORLD_SIZE, tl.int32) + peer * GPUS
-    own_lines = address(table, OWN_LINES, rank, WORLD_SIZE, tl.int32) + peer
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32) + peer * R.GPUS
+    own_lines = address(table, OWN_LINES, rank, S.WORLD_SIZE, tl.int32) + peer
     num_lines = tl.full((), 0, tl.int32)
-    rows = load_rows(routes, first, end, GPU_LANES, GPUS, WORLD_SIZE)
+    rows = load_rows(routes, first, end, S, R)
     for token in range(first, end):
         # on its way while this token's line is written
-        following = load_rows(routes, token + 1, end, GPU_LANES, GPUS, WORLD_SIZE)
+        following = load_rows(routes, token + 1, end, S, R)
         goes = reduce_max(rows, 0) >= 0
-        if goes | OWN_LINE_EACH:
-            line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (LINE_WORDS * 4)
-            write_line(
-                x, scales, weights, ids, line, token, end, rows, goes, GPU_LANES, RINGS, ROW, SCALE_DTYPE, TOPK,
-                TOPK_LANES, HAS_WEIGHTS,
-            )  # fmt: skip
-        tl.store(own_lines + tl.cast(token, tl.int64) * NODES, tl.where(goes, num_lines, -1))
-        num_lines += tl.where(goes | OWN_LINE_EACH, 1, 0)
+        if goes | LINE.OWN_LINE_EACH:
+            line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (R.LINE_WORDS * 4)
+            write_line(source, line, token, end, rows, goes, S, R, ROW, LINE)
+        tl.store(own_lines + tl.cast(token, tl.int64) * R.NODES, tl.where(goes, num_lines, -1))
+        num_lines += tl.where(goes | LINE.OWN_LINE_EACH, 1, 0)
         rows = following
     header = words_at(slot, 0, tl.int32)
-    tl.store(header, num_lines)
-    tl.store(header + 1, is_last.to(tl.int32))
-    return HEADER + num_lines * LINE_WORDS
+    tl.store(header + NUM_LINES, num_lines)
+    tl.store(header + IS_LAST, is_last.to(tl.int32))
+    return HEADER + num_lines * R.LINE_WORDS
 
 
 @portable
 def send_chunk(
-    x, scales, weights, ids, table, num_tokens, channel, peer, count, before, num_own, rank,
-    GPU_LANES: tl.constexpr, RINGS: tl.constexpr, OWN_LINE_EACH: tl.constexpr, ROW: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
+    source, table, channel, peer, count, before, num_own, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Sends a channel's next chunk to node `peer` if the ring has room; returns whether it had.
 
     Args:
         count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
     """
-    SLOTS: tl.constexpr = RINGS[3]
-    room = counter_of(table, CHUNKS_TAKEN, rank, TO_EXPERTS, peer, channel, RINGS, WORLD_SIZE)
-    has_room = has_reached(room, before + count + 1 - SLOTS)
+    room = counter_of(table, CHUNKS_TAKEN, rank, peer, channel, S, R)
+    has_room = has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
-        first, end = tokens_of_chunk(num_tokens, channel, count, RINGS)
-        slot, written = slot_to_fill(table, CHUNKS, peer, channel, before + count, rank, RINGS, WORLD_SIZE)
-        num_words = write_chunk(
-            x, scales, weights, ids, table, written, first, end, peer, count + 1 == num_own, rank, GPU_LANES, RINGS,
-            OWN_LINE_EACH, ROW, SCALE_DTYPE, TOPK, TOPK_LANES, HAS_WEIGHTS, WORLD_SIZE,
-        )  # fmt: skip
-        hand_over(
-            table, slot, written, num_words, TO_EXPERTS, peer, channel, before + count + 1, rank, RINGS, WORLD_SIZE
-        )  # fmt: skip
+        first, end = tokens_of_chunk(source.num_tokens, channel, count, R)
+        slot, written = slot_to_fill(table, peer, channel, before + count, rank, S, R)
+        is_last = count + 1 == num_own
+        num_words = write_chunk(source, table, written, first, end, peer, is_last, rank, S, R, ROW, LINE)
+        hand_over(table, slot, written, num_words, peer, channel, before + count + 1, rank, S, R)
     return has_room

@@ -9,6 +9,7 @@ Where the host moves what crosses (config.is_staged), there is one chunk per cha
 a step for a node lie behind one another, behind a head that tells what all ranks are told.
 """
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -19,10 +20,29 @@ BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
 MAX_CHANNELS = 256
 """Nearly two programs for each multiprocessor of an H200: one works on one line at a time."""
-HEAD_MARKS = 3
-"""Words behind the counts of a head: the epochs of a combine and of its weights, and the poison word."""
+TO_EXPERTS, BACK = 0, 1
+"""Directions of chunks."""
+
+
+class ChunkWord(enum.IntEnum):
+    """Words before the lines of a chunk on its way to experts; the unused ones keep lines aligned."""
+
+    NUM_LINES = 0
+    IS_LAST = 1
+
+
 HEADER_WORDS = 4
-"""Words before the lines of a chunk: how many lines follow, and whether it is the channel's last of the step."""
+"""Words before those lines."""
+
+
+class HeadMark(enum.IntEnum):
+    """Words behind the counts of a head: epochs of the combine and of its weights, and the poison word."""
+
+    COMBINE_EPOCH = 0
+    WEIGHT_EPOCH = 1
+    POISON = 2
+
+
 WORD_BYTES = 4
 ALIGNED_WORDS = 4
 
@@ -41,7 +61,7 @@ class Rings:
             the node's G ranks or -1, and the token's number at its source.
         back_line_words: words of a line on the way back: a row of results and K weights.
         by_puts: kernels reach memory of other nodes by puts only (transport nvshmem), not by stores.
-        head_words: words before the chunks that go to a node: a line of counts, and HEAD_MARKS. 0 but with `by_host`.
+        head_words: words before the chunks that go to a node: a line of counts, and HeadMark. 0 but with `by_host`.
     """
 
     num_nodes: int
@@ -90,7 +110,7 @@ class Rings:
             config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
             row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
             _aligned(back_words + topk), config.internode_transport == BY_PUTS,
-            _aligned(2 * (config.world_size + 1) + HEAD_MARKS) if config.is_staged else 0,
+            _aligned(2 * (config.world_size + 1) + len(HeadMark)) if config.is_staged else 0,
         )  # fmt: skip
 
     @property
@@ -106,6 +126,11 @@ class Rings:
         """Words that go to one node in such a step, where the host moves them."""
         slot_words = self.back_slot_words if back else self.slot_words
         return self.head_words + self.chunks_of_step(max_num_tokens) * slot_words
+
+    @property
+    def ids_at(self) -> int:
+        """Words before the ids of a line on the way to experts. Its weights, row numbers and token's number follow."""
+        return self.row_words + self.scale_words
 
     @property
     def slot_words(self) -> int:

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES, Layout
+from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
+from ep_a2a.kernels.constants import Exchange, Line, Numbering, Ring, Row, Sums, constants
 from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import quiet_kernel
 from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
-from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.ops.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
 RING_WARPS = 8
+THREADS = 32 * RING_WARPS
 OFFERING_PROGRAMS_PER_SM = 4
 CHANNEL_PROGRAMS_PER_SM = 2
 """Programs that take turns with the channels; each has one line in flight."""
@@ -51,10 +53,8 @@ class InterNodeKernels(IntraNodeKernels):
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         super().__init__(config, table, device)
-        self._world = {"WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size)}
-        self._topk = {"TOPK": config.topk, "TOPK_LANES": padded(config.topk)}
-        self._compact = {"COMPACT": config.layout == Layout.COMPACT}
         self._rings = Rings.of(config)
+        self._to_experts, self._back = (self._ring(direction) for direction in (TO_EXPERTS, BACK))
         self._linked: dict[str, Any] = {}
         if self._rings.by_puts and not self._interpreted:
             self._linked = linked_with_nvshmem(device)
@@ -113,11 +113,11 @@ class InterNodeKernels(IntraNodeKernels):
             return
         key = "put mirrors", counts, flags, weights
         if key not in self._variants:
-            constants = {
+            given = {
                 "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
                 "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
             }  # fmt: skip
-            self._variants[key] = CompiledKernel(put_mirrors_kernel, constants, 1, **self._linked)
+            self._variants[key] = CompiledKernel(put_mirrors_kernel, given, 1, **self._linked)
         num_remote = self.config.world_size - self._rings.gpus_per_node
         if num_remote:
             yield self._variants[key], (self.table, self.config.rank), num_remote
@@ -159,13 +159,12 @@ class InterNodeKernels(IntraNodeKernels):
     def _number_variant(self, finishes: bool) -> CompiledKernel:
         key = "number", finishes
         if key not in self._variants:
-            constants = {
-                **self._topk, "OWNERS": self._placement, **self._world,
-                "MANY_TOKENS": max(MANY_TOKENS, 32 * RING_WARPS),
-                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank), "POISON_LANES": 32 * RING_WARPS,
-                "FINISHES": finishes,
+            numbering = {
+                "MANY_TOKENS": max(MANY_TOKENS, THREADS), "POISON_LANES": THREADS, "FINISHES": finishes,
+                "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank),
             }  # fmt: skip
-            self._variants[key] = CompiledKernel(number_rows_kernel, constants, RING_WARPS)
+            given = {"OWNERS": self._placement, "S": self._op_shape, "N": constants(Numbering, numbering)}
+            self._variants[key] = CompiledKernel(number_rows_kernel, given, RING_WARPS)
         return self._variants[key]
 
     def _exchange_variant(
@@ -173,20 +172,12 @@ class InterNodeKernels(IntraNodeKernels):
     ) -> CompiledKernel:
         key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
         if key not in self._variants:
-            row, scale_dtype = self._row(args)
-            threads, count_words = 32 * RING_WARPS, self.config.world_size * (self.config.world_size + 1)
-            constants = {
-                **self._topk, **self._world, **self._ring_constants(back=False),
-                "GPU_LANES": padded(self._rings.gpus_per_node), "OWN_LINE_EACH": self._holds_a_step,
-                "ROW": row, "SCALE_DTYPE": scale_dtype, "HAS_WEIGHTS": args.weights is not None, **self._compact,
-                "COUNT_LANES": max(padded(count_words), threads), "POISON_LANES": threads,
-                "SENDS": sends, "FORWARDS": forwards,
+            exchange = {
+                "SENDS": sends, "FORWARDS": forwards, "FINISHES": stages.send, **self._wait_lanes,
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
-                "FINISHES": stages.send,
             }  # fmt: skip
-            self._variants[key] = CompiledKernel(
-                exchange_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked
-            )
+            given = self._line_constants(args) | {"X": constants(Exchange, exchange)}
+            self._variants[key] = CompiledKernel(exchange_kernel, given, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
 
     def _exchange_values(self, args: DispatchArguments) -> tuple[Any, ...]:
@@ -197,68 +188,73 @@ class InterNodeKernels(IntraNodeKernels):
             config.world_size * config.max_num_inp_token_per_rank, config.rank,
         )  # fmt: skip
 
-    def _row(self, args: DispatchArguments) -> tuple[tuple[int, ...], Any]:
-        """ROW and SCALE_DTYPE of exchange_kernel."""
-        config, casts = self.config, self._casts(args.x)
+    @property
+    def _wait_lanes(self) -> dict[str, int]:
+        """Lanes of waits for counts and for the poison word, at least the threads of a program."""
+        count_words = self.config.world_size * (self.config.world_size + 1)
+        return {"COUNT_LANES": max(padded(count_words), THREADS), "POISON_LANES": THREADS}
+
+    def _line_constants(self, args: DispatchArguments) -> dict[str, Any]:
+        """Of kernels that write or read the lines of tokens."""
+        config, rings, casts = self.config, self._rings, self._casts(args.x)
         row = row_constants(config, casts=casts)
-        scale_bytes = config.num_scales * config.scale_bytes if casts else self._scale_bytes(args.scales)
-        in_words = config.scale_bytes == WORD_BYTES if casts else scale_bytes % WORD_BYTES == 0
-        width = scale_bytes // WORD_BYTES if in_words else scale_bytes
-        return (
-            row["ROW_WORDS"], min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS), self._rings.scale_words,
-            width, padded(max(1, width)), row["GROUP"], row["GROUP_LANES"], row["GROUPS_LANES"],
-            int(row["POWERS_OF_TWO"]),
-        ), tl.int32 if in_words else tl.uint8  # fmt: skip
+        num_bytes = config.num_scales * config.scale_bytes if casts else self._scale_bytes(args.scales)
+        # scales that are made here are stored one by one
+        in_words = config.scale_bytes == WORD_BYTES if casts else num_bytes % WORD_BYTES == 0
+        width = num_bytes // WORD_BYTES if in_words else num_bytes
+        weights_at = rings.ids_at + config.topk
+        rows_at = weights_at + config.topk
+        line = {
+            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "IDS_AT": rings.ids_at,
+            "WEIGHTS_AT": weights_at, "ROWS_AT": rows_at, "TOKEN_AT": rows_at + rings.gpus_per_node,
+            "HAS_WEIGHTS": args.weights is not None,
+            "OWN_LINE_EACH": self._holds_a_step or rings.by_host,
+        }  # fmt: skip
+        block_words = min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS)
+        return {
+            "S": self._op_shape, "R": self._to_experts, "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
+            "LINE": constants(Line, line),
+        }  # fmt: skip
 
     def _offer_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "offer", args.weights is None
         if key not in self._variants:
-            results = self._results
-            lanes, group = results.tile(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS)
-            constants = {
-                **self._topk, **self._world, "HIDDEN": self.config.hidden_dim, "GROUPS_LANES": lanes, "GROUP": group,
-                "ELEMENT": results.element, "QUANTIZED": results.quantized, "SCALED": results.scaled,
-                "HAS_WEIGHTS": args.weights is not None, **self._compact, "POISON_LANES": 32 * RING_WARPS,
+            given = {
+                "S": self._op_shape, "B": self._results.block(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS),
+                "HAS_WEIGHTS": args.weights is not None, "POISON_LANES": THREADS,
             }  # fmt: skip
-            self._variants[key] = CompiledKernel(offer_results_kernel, constants, RING_WARPS)
+            self._variants[key] = CompiledKernel(offer_results_kernel, given, RING_WARPS)
         return self._variants[key]
 
     def _return_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "return", args.weights is None, args.ids is None, args.given_biases
         if key not in self._variants:
-            constants = {
-                **self._topk, **self._world, **self._ring_constants(back=True), **self._sum_constants(args),
-                "QUANTIZED": self._results.quantized, "SCALE_GROUP": self._scale_group,
-                "CHECK_INDICES": args.ids is not None,
-            }  # fmt: skip
-            self._variants[key] = CompiledKernel(
-                return_kernel, constants, RING_WARPS, CHANNEL_REGISTERS, **self._linked
-            )
+            given = self._sum_constants(args)
+            self._variants[key] = CompiledKernel(return_kernel, given, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
-
-    @property
-    def _scale_group(self) -> int:
-        """Elements of an offered row that share a scale; 0 without scales."""
-        return FP8_GROUP_SIZE if self._results.scaled else 0
 
     def _sum_constants(self, args: CombineArguments) -> dict[str, Any]:
         """Of kernels that add rows of results."""
         config, results = self.config, self._results
-        return {
+        sums = {
             "HIDDEN": config.hidden_dim, "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
-            "BACK_WORDS": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
-            "DTYPE": results.dtype, "ELEMENT": results.plain_element, "HAS_WEIGHTS": args.weights is not None,
-            "POISON_LANES": 32 * RING_WARPS,
+            "WEIGHTS_AT": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
+            "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
+            "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0, "HAS_WEIGHTS": args.weights is not None,
+            "CHECK_INDICES": args.ids is not None, "POISON_LANES": THREADS,
         }  # fmt: skip
+        return {"S": self._op_shape, "R": self._back, "A": constants(Sums, sums)}
 
-    def _ring_constants(self, *, back: bool) -> dict[str, Any]:
-        rings = self._rings
-        line_words = rings.back_line_words if back else rings.line_words
-        slot_words = rings.back_slot_words if back else rings.slot_words
-        return {
-            "NODE_LANES": padded(rings.num_nodes),
-            "RINGS": (
-                rings.num_nodes, rings.gpus_per_node, rings.num_channels, rings.num_slots, rings.chunk_tokens,
-                rings.num_chunks, line_words, slot_words, rings.staged_words,
-            ),
+    def _ring(self, direction: int) -> Ring:
+        """The rings of a direction, as kernels know them."""
+        rings, back = self._rings, direction == BACK
+        values = {
+            "DIRECTION": direction, "NODES": rings.num_nodes, "NODE_LANES": padded(rings.num_nodes),
+            "GPUS": rings.gpus_per_node, "GPU_LANES": padded(rings.gpus_per_node), "CHANNELS": rings.num_channels,
+            "SLOTS": rings.num_slots, "CHUNK_TOKENS": rings.chunk_tokens, "NUM_CHUNKS": rings.num_chunks,
+            "LINE_WORDS": rings.back_line_words if back else rings.line_words,
+            "SLOT_WORDS": rings.back_slot_words if back else rings.slot_words,
+            "STAGED_WORDS": rings.staged_words, "HEAD_WORDS": rings.head_words,
         }  # fmt: skip
+        return constants(Ring, values)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.layout import Region, Stage, padded
+from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.primitives import NOBODY, TIMEOUT
 from ep_a2a.kernels.staged_kernels import (
     forward_kernel,
@@ -17,7 +17,7 @@ from ep_a2a.kernels.staged_kernels import (
     tell_failure_kernel,
 )
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
-from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, InterNodeKernels
+from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
 from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StagedKernels(InterNodeKernels):
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE
             values = (self.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
-            self._variant("tell failure", tell_failure_kernel, self._world).run(1, values, self.device)
+            self._failure_variant().run(1, values, self.device)
             raise
 
     def _bound_secs(self, *, back: bool) -> float:
@@ -133,70 +133,53 @@ class StagedKernels(InterNodeKernels):
         numbering = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
         yield self._number_variant(finishes=False), numbering, self._num_programs(args.num_tokens, block_num)
         key = "pack", args.x.dtype, args.scales is None, args.weights is None
-        row, scale_dtype = self._row(args)
-        constants = self._chunks(back=False) | {
-            "GPU_LANES": padded(self._rings.gpus_per_node), "ROW": row, "SCALE_DTYPE": scale_dtype,
-            "HAS_WEIGHTS": args.weights is not None, "POISON_LANES": 32 * RING_WARPS,
-        }  # fmt: skip
+        given = self._line_constants(args) | {"POISON_LANES": THREADS}
         x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
         num_chunks = self._rings.chunks_of_step(args.max_num_tokens)
         values = (x, scales, weights, ids, table, args.num_tokens, num_chunks, self.config.rank)
-        yield self._variant(key, pack_kernel, constants), values, self._programs(args.max_num_tokens, block_num)
+        yield self._variant(key, pack_kernel, given), values, self._programs(args.max_num_tokens, block_num)
 
     def _forwarding(
         self, args: DispatchArguments, block_num: int
     ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         config, rings = self.config, self._rings
         yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
-        row, scale_dtype = self._row(args)
-        count_words, threads = config.world_size * (config.world_size + 1), 32 * RING_WARPS
-        constants = self._chunks(back=False) | {
-            "NODE_LANES": padded(rings.num_nodes), "GPU_LANES": padded(rings.gpus_per_node), "ROW": row,
-            "SCALE_DTYPE": scale_dtype, "HAS_WEIGHTS": args.weights is not None, **self._compact,
-            "COUNT_LANES": max(padded(count_words), threads), "POISON_LANES": threads,
-        }  # fmt: skip
         key = "forward", args.x.dtype, args.scales is None, args.weights is None
         values = (
             self.table, rings.chunks_of_step(args.max_num_tokens), args.max_num_tokens, args.row_limit,
             config.world_size * config.max_num_inp_token_per_rank, config.rank,
         )  # fmt: skip
         # left alone, ptxas aims at fewer registers and puts words on the stack
-        variant = self._variant(key, forward_kernel, constants, CHANNEL_REGISTERS)
+        variant = self._variant(key, forward_kernel, self._line_constants(args) | self._wait_lanes, CHANNEL_REGISTERS)
         yield variant, values, self._programs(args.max_num_tokens, block_num)
         yield self._receiving(args)
 
     def _packing_sums(
         self, args: CombineArguments, block_num: int
     ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
-        results = self._results
-        constants = self._chunks(back=True) | self._sum_constants(args) | {
-            "QUANTIZED": results.quantized, "SCALE_GROUP": self._scale_group,
-        }  # fmt: skip
-        variant = self._variant(("pack sums", args.weights is None), pack_sums_kernel, constants)
+        # ids are compared where nodes are added
+        given = self._sum_constants(args._replace(ids=None))
+        variant = self._variant(("pack sums", args.weights is None), pack_sums_kernel, given)
         values = (self.table, self._rings.chunks_of_step(args.max_num_tokens), self.config.rank)
         yield variant, values, self._programs(args.max_num_tokens, block_num)
 
     def _adding(self, args: CombineArguments, block_num: int) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
-        constants = self._chunks(back=True) | self._sum_constants(args) | {"CHECK_INDICES": args.ids is not None}
         key = "sum nodes", args.weights is None, args.ids is None, args.given_biases
         values = (
             args.result, self.table if args.ids is None else args.ids, *args.biases, self.table, args.num_tokens,
             self._rings.chunks_of_step(args.max_num_tokens), self.config.rank,
         )  # fmt: skip
         num_programs = self._programs(args.max_num_tokens, block_num, num_nodes=1)
-        yield self._variant(key, sum_nodes_kernel, constants), values, num_programs
+        yield self._variant(key, sum_nodes_kernel, self._sum_constants(args)), values, num_programs
 
     def _passing_on(
         self, max_num_tokens: int, *, back: bool, has_weights: bool
     ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
         if self._rings.num_nodes == 1:
             return
-        constants = {
-            **self._world, "GPU_LANES": padded(self._rings.gpus_per_node), "RINGS": self._shape(back=back),
-            "HEAD_WORDS": self._rings.head_words, "BACK": back, "HAS_WEIGHTS": has_weights,
-        }  # fmt: skip
-        variant = self._variant(("pass on", back, has_weights), pass_on_kernel, constants)
+        given = {"S": self._op_shape, "R": self._back if back else self._to_experts, "HAS_WEIGHTS": has_weights}
+        variant = self._variant(("pass on", back, has_weights), pass_on_kernel, given)
         values = (self.table, self._rings.chunks_of_step(max_num_tokens), self.config.rank)
         yield variant, values, self._rings.num_nodes - 1
 
@@ -209,7 +192,7 @@ class StagedKernels(InterNodeKernels):
             for variant, values, _ in (self._offering(combine, -1), *sums):
                 yield variant, values
         failing = (self.table, 0, DISPATCH_PHASE, self.config.rank)
-        yield self._variant("tell failure", tell_failure_kernel, self._world), failing
+        yield self._failure_variant(), failing
         yield from self._other_variants()
 
     def _variant(
@@ -219,13 +202,8 @@ class StagedKernels(InterNodeKernels):
             self._variants[key] = CompiledKernel(kernel, constants, RING_WARPS, max_registers)
         return self._variants[key]
 
-    def _shape(self, *, back: bool) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self._ring_constants(back=back)["RINGS"]
-        return shape
-
-    def _chunks(self, *, back: bool) -> dict[str, Any]:
-        """Constants of all kernels that work on chunks."""
-        return {**self._topk, **self._world, "RINGS": self._shape(back=back), "HEAD_WORDS": self._rings.head_words}
+    def _failure_variant(self) -> CompiledKernel:
+        return self._variant("tell failure", tell_failure_kernel, {"S": self._op_shape})
 
     def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""
