@@ -26,7 +26,7 @@ SCALE_GROUP = 128
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """A row of DeepEP's tables, of dispatch or of combine. Names and order are those of DeepEP's `Config`.
+    """A row of DeepEP's tables, of dispatch or of combine. Names, order and defaults are those of DeepEP's `Config`.
 
     Attributes:
         num_sms: multiprocessors; a pair of them, one that sends and one that receives, is a channel.
@@ -34,11 +34,11 @@ class ChunkConfig:
         num_max_nvl_chunked_recv_tokens, num_max_rdma_chunked_recv_tokens: tokens that a ring holds.
     """
 
-    num_sms: int
-    num_max_nvl_chunked_send_tokens: int
-    num_max_nvl_chunked_recv_tokens: int
-    num_max_rdma_chunked_send_tokens: int
-    num_max_rdma_chunked_recv_tokens: int
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
 
 
 @dataclass(frozen=True)

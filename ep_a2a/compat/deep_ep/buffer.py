@@ -1,4 +1,4 @@
-"""DeepEP's `Buffer`: its names, arguments and results (V1, its last commits of 2026), on this package's ops."""
+"""DeepEP's `Buffer` on this package's ops: names, arguments and results of V1 (commit 567632d)."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Buffer(BufferBase):
     """Expert-parallel all-to-all with DeepEP's interface, inside one node.
 
-    Construction is collective, and so is each call that first needs an op of its shape: all ranks make the same calls
-    in the same order. A number of bytes is kept and not used: memory is taken when an op is made and given back by
-    `destroy`. docs/deepep.md says what differs from DeepEP.
+    All ranks make the same calls in the same order. Construction is collective, as is the first call of each shape,
+    which makes an op. Ops allocate their memory themselves, and `destroy` frees it; the numbers of bytes have no
+    effect. docs/deepep.md lists the differences from DeepEP.
 
     Args:
         group: the ranks; any backend of torch.distributed.
         num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric:
             DeepEP's, without effect.
         low_latency_mode: DeepEP's, without effect: both modes can always be called.
-        explicitly_destroy: memory is given back by `destroy` alone, and not when the buffer is garbage.
+        explicitly_destroy: only `destroy` frees memory. Without it, garbage collection of the buffer does, too.
         enable_shrink, comm: not supported.
-        device: ours: where tokens are; None = the current CUDA device, or CPU without one.
-        max_num_tokens_per_rank: ours: the most tokens that any rank brings in normal mode, equal on all ranks. One op
-            is made of this size, where otherwise larger ones are made as batches grow.
-        max_open_steps: ours: dispatches that wait for their combine at a time. Each beyond the first takes memory
-            when it is first needed.
+        device: not DeepEP's. Where tokens are; None = the current CUDA device, or CPU without one.
+        max_num_tokens_per_rank: not DeepEP's. The most tokens that any rank brings in normal mode, equal on all ranks.
+            One op of this size is made. With 0, larger ops are made as batches grow.
+        max_open_steps: not DeepEP's. The most dispatches that wait for their combine at a time. Each beyond the first
+            allocates memory when it is first needed.
 
     Attributes:
         rank, group_size, group: this rank, their number, the group.
         num_sms: multiprocessors of `get_dispatch_config` and `get_combine_config`.
 
     Raises:
-        UnsupportedError: the ranks are on several nodes, or something is asked that is not supported.
+        UnsupportedError: the ranks are on several nodes, or an argument is not supported.
     """
 
     def get_dispatch_layout(
@@ -59,12 +59,12 @@ class Buffer(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Counts this rank's tokens by rank and by expert; by torch operations, without the other ranks.
+        """Counts this rank's tokens by rank and by expert. Local; by torch operations.
 
         Args:
             topk_idx: [T, K] int64 or int32 expert ids; -1 selects nothing.
             num_experts: over all ranks, a multiple of their number.
-            previous_event, async_finish, allocate_on_comm_stream: as of `dispatch`.
+            previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
 
         Returns:
             num_tokens_per_rank int32 [W], num_tokens_per_rdma_rank None, num_tokens_per_expert int32 [num_experts],
@@ -96,25 +96,29 @@ class Buffer(BufferBase):
 
         Args:
             x: [T, H] bf16 (also fp16, fp32), or (fp8 [T, H], scales [T, S] float32 or int32).
-            handle: of an earlier dispatch of T tokens: these go where those went, and nothing is waited for on the
-                host. Then neither topk_idx nor topk_weights may be given, and layout tensors are not looked at.
-            is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout. A token goes to the ranks that are marked,
-                with topk_idx to those of them that own one of its experts.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: not needed.
+            handle: of an earlier dispatch of T tokens, whose routing is repeated; the host does not wait. topk_idx and
+                topk_weights must be None, and the layout tensors have no effect.
+            is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout. A token goes to each marked rank; with
+                topk_idx only if the rank also owns one of its experts.
+            num_tokens_per_rank: required without a handle, without effect. num_tokens_per_rdma_rank: without effect.
             topk_idx, topk_weights: [T, K], float32 weights; or None, both and on all ranks.
-            expert_alignment: received tokens per expert are rounded up to a multiple of this, in the list only.
-            num_worst_tokens: ranks times the most tokens of any rank, equal on all ranks: nothing is waited for on the
-                host, and as many rows are returned. 0: the host waits for the counts of all ranks.
-            config: of it num_sms counts.
-            previous_event: to wait for in place of the current stream's work, with async_finish.
-            async_finish: run on the communication stream; the event says when it is done.
+            expert_alignment: the list's counts per expert are rounded up to a multiple of this.
+            num_worst_tokens: ranks times the most tokens of any rank, equal on all ranks. The host does not wait, and
+                this number of rows is returned. 0: the host waits for the counts of all ranks.
+            config: only its num_sms has an effect.
+            previous_event: with async_finish, the event to wait for in place of the current stream's work.
+            async_finish: run on the communication stream; the returned event marks the end.
             allocate_on_comm_stream: without effect; results may be used on both streams.
 
         Returns:
-            recv_x as x, its rows ascending by source rank and token; recv_topk_idx [N, K], ids of this rank's experts
-            from 0, -1 for others; recv_topk_weights [N, K], 0 where the id is -1; tokens per local expert as a list,
-            empty with num_worst_tokens; handle; event. Rows behind the received ones hold anything, their ids -1. With
-            a handle the middle four are None.
+            (recv_x, recv_topk_idx, recv_topk_weights, tokens per local expert, handle, event).
+
+            - recv_x: as x; rows ascend by source rank and token.
+            - recv_topk_idx [N, K]: ids of this rank's experts, counted from 0; -1 for other experts.
+            - recv_topk_weights [N, K]: 0 where the id is -1.
+            - tokens per local expert: a list, empty with num_worst_tokens.
+
+            Rows past the received ones hold anything; their ids are -1. With a handle the middle four are None.
 
         Raises:
             InputError: an argument does not fit.
@@ -155,17 +159,17 @@ class Buffer(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Adds, for each of this rank's tokens, the rows of the ranks that it went to; nothing is multiplied.
+        """Adds, for each of this rank's tokens, the rows of the ranks that it went to, unweighted.
 
-        A handle that is not the latest dispatch of its op is sent again first, with zeros for tokens: correct, and
-        slower. Up to max_open_steps dispatches can wait for their combine without that.
+        If the handle's step is over, a dispatch of zeros repeats it first: correct, and slower. Up to max_open_steps
+        dispatches can wait for their combine without that.
 
         Args:
             x: [N, H], a row for each row that dispatch returned; bf16 after a dispatch of fp8 rows.
             handle: of that dispatch; it may be combined again.
-            topk_weights: None, or float32 [N, K] in the order of these rows: their sums are returned as well.
+            topk_weights: None, or float32 [N, K] in the order of these rows, to sum as well.
             bias: None, one or two [T, H] to add before the sums are rounded.
-            config, previous_event, async_finish, allocate_on_comm_stream: as of `dispatch`.
+            config, previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
 
         Returns:
             combined_x [T, H], combined_topk_weights [T, K] or None, event.
@@ -197,7 +201,7 @@ class Buffer(BufferBase):
         *,
         topk_weights: torch.Tensor | None = None,
     ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
-        """Sends each token to its experts' ranks, where every expert gets rows of its own. Nothing waits on the host.
+        """Sends each token to its experts' ranks, where every expert gets rows of its own. The host does not wait.
 
         Args:
             x: [T, H] bf16 (also fp16, fp32), T <= num_max_dispatch_tokens_per_rank.
@@ -207,17 +211,21 @@ class Buffer(BufferBase):
             cumulative_local_expert_recv_stats: int32 [E], to which this step's counts are added.
             dispatch_wait_recv_cost_stats: not supported.
             use_fp8: cast rows to fp8 with a scale per 128 elements; H a multiple of 128.
-            round_scale: with scales rounded up to powers of two. use_ue8m0: and their exponents packed, four to an
-                int32; H a multiple of 512.
-            async_finish: run on the communication stream; the event says when it is done.
+            round_scale: round scales up to powers of two.
+            use_ue8m0: with round_scale, pack the scales' exponents, four to an int32; H a multiple of 512.
+            async_finish: run on the communication stream; the returned event marks the end.
             return_recv_hook: only send; the hook receives.
-            topk_weights: ours: float32 [T, K], to travel with the tokens. low_latency_combine may then be given None,
-                and saves a small exchange.
+            topk_weights: not DeepEP's. float32 [T, K], to travel with the tokens. low_latency_combine may then be given
+                None, which saves a small exchange.
 
         Returns:
-            recv_x [E, W * M, H], or (fp8 rows, scales [E, W * M, H / 128] float32 or [E, W * M, H / 512] int32, either
-            with the strides of its last two dimensions exchanged); counts int32 [E]: so many rows of each expert are
-            there, ascending by source rank and token, and what follows holds anything; handle; event; hook or None.
+            (recv_x, counts, handle, event, hook or None).
+
+            - recv_x [E, W * M, H]; with use_fp8 (fp8 rows, scales). Scales are [E, W * M, H / 128] float32, or
+              [E, W * M, H / 512] int32; the strides of their last two dimensions are exchanged.
+            - counts int32 [E]: rows of each expert, which ascend by source rank and token. Rows past them hold
+              anything.
+
             Rows and counts lie in the op's memory, and are valid until the combine of this dispatch.
 
         Raises:
@@ -250,23 +258,23 @@ class Buffer(BufferBase):
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Adds, for each of this rank's tokens, its experts' rows, each multiplied by its weight.
 
-        The ranks of the experts multiply and add first, in float32, and send one row per token. The weights are brought
-        to them by a small exchange before, unless the dispatch has been given them.
+        The experts' ranks multiply and add in float32, and send one row per token. Unless the dispatch was given the
+        weights, a small exchange brings them to these ranks first.
 
         Args:
             x: [E, W * M, H], the experts' rows in the order of low_latency_dispatch.
             topk_idx: [T, K], as given to the dispatch; other ids are an error.
-            topk_weights: float32 [T, K]; None where low_latency_dispatch has been given them.
-            handle: of the dispatch. To combine it again sends it again first.
+            topk_weights: float32 [T, K]; None if low_latency_dispatch was given them.
+            handle: of the dispatch. If it has been combined before, a dispatch of zeros repeats it first.
             use_logfmt, combine_wait_recv_cost_stats: not supported.
-            zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) and not from x. No combine copies
-                its input, so this saves nothing.
-            async_finish: run on the communication stream; the event says when it is done.
-            return_recv_hook: only send (and bring the weights); the hook receives.
+            zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x. Saves no time: no
+                combine copies its input.
+            async_finish: run on the communication stream; the returned event marks the end.
+            return_recv_hook: only send rows (and exchange weights); the hook receives.
             out: [T, H] to write to.
 
         Returns:
-            [T, H] of x's dtype, `out` where it is given; event; hook or None.
+            ([T, H] of x's dtype, or `out`; event; hook or None).
 
         Raises:
             InputError, ForeignIndicesError: an argument does not fit.
@@ -287,7 +295,7 @@ class Buffer(BufferBase):
         return combined, event, handle.step.combine_hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """Memory for the rows of a combine with zero_copy, bf16 [E, W * M, H] (the dtype of the tokens given)."""
+        """Returns memory [E, W * M, H] for the rows of a combine with zero_copy, of the dtype of dispatch's tokens."""
         self._require_open()
         return self._low_latency.combine_buffer(handle)
 

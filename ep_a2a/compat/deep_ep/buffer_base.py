@@ -1,4 +1,4 @@
-"""What DeepEP's `Buffer` has beside its calls: construction, streams and events, configs and size hints, refusals."""
+"""Base of DeepEP's `Buffer`: construction, streams and events, configs and size hints, refused methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SM90 = (9, 0)
 
 
 class BufferBase:
-    """Base of `Buffer`, which says what the arguments are."""
+    """Base of `Buffer`, which documents the arguments."""
 
     num_sms: int = 20
     _max_sms: int = 0
@@ -62,10 +62,10 @@ class BufferBase:
         self._low_latency = LowLatencyMode(self._ops, self._steps)
         self._closed = False
         self._finalizer = weakref.finalize(self, _nothing if explicitly_destroy else self._ops.close)
-        self._finalizer.atexit = False  # the process gives everything back
+        self._finalizer.atexit = False  # the operating system frees everything
 
     def destroy(self) -> None:
-        """Gives all memory back; local, to be called on every rank. A second call does nothing."""
+        """Frees all memory. Local; must be called on every rank. A second call does nothing."""
         self._closed = True
         self._finalizer.detach()
         self._steps.clear()
@@ -73,14 +73,14 @@ class BufferBase:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether the current GPU is a Hopper or later; True without a GPU, where casts to fp8 work as well."""
+        """Whether casts to fp8 work: on Hopper or later, and on CPU."""
         return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SM90
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Bounds the multiprocessors of normal calls that are given no config, in all buffers of the process.
 
-        Before the first call of this there is no bound.
+        Without a call of this there is no bound.
 
         Raises:
             ConfigError: an odd or a negative number.
@@ -91,28 +91,28 @@ class BufferBase:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event behind the work that has been launched on the current stream."""
+        """Returns an event after the work that has been launched on the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """DeepEP's config of dispatch for this number of ranks, with `num_sms`; UnsupportedError where it has none."""
+        """Returns DeepEP's config of dispatch, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
         return recommended_configs(num_ranks, BufferBase.num_sms)[0]
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """DeepEP's config of combine for this number of ranks, with `num_sms`; UnsupportedError where it has none."""
+        """Returns DeepEP's config of combine, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
         return recommended_configs(num_ranks, BufferBase.num_sms)[1]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that DeepEP's low-latency buffers take, by its formula; `ep-a2a plan` says what ours take."""
+        """Returns the bytes of DeepEP's low-latency buffers, by its formula. `ep-a2a plan` prints those of our ops."""
         return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts, CURRENT)
 
     def get_comm_stream(self) -> Any:
-        """The CUDA stream of calls with async_finish; torch's stand-in for a stream on CPU."""
+        """Returns the CUDA stream of calls with async_finish; on CPU torch's placeholder for a stream."""
         return self._stream.stream
 
     def get_local_buffer_tensor(
@@ -125,7 +125,7 @@ class BufferBase:
         )  # fmt: skip
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: no call leaves anything behind that the next one, of either mode, would have to clean."""
+        """Does nothing: calls of both modes need no cleaned memory."""
         self._require_open()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
@@ -141,7 +141,7 @@ class BufferBase:
         _refuse_masks()
 
     def _num_sms(self, config: Config | None) -> int:
-        """Most multiprocessors of a normal call; 0 = all."""
+        """Returns the most multiprocessors of a normal call; 0 = all."""
         return BufferBase._max_sms if config is None else config.num_sms
 
     def _require_open(self) -> None:
@@ -150,7 +150,7 @@ class BufferBase:
 
 
 def _nothing() -> None:
-    """What the finaliser of a buffer does that is destroyed explicitly."""
+    """Finaliser of a buffer with explicitly_destroy."""
 
 
 def _refuse_masks() -> NoReturn:

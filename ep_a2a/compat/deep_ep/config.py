@@ -26,12 +26,6 @@ class Config(ChunkConfig):
         ConfigError: values that DeepEP refuses.
     """
 
-    num_sms: int = 20
-    num_max_nvl_chunked_send_tokens: int = 6
-    num_max_nvl_chunked_recv_tokens: int = 256
-    num_max_rdma_chunked_send_tokens: int = 6
-    num_max_rdma_chunked_recv_tokens: int = 256
-
     def __post_init__(self) -> None:
         rdma_send = self.num_max_rdma_chunked_send_tokens
         _require(self.num_sms >= 0, "num_sms >= 0", self.num_sms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from ep_a2a.errors import StateError
@@ -24,15 +24,15 @@ class Routing:
         ids: int32 [T, K], the ids that the op routes by.
         num_experts: the range of the ids. max_num_tokens: of any rank, equal on all.
         num_recv_tokens: rows that the caller sees.
-        shape: that of the op that holds, or last held, the dispatch. step: that dispatch.
+        shape: that of the op that holds, or last held, the dispatch. step: that dispatch. Set by each dispatch.
     """
 
     ids: torch.Tensor
     num_experts: int
     max_num_tokens: int
     num_recv_tokens: int
-    shape: OpShape
-    step: Step
+    shape: OpShape = field(init=False)
+    step: Step = field(init=False)
 
     @property
     def num_tokens(self) -> int:

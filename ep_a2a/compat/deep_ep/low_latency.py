@@ -1,4 +1,4 @@
-"""DeepEP's low-latency mode on ops of layout expert_major."""
+"""DeepEP's low-latency mode, on ops of layout expert_major."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKED_SCALES = 4
 
 
 class LowLatencyInput(NamedTuple):
-    """What `low_latency_dispatch` is given; see Buffer.low_latency_dispatch."""
+    """The arguments of Buffer.low_latency_dispatch."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
@@ -38,7 +38,7 @@ class LowLatencyInput(NamedTuple):
 
 
 class LowLatencyReceived(NamedTuple):
-    """What has come, or comes with the hook: rows [E, W * M, H], scales in DeepEP's order or None, counts [E]."""
+    """The tensors of a dispatch, which the hook fills: rows [E, W * M, H], scales with DeepEP's strides, counts [E]."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -46,7 +46,7 @@ class LowLatencyReceived(NamedTuple):
 
 
 class LowLatencyMode:
-    """Dispatch and combine of a buffer's low-latency mode; streams and events are the buffer's.
+    """Runs dispatch and combine of a buffer's low-latency mode on the current stream.
 
     Args:
         ops: makes the ops. steps: the buffer's open dispatches, of both modes.
@@ -60,14 +60,14 @@ class LowLatencyMode:
     def dispatch(
         self, given: LowLatencyInput, in_halves: bool
     ) -> tuple[LowLatencyReceived, LowLatencyHandle, torch.Tensor]:
-        """Sends the tokens, and receives unless `in_halves`; then the handle's step has the hook that does.
+        """Sends the tokens, and receives. With `in_halves` the hook of the handle's step receives.
 
         Returns:
-            What comes, the handle, and the ids that it keeps.
+            The tensors that are filled, the handle, and the ids that it keeps.
         """
         shape = self._shape(given)
         self._check(given, shape)
-        # a copy in any case: the handle must not change with the caller's tensor
+        # always a copy: the caller may overwrite its tensor while the handle lives
         ids = given.topk_idx.to(torch.int32, copy=True)
         handle = LowLatencyHandle(shape, ids, given.topk_idx, given.topk_weights is not None)
         weights = self._unit_weights(shape)[: ids.shape[0]] if given.topk_weights is None else given.topk_weights
@@ -92,7 +92,7 @@ class LowLatencyMode:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, handle: LowLatencyHandle,
         zero_copy: bool, out: torch.Tensor | None, in_halves: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Sends the experts' rows back, weighed, and adds them unless `in_halves`; then the step has a hook for that.
+        """Sends the experts' rows back, weighed, and adds them. With `in_halves` the hook of the step adds.
 
         Returns:
             [T, H], this rank's tokens.
@@ -102,7 +102,7 @@ class LowLatencyMode:
         rows = self.combine_buffer(handle) if zero_copy else x
         step = self._step_with_weights(handle, topk_weights)
         op = step.op
-        # what the dispatch was given needs no comparison
+        # the dispatch's own tensor needs no comparison
         compared = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
         if out is None:
             out = torch.empty(topk_idx.shape[0], x.shape[-1], dtype=x.dtype, device=x.device)
@@ -120,18 +120,18 @@ class LowLatencyMode:
         return out
 
     def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """Memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
+        """Returns memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
         op = handle.step.op
         dtype = op.config.combined_dtype
         return op.get_registered_combine_input_buffer(dtype).view(*handle.step.rows_shape)
 
     def _step_with_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
-        """The handle's step, open, with the weights that combine shall multiply by."""
+        """Returns the handle's step, open, once the experts' ranks have the weights to multiply by."""
         step = handle.step
         if step.is_open and step.dispatch_hook is not None and not step.dispatch_hook.is_done:
             raise StateError("the hook of low_latency_dispatch to be called before combine", "combine", "Call hook().")
         if step.is_open and step.combine_hook is not None:
-            step.combine_hook.finish()  # a second combine of one dispatch
+            step.combine_hook.finish()  # this is a second combine of the same dispatch
         if topk_weights is None and not (handle.has_weights and step.is_open):
             raise InputError("topk_weights", "None", "Pass them here, or to low_latency_dispatch and combine once.")
         if not step.is_open:
@@ -142,36 +142,33 @@ class LowLatencyMode:
 
     def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
         """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros with the weights."""
-        step = self._step(handle.shape)
-        zeros = torch.zeros(
-            handle.ids.shape[0], handle.shape.hidden_dim, dtype=handle.shape.dtype, device=handle.ids.device
-        )
+        step, shape = self._step(handle.shape), handle.shape
+        zeros = torch.zeros(handle.ids.shape[0], shape.hidden_dim, dtype=shape.dtype, device=handle.ids.device)
         step.op.dispatch(zeros, topk_weights, None, handle.ids)
         self._steps.add(step)
         handle.step = step
         return step
 
     def _step(self, shape: OpShape) -> Step:
-        """A step on an op that is free to dispatch."""
+        """Returns a new step on an op that has no open one."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
         if op not in self._exchanges:
-            # DeepEP weighs rows where they come back to; ops weigh them before, so weights given to combine must travel
+            # DeepEP weighs rows at the token's rank. Our ops weigh at the experts' ranks, so combine's weights travel.
             self._exchanges[op] = WeightExchange(op)
         num_rows = self._ops.num_ranks * shape.max_num_tokens
         return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
     def _unit_weights(self, shape: OpShape) -> torch.Tensor:
-        """Ones [M, K] in place of weights that are not known yet.
+        """Returns ones [M, K] in place of weights that are not known yet.
 
-        Made before the op, whose making synchronises the device and cannot be captured: so they are there on all
-        streams, and are no part of a captured graph.
+        The first call for a shape comes before the op is made. Making an op synchronises the device and cannot be
+        captured, so the ones are valid on all streams and no part of a captured graph.
         """
         key = (shape.max_num_tokens, shape.topk)
-        ones = self._ones.get(key)
-        if ones is None:
-            ones = self._ones[key] = torch.ones(key, dtype=torch.float32, device=self._ops.device)
-        return ones
+        if key not in self._ones:
+            self._ones[key] = torch.ones(key, dtype=torch.float32, device=self._ops.device)
+        return self._ones[key]
 
     def _shape(self, given: LowLatencyInput) -> OpShape:
         return OpShape(
@@ -194,16 +191,16 @@ class LowLatencyMode:
 
 
 def _column_major_like(scales: torch.Tensor) -> torch.Tensor:
-    """An empty tensor for an op's scales [E, R, S] with DeepEP's strides, its UE8M0 bytes four to an int32."""
+    """Returns an empty tensor for an op's scales [E, R, S], with DeepEP's strides; UE8M0 bytes are four to an int32."""
     num_experts, num_rows, num_scales = scales.shape
-    if scales.dtype == torch.uint8:
-        num_scales //= PACKED_SCALES
-    dtype = torch.int32 if scales.dtype == torch.uint8 else scales.dtype
+    dtype = scales.dtype
+    if dtype == torch.uint8:
+        num_scales, dtype = num_scales // PACKED_SCALES, torch.int32
     return torch.empty(num_experts, num_scales, num_rows, dtype=dtype, device=scales.device).transpose(1, 2)
 
 
 def _finish(got: DispatchResult, received: LowLatencyReceived, recv_stats: torch.Tensor | None) -> None:
-    """What is left to do when the rows have come."""
+    """Copies the scales and adds to the statistics, once the rows have come."""
     if received.scales is not None and got[2] is not None:
         received.scales.copy_(got[2].view(received.scales.dtype))
     if recv_stats is not None:

@@ -1,4 +1,4 @@
-"""DeepEP's normal mode on ops of layout compact: tensors of exactly the received rows, ids of local experts."""
+"""DeepEP's normal mode, on ops of layout compact: returns exactly the received rows, with ids of local experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[tor
 
 
 class TokenLayout(NamedTuple):
-    """What `dispatch` is told where no handle says it; see Buffer.dispatch."""
+    """The layout of a dispatch without a handle; fields are arguments of Buffer.dispatch."""
 
     is_token_in_rank: torch.Tensor
     num_tokens_per_expert: torch.Tensor
@@ -35,7 +35,7 @@ class TokenLayout(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What `dispatch` returns, but for the event; ids and weights are None without topk_idx."""
+    """The received tensors that Buffer.dispatch returns; ids and weights are None without topk_idx."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -44,7 +44,7 @@ class Received(NamedTuple):
 
 
 class NormalMode:
-    """Dispatch and combine of a buffer's normal mode; streams and events are the buffer's.
+    """Runs dispatch and combine of a buffer's normal mode on the current stream.
 
     Args:
         ops: makes the ops. steps: the buffer's open dispatches, of both modes.
@@ -56,10 +56,10 @@ class NormalMode:
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, layout: TokenLayout, num_sms: int
     ) -> tuple[Received, list[int], NormalHandle, torch.Tensor]:
-        """A dispatch of a new layout. Waits on the host for the ranks' counts, unless num_worst_tokens bounds them.
+        """Dispatches by a new layout. The host waits for the ranks' counts, unless num_worst_tokens bounds them.
 
         Returns:
-            What came, tokens per local expert, the handle, and the ids that it keeps.
+            The received tensors, tokens per local expert, the handle, and the ids that it keeps.
         """
         topk_idx = layout.topk_idx
         self._check_layout(x, layout)
@@ -81,10 +81,8 @@ class NormalMode:
             prefix_matrix = counts.rank_prefix_matrix
         # without topk_idx one expert stands for each rank
         num_routed_experts = self._ops.num_ranks if topk_idx is None else num_experts
-        shape = self._shape(x, scales, ids.shape[1], num_routed_experts, max_num_tokens)
-        index = self._steps.free_index()
-        weights = layout.topk_weights
-        routing, got = self._launch(shape, index, x, scales, ids, weights, max_num_tokens, num_recv_tokens, num_sms)
+        routing = Routing(ids, num_routed_experts, max_num_tokens, num_recv_tokens)
+        got = self._launch(routing, self._shape(routing, x, scales), x, scales, layout.topk_weights, num_sms)
         ids_dtype = None if topk_idx is None else topk_idx.dtype
         handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank)
         return self._received(routing, got, ids_dtype), per_expert, handle, ids
@@ -92,23 +90,18 @@ class NormalMode:
     def dispatch_again(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: NormalHandle, num_sms: int
     ) -> Received:
-        """A dispatch of other tokens to where a handle's went. Nothing is waited for on the host."""
+        """Dispatches other tokens by the routing of a handle. The host does not wait."""
         routing = handle.routing
         if x.shape[0] != routing.num_tokens:
             raise ShapeError(f"the {routing.num_tokens} tokens of the handle's dispatch", str(x.shape[0]))
         routing.step.displace()
-        shape = self._shape(x, scales, routing.ids.shape[1], routing.num_experts, routing.max_num_tokens)
-        again, got = self._launch(
-            shape, self._steps.free_index(), x, scales, routing.ids, None, routing.max_num_tokens,
-            routing.num_recv_tokens, num_sms,
-        )  # fmt: skip
-        routing.shape, routing.step = again.shape, again.step
+        got = self._launch(routing, self._shape(routing, x, scales), x, scales, None, num_sms)
         return self._received(routing, got, None)
 
     def combine(
         self, x: torch.Tensor, handle: NormalHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums of this rank's tokens [T, H], plus bias, and of their weights [T, K]."""
+        """Returns the sums of this rank's tokens [T, H], plus bias, and of their weights [T, K]."""
         routing = handle.routing
         bias_0, bias_1 = _biases(bias, x, routing.num_tokens)
         if topk_weights is not None and topk_weights.shape[-1] != routing.ids.shape[1]:
@@ -118,7 +111,11 @@ class NormalMode:
                 "Pass topk_idx and topk_weights to that dispatch; without them no weights can come back.",
             )
         if not routing.step.is_open:
-            self._reopen(routing, num_sms)
+            # a dispatch of zeros makes this the open step of an op again
+            zeros = torch.zeros(
+                routing.num_tokens, routing.shape.hidden_dim, dtype=routing.shape.dtype, device=routing.ids.device
+            )
+            self._launch(routing, routing.shape, zeros, None, None, num_sms)
         step, op = routing.step, routing.step.op
         self._ops.limit_sms(op, num_sms)
         rows = self._whole("x", x, routing)
@@ -129,36 +126,29 @@ class NormalMode:
         return out, None if sums is None else sums[: routing.num_tokens].clone()
 
     def _launch(
-        self, shape: OpShape, index: int, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor,
-        weights: torch.Tensor | None, max_num_tokens: int, num_recv_tokens: int, num_sms: int,
-    ) -> tuple[Routing, DispatchResult]:  # fmt: skip
+        self, routing: Routing, shape: OpShape, x: torch.Tensor, scales: torch.Tensor | None,
+        weights: torch.Tensor | None, num_sms: int,
+    ) -> DispatchResult:  # fmt: skip
+        """Dispatches by a routing on an op of this shape, and makes that the routing's step."""
+        index = self._steps.free_index()
         op = self._ops.get(shape, index)
         self._ops.limit_sms(op, num_sms)
         scales = None if scales is None else scales.contiguous()
-        got = op.dispatch(x, weights, scales, ids, max_num_tokens=max_num_tokens)
-        step = Step(op, index, (op.num_rows(max_num_tokens), shape.hidden_dim))
+        got = op.dispatch(x, weights, scales, routing.ids, max_num_tokens=routing.max_num_tokens)
+        step = Step(op, index, (op.num_rows(routing.max_num_tokens), shape.hidden_dim))
         self._steps.add(step)
-        return Routing(ids, shape.num_experts, max_num_tokens, num_recv_tokens, shape, step), got
+        routing.shape, routing.step = shape, step
+        return got
 
-    def _reopen(self, routing: Routing, num_sms: int) -> None:
-        """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros."""
-        shape = routing.shape
-        zeros = torch.zeros(routing.num_tokens, shape.hidden_dim, dtype=shape.dtype, device=routing.ids.device)
-        again, _ = self._launch(
-            shape, self._steps.free_index(), zeros, None, routing.ids, None, routing.max_num_tokens,
-            routing.num_recv_tokens, num_sms,
-        )  # fmt: skip
-        routing.step = again.step
-
-    def _shape(
-        self, x: torch.Tensor, scales: torch.Tensor | None, topk: int, num_experts: int, max_num_tokens: int
-    ) -> OpShape:
+    def _shape(self, routing: Routing, x: torch.Tensor, scales: torch.Tensor | None) -> OpShape:
         num_scales, scale_bytes = (0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)
-        most = self._ops.max_tokens_for(max_num_tokens)
-        return OpShape(x.dtype, x.shape[1], topk, num_experts, most, Layout.COMPACT, num_scales, scale_bytes)
+        return OpShape(
+            x.dtype, x.shape[1], routing.ids.shape[1], routing.num_experts,
+            self._ops.max_tokens_for(routing.max_num_tokens), Layout.COMPACT, num_scales, scale_bytes,
+        )  # fmt: skip
 
     def _received(self, routing: Routing, got: DispatchResult, ids_dtype: torch.dtype | None) -> Received:
-        """The caller's own tensors of what the op holds: DeepEP's live as long as the caller wishes."""
+        """Copies the result out of the op's memory, since tensors of DeepEP outlive the step."""
         tokens, weights, scales, ids, _ = got
         num_rows = routing.num_recv_tokens
         x = _kept(tokens, num_rows, 0)
@@ -172,7 +162,7 @@ class NormalMode:
         return Received(x, kept_scales, local_ids, _kept(weights, num_rows, 0).masked_fill_(~is_local, 0.0))
 
     def _whole(self, name: str, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """As many rows as the op's combine takes; those past the received ones may hold anything."""
+        """Returns as many rows as the op's combine takes; those past the received ones may hold anything."""
         if rows.dim() != 2 or rows.shape[0] != routing.num_recv_tokens:
             raise ShapeError(f"{name} with the {routing.num_recv_tokens} rows received", str(tuple(rows.shape)))
         num_rows = routing.step.op.num_rows(routing.max_num_tokens)
@@ -183,7 +173,7 @@ class NormalMode:
         return whole
 
     def _worst_case(self, num_tokens: int, layout: TokenLayout) -> tuple[int, int]:
-        """(max_num_tokens, received rows) where num_worst_tokens says how many can come."""
+        """Returns (max_num_tokens, received rows) of a dispatch with num_worst_tokens."""
         most = layout.num_worst_tokens // self._ops.num_ranks
         if num_tokens > most or not most:
             raise TooManyTokensError(
@@ -215,7 +205,7 @@ class NormalMode:
 
 
 def _kept(rows: torch.Tensor, num_rows: int, filler: int) -> torch.Tensor:
-    """The first num_rows of an op's rows as a tensor of its own, with `filler` behind them where there are fewer."""
+    """Returns a copy of the first num_rows of an op's rows, extended by `filler` if the op has fewer."""
     if num_rows <= rows.shape[0]:
         return rows[:num_rows].clone()
     kept = torch.full((num_rows, *rows.shape[1:]), filler, dtype=torch.int32, device=rows.device).to(rows.dtype)
@@ -224,7 +214,11 @@ def _kept(rows: torch.Tensor, num_rows: int, filler: int) -> torch.Tensor:
 
 
 def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> Biases:
-    """The biases, checked."""
+    """Returns the two biases, contiguous.
+
+    Raises:
+        InputError: more than two, or one of another shape or dtype than the result.
+    """
     given = [bias] if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     if len(given) > 2:
         raise InputError("one bias or a pair", str(len(given)))

@@ -1,4 +1,4 @@
-"""The ops behind a buffer: made when a call first needs one of its shape, and kept."""
+"""The ops of a buffer, each made by the first call of its shape, and kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpShape:
-    """What tells a buffer's ops apart.
+    """The key of a buffer's ops.
 
     Attributes:
         dtype: of the tokens that are given to dispatch.
@@ -41,13 +41,13 @@ class OpShape:
     scale_format: ScaleFormat | None = None
 
     def handle_kwargs(self, rank: int, num_ranks: int) -> dict[str, Any]:
-        """The manager's handle kwargs."""
+        """Returns the handle kwargs for the manager."""
         quantised = self.dtype == FP8_DTYPE
         casts = self.scale_format is not None
         kwargs: dict[str, Any] = {
             "rank": rank,
             "num_ep_ranks": num_ranks,
-            # combine takes rows of this dtype; DeepEP's are bf16 where tokens travel as fp8
+            # the dtype of combine's rows; DeepEP combines bf16 rows if tokens travel as fp8
             "input_dtype": torch.bfloat16 if quantised else self.dtype,
             "quant_dtype": FP8_DTYPE if quantised or casts else self.dtype,
             "token_hidden_size": self.hidden_dim,
@@ -58,7 +58,7 @@ class OpShape:
             "num_experts_per_token": self.topk,
             "layout": self.layout.value,
             "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
-            # low-latency calls have few forms
+            # low-latency calls need few of the kernels' variants
             "compiled_calls": (CompiledCalls.ALL if self.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
         }
         if self.scale_format is not None:
@@ -102,17 +102,20 @@ class Ops:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are."""
+        """The device of the tokens."""
         return self.manager.device
 
     def max_tokens_for(self, num_tokens: int) -> int:
-        """The size to make an op of, for steps of up to num_tokens per rank, which is equal on all ranks.
+        """Returns M of the op for a step.
+
+        Args:
+            num_tokens: the most tokens of any rank, equal on all ranks.
 
         Raises:
-            TooManyTokensError: it is beyond the bound that the buffer was given.
+            TooManyTokensError: more than the bound that the buffer was given.
         """
         if not self.max_num_tokens:
-            return 1 << (num_tokens - 1).bit_length()  # few sizes, so that few ops are made while batches grow
+            return 1 << (num_tokens - 1).bit_length()  # powers of two: few ops are made while batches grow
         if num_tokens > self.max_num_tokens:
             raise TooManyTokensError(
                 f"at most {self.max_num_tokens} tokens on any rank (max_num_tokens_per_rank)", str(num_tokens),
@@ -121,12 +124,11 @@ class Ops:
         return self.max_num_tokens
 
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
-        """The op of this shape on the memory of this index; collective where it does not exist yet."""
-        op = self._ops.get((shape, index))
-        if op is None:
-            op = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
-            self._ops[shape, index] = op
-        return op
+        """Returns the op of this shape on the memory of this index. Collective when it is new."""
+        key = shape, index
+        if key not in self._ops:
+            self._ops[key] = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+        return self._ops[key]
 
     def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:
         """Bounds the multiprocessors of an op's launches from now on; 0 = all."""
@@ -135,10 +137,10 @@ class Ops:
             self._num_sms[op] = num_sms
 
     def close(self) -> None:
-        """Gives all memory back; local, to be called on every rank; a second call does nothing."""
+        """Frees all memory. Local; must be called on every rank. A second call does nothing."""
         self._ops.clear()
         self._num_sms.clear()
-        # garbage collection calls this, too, at a time of its own on every rank
+        # garbage collection may call this, at another time on every rank: do not wait for the others
         self.manager.destroy(alone=True)
         self.groups.close()
         if self._own_group is not None:

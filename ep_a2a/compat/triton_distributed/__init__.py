@@ -1,4 +1,4 @@
-"""Triton-distributed's low-latency EP layer on this package's kernels: its names, arguments, shapes and meanings."""
+"""Triton-distributed's low-latency EP layer on this package's kernels, with its names, arguments and shapes."""
 
 from ep_a2a.compat.triton_distributed.contexts import (
     LowlatencyCombineContext,

@@ -1,4 +1,4 @@
-"""The contexts of the layer: which of its two sets of buffers the next dispatch and the next combine use."""
+"""The contexts of the layer: each knows which of two sets of buffers its next call uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class _PhasedContext:
-    """What dispatch and combine have in common.
+    """Base of the contexts of dispatch and of combine.
 
     Args:
         phases: the sets of buffers, which both contexts of a layer share.
         online_quant_fp8, fp8_gsize: as given to the layer.
 
     Attributes:
-        phase: which set the next call uses, 0 or 1.
+        phase: number of the set that the next call uses, 0 or 1.
         call_count: calls so far.
     """
 
@@ -37,9 +37,9 @@ class _PhasedContext:
 
     @property
     def signal_val(self) -> int:
-        """1, 1, 2, 2, 3, 3, ...: how often the next call's buffers have been used then.
+        """How often the next call's set of buffers has been used, that call included: 1, 1, 2, 2, 3, 3, ...
 
-        For information: the kernels count steps themselves, in device memory, so that replays of graphs count too.
+        No call of this package reads it: kernels count steps in device memory, so that replays of graphs count, too.
         """
         return self.call_count // self.num_phases + 1
 
@@ -54,7 +54,7 @@ class _PhasedContext:
         self.call_count += 1
 
     def finalize(self) -> None:
-        """Ends this context's use of the buffers; local and idempotent. When both contexts have, the ops are closed."""
+        """Ends this context's use of the buffers. Local and idempotent; the second context to end closes the ops."""
         if not self._finalized:
             self._finalized = True
             for buffers in self.phases:
@@ -62,27 +62,27 @@ class _PhasedContext:
 
 
 class LowlatencyDispatchContext(_PhasedContext):
-    """Buffers of the layer as dispatch uses them, two sets in turn."""
+    """The context of dispatch: two sets of buffers, used in turn."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that dispatch returns."""
+        """The dtype of the rows that dispatch returns."""
         return self.phases[0].op.config.wire_dtype
 
 
 class LowlatencyCombineContext(_PhasedContext):
-    """Buffers of the layer as combine uses them, two sets in turn."""
+    """The context of combine: two sets of buffers, used in turn."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows given to combine and of its result."""
+        """The dtype of combine's rows and of its result."""
         return self.phases[0].op.config.combined_dtype
 
     @property
     def send_tokens_comm_buf(self) -> torch.Tensor:
-        """[num_experts_per_rank, world_size * max_m, hidden] of `dtype`: memory for the next combine's rows.
+        """Memory for the next combine's rows: [num_experts_per_rank, world_size * max_m, hidden] of `dtype`.
 
-        Rows are sent from any memory, so it saves no copy. Allocated by the first request.
+        The first access allocates it. It saves no copy: combine sends rows from any memory.
         """
         op = self.buffers.op
         rows = op.get_registered_combine_input_buffer(self.dtype)
@@ -101,11 +101,11 @@ def create_ep_ll_a2a_ctx(
         fp8_gsize: elements that share a scale; 128 or `hidden` with online_quant_fp8.
         dtype: of the tokens given to dispatch; float8_e4m3fn for tokens that are all cast already.
         world_size, rank: those of the arena's group.
-        local_world_size: ranks that share a node: all of them. None takes that for granted.
-        arena: where memory comes from; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+        local_world_size: ranks of a node; must be world_size or None.
+        arena: allocates memory; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
 
     Raises:
-        ConfigError, UnsupportedError: an argument is impossible, or cannot be done here.
+        ConfigError: an argument is impossible. UnsupportedError: an argument is not supported.
         ConfigMismatchError: arguments differ between ranks, or another rank could not come.
         NotInitializedError: no arena is given and there is none.
         RankTimeoutError: ranks did not come.

@@ -1,4 +1,4 @@
-"""EPLowLatencyAllToAllLayer: dispatch to rows by expert, and a combine that weighs them."""
+"""EPLowLatencyAllToAllLayer: dispatches tokens to rows by expert, and combines these rows weighted."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ TRACE_FOLDER = "prof"
 
 
 class EPLowLatencyAllToAllLayer:
-    """Tokens to the ranks of their experts and back, with Triton-distributed's arguments and shapes.
+    """Sends tokens to the ranks of their experts and back, with Triton-distributed's arguments and shapes.
 
-    Two sets of buffers are used in turn, so that the next dispatch may come before the combine of the last one.
-    Construction is collective; all arguments but `rank` are the same on all ranks.
+    Steps use two sets of buffers in turn, so the next dispatch may come before the combine of the last one.
+    Construction is collective; all arguments but `rank` must be equal on all ranks.
 
     Args:
         max_m: M, the most tokens that any rank brings.
         hidden: H, elements of a token.
         topk: K, experts per token.
-        online_quant_fp8: dispatch casts tokens to fp8, with a float32 scale per `fp8_gsize` elements. (Tokens that are
-            cast already may be given too, with their scales.) Without it tokens travel as they are.
+        online_quant_fp8: dispatch casts tokens to fp8, with a float32 scale per `fp8_gsize` elements. It also takes
+            tokens that are cast already, with their scales. Without it tokens travel as they are.
         rank: this rank. num_experts: over all ranks, owned linearly.
         local_world_size: ranks of a node; must be world_size. world_size: W.
         fp8_gsize: elements that share a scale: 128 or `hidden` with online_quant_fp8, any divisor of `hidden` without.
-        dtype: of tokens: bfloat16, float16 or float32; without online_quant_fp8 also float8_e4m3fn, which come with
-            scales. Combine takes and returns dtype, bfloat16 where that is float8_e4m3fn.
+        dtype: of tokens: bfloat16, float16 or float32; without online_quant_fp8 also float8_e4m3fn, with scales.
+            Combine takes and returns this dtype, or bfloat16 for float8_e4m3fn.
         enable_profiling: record spans inside the kernels and on the host, for dump_dispatch_trace and
             dump_combine_trace.
-        arena: where memory comes from; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+        arena: allocates memory; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
 
     Attributes:
-        dispatch_ctx, combine_ctx: which buffers the next dispatch and the next combine use.
+        dispatch_ctx, combine_ctx: the contexts, which know the buffers of the next dispatch and the next combine.
 
     Raises:
-        ConfigError, UnsupportedError: an argument is impossible, or cannot be done here.
+        ConfigError: an argument is impossible. UnsupportedError: an argument is not supported.
         ConfigMismatchError: arguments differ between ranks, or another rank could not come.
         NotInitializedError: no arena is given and there is none.
         RankTimeoutError: ranks did not come.
@@ -107,17 +107,22 @@ class EPLowLatencyAllToAllLayer:
 
         Args:
             send_tokens: [T, H] of dtype, T <= M; with online_quant_fp8 also float8_e4m3fn, on all ranks or on none.
-            send_scales: float32 [T, H / fp8_gsize] of tokens that are cast already, else None.
+            send_scales: float32 [T, H / fp8_gsize] of fp8 tokens, else None.
             topk_indices: int32 [T, K] expert ids; ids outside [0, num_experts) are dropped slots.
-            topk_weights: float32 [T, K], or None on all ranks. Given here, they travel with the tokens, and combine is
-                given none: that saves it a hop. (Not an argument of Triton-distributed's.)
+            topk_weights: not Triton-distributed's. float32 [T, K], or None on all ranks. Weights given here travel with
+                the tokens. Combine is then given None, which saves an exchange.
 
         Returns:
-            (recv_token, recv_scale, expert_recv_count, dispatch_meta): rows [num_experts_per_rank, W * M, H], each
-            expert's dense from the front, ascending by source rank and token; their scales, float32
-            [num_experts_per_rank, W * M, H / fp8_gsize], or None where tokens have none; int32 [num_experts_per_rank]
-            rows of each expert; what combine needs. The tensors have a fixed address for each of the two sets of
-            buffers, and are valid until the combine of this dispatch. Rows past an expert's hold anything.
+            (recv_token, recv_scale, expert_recv_count, dispatch_meta).
+
+            - recv_token [num_experts_per_rank, W * M, H]: each expert's rows from the front, ascending by source rank
+              and token. Rows past expert_recv_count hold anything.
+            - recv_scale float32 [num_experts_per_rank, W * M, H / fp8_gsize]; None if tokens have no scales.
+            - expert_recv_count int32 [num_experts_per_rank]: rows of each expert.
+            - dispatch_meta: an argument of combine.
+
+            The tensors have fixed addresses in each of the two sets of buffers, and are valid until the combine of
+            this dispatch.
 
         Raises:
             InputError: an argument does not fit; nothing was launched.
@@ -139,18 +144,18 @@ class EPLowLatencyAllToAllLayer:
     ) -> torch.Tensor:
         """Multiplies the experts' rows by the router's weights and adds them for each of this rank's tokens.
 
-        A rank weighs and adds the rows of its own experts in float32, in ascending order of a token's slots, and rounds
-        once; the token's rank adds these sums in float32, in ascending rank order. (Triton-distributed sends a row for
-        each expert and weighs them at the token's rank.)
+        An expert's rank weighs and adds its rows in float32, in ascending order of a token's slots, and rounds once.
+        The token's rank adds these sums in float32, in ascending rank order. Triton-distributed sends a row for each
+        expert and weighs them at the token's rank.
 
         Args:
-            send_tokens: [num_experts_per_rank, W * M, H], one row per row that dispatch returned; what rows past
-                expert_recv_count hold has no effect.
-            topk_indices: this rank's own ids as given to dispatch, which are compared with them, or None.
-            topk_weights: [T, K] of any floating dtype, of this rank's own tokens; None where dispatch was given them.
-            dispatch_meta: from the dispatch that this combine belongs to. Those of two open dispatches may come in
-                either order, the same on all ranks.
-            zero_copy: without effect: rows are sent from where they lie, without a copy.
+            send_tokens: [num_experts_per_rank, W * M, H], one row per row that dispatch returned. Rows past
+                expert_recv_count have no effect.
+            topk_indices: this rank's own ids, compared with those given to dispatch; or None.
+            topk_weights: [T, K] of any floating dtype, of this rank's own tokens; None if dispatch was given them.
+            dispatch_meta: from the dispatch to combine. Two open dispatches may be combined in either order, the same
+                on all ranks.
+            zero_copy: without effect; combine never copies its rows before sending.
 
         Returns:
             [T, H], new memory. A token without a valid expert becomes zeros.
@@ -186,10 +191,10 @@ class EPLowLatencyAllToAllLayer:
             profiler.clear()
 
     def dump_dispatch_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
-        """Writes what the latest dispatches did to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
+        """Writes the spans of the latest dispatches to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
 
-        Names of spans: quant_and_put, count_put, wait, postprocess; docs/profiling.md says what they are. Times are
-        those of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
+        The spans are quant_and_put, count_put, wait and postprocess; docs/profiling.md describes them. Times are those
+        of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
 
         Returns:
             The file; None without enable_profiling, when nothing is written.
@@ -197,7 +202,13 @@ class EPLowLatencyAllToAllLayer:
         return self._dump("dispatch", Path(folder))
 
     def dump_combine_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
-        """The same of combines, in ll_combine_RANK_<rank>.json: copy_and_put, recv_wait, topk_reduce."""
+        """Writes the spans of the latest combines to `folder`/ll_combine_RANK_<rank>.json, as dump_dispatch_trace.
+
+        The spans are copy_and_put, recv_wait and topk_reduce.
+
+        Returns:
+            The file; None without enable_profiling.
+        """
         return self._dump("combine", Path(folder))
 
     def _dump(self, phase: str, folder: Path) -> Path | None:
@@ -211,9 +222,9 @@ class EPLowLatencyAllToAllLayer:
         return path
 
     def finalize(self) -> None:
-        """Ends the use of the layer; local and idempotent, in the same order on all ranks where there are several.
+        """Ends the use of the layer. Local and idempotent. Several layers must end in the same order on all ranks.
 
-        The memory stays with the arena, for the next layer of this shape.
+        The arena keeps the memory for the next layer of this shape.
         """
         self.dispatch_ctx.finalize()
         self.combine_ctx.finalize()

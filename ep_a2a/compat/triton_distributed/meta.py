@@ -1,4 +1,4 @@
-"""What a dispatch of the layer tells its combine."""
+"""The record of a dispatch, which the layer's combine takes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class DispatchMetaInfo:
-    """Which dispatch a combine belongs to, and where that dispatch's rows come from.
+    """Identifies a dispatch for its combine, and computes the sources of its rows.
 
-    The tensors are computed when they are first asked for, since combine does not need them here: before the combine
-    of this dispatch, after which the op's memory belongs to the next one. What was asked for stays.
+    Combine does not need the tensors, so the first access of either computes both. It must come before the combine of
+    this dispatch, which gives the op's memory to the next one. Later accesses return the same tensors.
 
     Args:
         buffers: those of the dispatch's phase.
@@ -30,9 +30,9 @@ class DispatchMetaInfo:
 
     @property
     def recv_token_source_indices(self) -> torch.Tensor:
-        """int32 [num_experts_per_rank, world_size * max_m]: which token of its source rank each received row is.
+        """The token at its source rank of each received row: int32 [num_experts_per_rank, world_size * max_m].
 
-        -1 past an expert's rows.
+        Entries past an expert's rows are -1.
 
         Raises:
             StateError: the dispatch has been combined.
@@ -41,9 +41,9 @@ class DispatchMetaInfo:
 
     @property
     def recv_token_source_count_and_start(self) -> torch.Tensor:
-        """int64 [num_experts_per_rank, world_size]: an expert's rows from each source, packed.
+        """Position and number of an expert's rows from each source: int64 [num_experts_per_rank, world_size].
 
-        Their number is in the lower 32 bits, the first of them, as a row of the expert, in the upper ones.
+        The lower 32 bits are the number of rows, the upper 32 bits the position of the first one.
 
         Raises:
             StateError: the dispatch has been combined.

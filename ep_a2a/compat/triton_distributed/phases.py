@@ -1,4 +1,4 @@
-"""The two sets of buffers that steps of the layer use in turn: an op each."""
+"""The two sets of buffers that steps of the layer use in turn. Each set is an op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_config(
     max_m: int, hidden: int, topk: int, num_experts: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype,
     world_size: int, rank: int, local_world_size: int | None = None,
 ) -> EpDispatchCombineConfig:  # fmt: skip
-    """The op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
+    """Returns the op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
 
     Raises:
         ConfigError: a value is impossible.
@@ -70,10 +70,10 @@ def make_config(
 
 
 class PhaseBuffers:
-    """One op with memory of its own, which no other phase shares: steps of both phases may be open at once.
+    """One op with its own memory, so that steps of both phases may be open at once. Construction is collective.
 
     Args:
-        config: the op's. arena: where its memory comes from. index: the arena's slot. Making one is collective.
+        config: the op's. arena: allocates its memory. index: the arena's slot.
 
     Attributes:
         op: the op. num_tokens: T of its latest dispatch.
@@ -87,7 +87,7 @@ class PhaseBuffers:
     def dispatch(
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """(rows [E, W * M, H], scales [E, W * M, S] or None, number of this dispatch) of the op's dispatch."""
+        """Returns the op's rows [E, W * M, H], scales [E, W * M, S] or None, and the number of this dispatch."""
         rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, indices)
         self.num_tokens = tokens.shape[0]
         self._num_dispatches += 1
@@ -111,21 +111,21 @@ class PhaseBuffers:
         return block_sizes(self.op.config).num_bytes + self.op.num_inbox_bytes
 
     def release(self) -> None:
-        """Ends the use by one of its two users, the context of dispatch and that of combine; the last closes the op."""
+        """Ends the use by one of the layer's two contexts; the second call closes the op."""
         self._users -= 1
         if self._users == 0:
             self.op.close()
 
 
 def make_phases(config_of: Callable[[], EpDispatchCombineConfig], arena: Arena) -> list[PhaseBuffers]:
-    """The buffers of all phases. Collective; a rank that cannot make its configuration tells the others why.
+    """Makes the buffers of all phases. Collective; a rank without a valid configuration tells the others why.
 
     Args:
         config_of: makes this rank's configuration.
-        arena: where memory comes from.
+        arena: allocates memory.
 
     Raises:
-        EpA2AError: as `config_of` or the op's construction.
+        EpA2AError: raised by `config_of` or by the op's construction.
     """
     indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
     try:

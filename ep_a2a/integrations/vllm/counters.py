@@ -44,11 +44,10 @@ class LayerCounters:
             UnsupportedError: the op spans several nodes.
         """
         # Triton is loaded when the first op is made
-        from ep_a2a.ops.op import EpDispatchCombineOp
         from ep_a2a.telemetry.counters import CountedExchange, StepCounters
 
         # across nodes, counts of forwarded rows would name their source rank, not their destination
-        if not isinstance(op, EpDispatchCombineOp) or op.config.uses_rings:
+        if op.config.uses_rings:
             raise UnsupportedError(
                 f"{env.COUNTERS.name} on one node", "a group of several nodes", f"Unset {env.COUNTERS.name}."
             )

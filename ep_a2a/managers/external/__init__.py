@@ -1,1 +1,1 @@
-"""Managers and ops on other projects' libraries; each library is imported by one module, when it is needed."""
+"""Managers and ops on other projects' libraries. One module imports each library, when a manager is made."""

@@ -1,4 +1,4 @@
-"""FlashInfer's one-sided all-to-all over NVLink: its native object, for this package's manager and its benchmarks."""
+"""Wraps FlashInfer's one-sided all-to-all over NVLink, for this package's manager and its benchmarks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TWO_SIDED = Library(
 )  # fmt: skip
 
 WORKSPACES = OneGroup("FlashInfer's workspaces", by_ranks=True)
-"""Both classes find workspaces of this process by sizes and rank, not by group; and a process that has agreed on fabric
-handles once does not meet the others for it again, so that not even a group after the first could be of other ranks."""
+"""Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
+later groups must have the same ranks."""
 
 TOPKS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """Values of K that the one-sided kernels are instantiated for."""
 MAX_RANKS = 64
 WORKSPACE_ALIGNMENT_BYTES = 128
 WORD_BYTES = 16
-"""Widest store of its dispatch."""
+"""Bytes of the widest store of FlashInfer's dispatch."""
 
 
 class NVLinkOneSided:
@@ -69,48 +69,50 @@ class NVLinkOneSided:
         from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 
         self._group, self._world_size = group, world_size
-        # Payloads are packed without gaps; by falling alignment each of them starts where its stores may be wide.
+        # FlashInfer packs payloads without gaps. In order of falling alignment, each starts at a multiple of its own.
         ordered = sorted(payloads.items(), key=lambda item: -row_alignment(*item[1]))
         self._dtypes = {name: dtype for name, (_, dtype) in ordered}
         row_bytes = sum(elements * dtype.itemsize for elements, dtype in payloads.values())
         workspace_bytes = moe_a2a_get_workspace_size_per_rank(world_size, max_num_tokens, row_bytes, combine_row_bytes)
-        # The class caches workspaces by size: the size is what keeps those of different indices apart.
+        # The class caches workspaces by size, so each index gets a size of its own.
         workspace_bytes += index * WORKSPACE_ALIGNMENT_BYTES
         self._native: Any = MoeAlltoAll(
             ep_mapping(rank, world_size), max_num_tokens, topk, num_experts, workspace_size_per_rank=workspace_bytes,
             mnnvl_config=MnnvlConfig(comm_backend=comm_backend(group)),
         )  # fmt: skip
-        # Its counters were zeroed on each rank alone; nobody may write there before all have done it.
+        # Each rank has zeroed its own counters; no rank may write to them before all have.
         dist.barrier(group)
 
     def packed(self, payloads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Payloads [T, n] as `dispatch` takes them: those that were declared, or some of them."""
+        """Returns the payloads [T, n] as `dispatch` takes them; some of the declared ones may be missing."""
         return [payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads]
 
     def dispatch(
         self, ids: torch.Tensor, packed: Sequence[torch.Tensor], max_num_tokens: int, names: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Sends payloads; [W, max_num_tokens, n] by name, at addresses that depend on the payloads and max_num_tokens.
+        """Sends payloads, and returns the received ones, [W, max_num_tokens, n] by name.
+
+        Their addresses depend on the payloads and max_num_tokens.
 
         Args:
             ids: int32 [T, K], an expert in every slot.
             packed: from `packed`.
             max_num_tokens: the step's, equal on all ranks.
-            names: of the payloads where not all are sent.
+            names: of the sent payloads; empty if all are sent.
         """
         received = self._native.dispatch(ids, list(packed), max_num_tokens)
         sent = [name for name in self._dtypes if not names or name in names]
         return {name: each.view(self._dtypes[name]) for name, each in zip(sent, received, strict=True)}
 
     def mark_padding(self, ids: torch.Tensor, pad_id: int) -> None:
-        """Overwrites received ids past the received rows; between dispatch and combine. One small launch."""
+        """Overwrites received ids past the received rows, by one launch. For use between dispatch and combine."""
         from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_sanitize_expert_ids
 
         native = self._native
         moe_a2a_sanitize_expert_ids(ids, native.workspace, native.metainfo, native.ep_rank, pad_id)
 
     def combine_rows(self, max_num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory [W, max_num_tokens, H] that combine reads in place; between dispatch and combine."""
+        """Returns memory [W, max_num_tokens, H] that combine reads in place. For use between dispatch and combine."""
         rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(max_num_tokens, hidden_dim, dtype)
         return rows.view(self._world_size, max_num_tokens, hidden_dim)
 
@@ -120,10 +122,10 @@ class NVLinkOneSided:
         """Sums rows [W, max_num_tokens, H] of the ranks that each token went to, into out [T, H].
 
         Args:
-            rows: from `combine_rows` where in_workspace, else any.
+            rows: from `combine_rows` if in_workspace, else any.
             max_num_tokens: that of dispatch.
             out: contiguous.
-            in_workspace: nothing has to be copied.
+            in_workspace: combine reads rows in place, else it copies them first.
             fp8: cast rows to fp8 on the wire, without scales.
         """
         result: torch.Tensor = self._native.combine(
@@ -135,21 +137,21 @@ class NVLinkOneSided:
         """Unmaps the workspace once no rank uses it. Collective."""
         torch.cuda.synchronize()
         dist.barrier(self._group)
-        # The class caches workspaces for the life of the process; a sweep would collect them. One that another object
-        # shared and has closed is no longer in the cache.
+        # The class caches workspaces for the life of the process, so a sweep over sizes would use up memory. An object
+        # that shares this workspace may have closed it: then the cache does not have it.
         native, self._native = self._native, None
         if any(each is native._WORKSPACE for each in native._WORKSPACE_CACHE.values()):
             native._reset_workspace()
 
 
 def row_alignment(elements: int, dtype: torch.dtype) -> int:
-    """Largest power of two, at most a wide store's, that divides a row's bytes."""
+    """Returns the largest power of two up to WORD_BYTES that divides a row's bytes."""
     row_bytes = elements * dtype.itemsize
     return min(row_bytes & -row_bytes, WORD_BYTES)
 
 
 def ep_mapping(rank: int, world_size: int) -> Any:
-    """FlashInfer's description of a group that does nothing but expert parallelism, on one node."""
+    """Returns FlashInfer's description of a group on one node with expert parallelism only."""
     from flashinfer.comm.mapping import Mapping as NativeMapping
 
     return NativeMapping(
@@ -159,7 +161,7 @@ def ep_mapping(rank: int, world_size: int) -> Any:
 
 
 def comm_backend(group: ProcessGroup) -> Any:
-    """How FlashInfer exchanges file descriptors: over the process group at hand, which is never split."""
+    """Returns a backend by which FlashInfer exchanges file descriptors over this group; it is never split."""
     from flashinfer.comm.mnnvl import TorchDistBackend
 
     class WholeGroup(TorchDistBackend):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Other projects' libraries: imported when they are needed, and what is wrong where they cannot be."""
+"""Imports other projects' libraries when they are needed, and reports why one cannot be used."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OWN_PACKAGE = "ep_a2a"
 
 @dataclass(frozen=True)
 class Library:
-    """A Python package that a backend stands on.
+    """A Python package that a backend needs.
 
     Attributes:
-        module: what is imported.
-        distribution: its name where packages are installed from; its metadata has the version.
-        install: how to get it, for errors.
-        least_version: the lowest version that has what is called, "" where any will do.
-        needs: attributes, "module:name" or "module" below `module`, that must be there.
+        module: name of the imported module.
+        distribution: name of the package in registries; its metadata has the version.
+        install: how to install it, for errors.
+        least_version: the lowest version with all that is called; "" for any.
+        needs: attributes, "module:name" or "module" below `module`, that must exist.
     """
 
     module: str
@@ -35,30 +35,30 @@ class Library:
 
     @property
     def version(self) -> str | None:
-        """The installed version; None where no package metadata says it."""
+        """The installed version; None without package metadata."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def problem(self) -> str | None:
-        """What is wrong with it on this machine, None if nothing. Imports it; found out once per process.
+        """Returns why the library cannot be used on this machine, None if it can. Imports it; cached per process.
 
-        A module of this package under the library's name (`ep_a2a.compat.mori.install()`) is not the library, and may
-        come and go, so that it is looked for in each call. Who wants a manager on this package's own modules gives it a
-        Library that names them, `Library("ep_a2a", ...)`.
+        A module of this package under the library's name (`ep_a2a.compat.mori.install()`) is not the library. It may
+        come and go, so each call looks for it. A manager on this package's own modules needs a Library that names them,
+        `Library("ep_a2a", ...)`.
         """
         return self.stand_in_problem() or _problem(self)
 
     def stand_in_problem(self) -> str | None:
-        """What stands under its name in this process, if that is this package's own; imports nothing."""
+        """Returns a sentence if a module of this package has the library's name in this process; imports nothing."""
         found = getattr(sys.modules.get(self.module), "__name__", "")
         if self.module.partition(".")[0] == OWN_PACKAGE or found.partition(".")[0] != OWN_PACKAGE:
             return None
         return f"{self.module} is {OWN_PACKAGE}'s own stand-in in this process, {found}, not the library"
 
     def load(self, name: str = "") -> Any:
-        """The module `module[.name]`.
+        """Returns the module `module[.name]`.
 
         Raises:
             MissingPackageError: it is not installed, too old, or cannot be imported; the error says which.
@@ -67,7 +67,7 @@ class Library:
         return importlib.import_module(f"{self.module}.{name}" if name else self.module)
 
     def require(self) -> None:
-        """Returns if the library can be used; MissingPackageError, as of `load`, otherwise."""
+        """Raises MissingPackageError if the library cannot be used; see `load`."""
         problem = self.problem()
         if problem is not None:
             raise MissingPackageError(
@@ -97,7 +97,7 @@ def _problem(library: Library) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, for comparing."""
+    """Returns the leading numbers of a version, for comparisons."""
     numbers = []
     for part in version.split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

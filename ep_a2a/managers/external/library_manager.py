@@ -1,4 +1,4 @@
-"""Base of the managers of other projects' libraries: what can be checked before their code runs, and handles."""
+"""Base of the managers on other projects' libraries: checks before the library's code runs, and handles."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class LibraryAll2AllManager(All2AllManagerBase):
     """A backend on a library that the user has installed. Tokens are exchanged through ops only.
 
-    A subclass names the library, declares its capabilities and builds ops; the library is imported here and nowhere
-    before.
+    A subclass names the library, declares its capabilities and builds ops. Construction imports the library.
 
     Raises:
         MissingPackageError: the library is not installed, too old, or cannot be imported; the error says which.
@@ -49,11 +48,15 @@ class LibraryAll2AllManager(All2AllManagerBase):
         return self._groups
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> LibraryDispatchCombineOp:
-        """An op with the interface of EpDispatchCombineOp on the library's native object; see the base class.
+        """Returns the op for these kwargs, on the library's native object. Collective when it is new.
+
+        Args:
+            kwargs: see config_from_handle_kwargs.
+            index: ops whose steps overlap need different indices.
 
         Raises:
-            UnsupportedError: the backend cannot do what is asked for, or not on this machine; raised on all ranks.
-            UnknownNameError, ConfigError: the kwargs are not right; see config_from_handle_kwargs.
+            UnsupportedError: the backend's capabilities or this machine exclude the config; raised on all ranks.
+            UnknownNameError, ConfigError: a kwarg is unknown or impossible.
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
         self._require_open()
@@ -80,7 +83,7 @@ class LibraryAll2AllManager(All2AllManagerBase):
         return op
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
-        """Why this rank cannot build the op, or None."""
+        """Returns why this rank cannot build the op, or None."""
         problem = device_problem(self.capabilities, self.device.type)
         if problem is not None:
             return UnsupportedError(
@@ -93,11 +96,11 @@ class LibraryAll2AllManager(All2AllManagerBase):
         return second or self.capabilities.refusal(self.backend, config, topology.num_nodes)
 
     def _one_group(self, topology: Topology) -> OneGroup | None:
-        """Where the library keeps something for one group per process; None where it serves any number of groups."""
+        """Returns the guard of a library that serves one group per process; None for other libraries."""
         return None
 
     def _set_up(self) -> None:
-        """Sets the library up for the group; called once per process where there is `_one_group`. Collective."""
+        """Sets the library up for the group, once per process, if there is `_one_group`. Collective."""
 
     def _refused_index(self, index: int) -> EpA2AError | None:
         if not index or self.capabilities.micro_batches:
@@ -109,11 +112,11 @@ class LibraryAll2AllManager(All2AllManagerBase):
 
     @abc.abstractmethod
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
-        """The op; collective. What the library allocates it allocates here, apart from that of other indices."""
+        """Returns the op. Collective. The library allocates here, apart from other indices' memory."""
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """The library; see the base class."""
+        """Returns the library's module, and its distribution with the version."""
         return cls.library.module, f"{cls.backend} uses {cls.library.distribution} {cls.library.version or ''}".rstrip()
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""Libraries that keep something for one group of ranks per process: which group that is, and what others are told."""
+"""Guards libraries that serve one group of ranks per process: refuses a second group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OneGroup:
 
     Args:
         library: its name, for errors.
-        by_ranks: another group of the same ranks will do as well. Without that the library goes on using the group
-            that it was given.
+        by_ranks: another group of the same ranks is accepted. Without it only the first group object is, because the
+            library keeps using that.
     """
 
     def __init__(self, library: str, *, by_ranks: bool) -> None:
@@ -29,7 +29,7 @@ class OneGroup:
         self._ranks: list[int] = []
 
     def refusal(self, group: ProcessGroup) -> UnsupportedError | None:
-        """Why this process cannot use the library in a group, or None. Other ranks of it may not know: tell them."""
+        """Returns why this process cannot use the library in a group, or None. Other ranks may get None: tell them."""
         ranks = dist.get_process_group_ranks(group)
         if self._group is None or self._group is group or (self._by_ranks and self._ranks == ranks):
             return None
