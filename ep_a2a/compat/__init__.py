@@ -1,1 +1,1 @@
-"""Other libraries' interfaces on our kernels, and what these libraries would ask for, computed without them."""
+"""Other libraries' interfaces on this package's kernels, and DeepEP's buffer sizes, computed without DeepEP."""

@@ -1,1 +1,1 @@
-"""What connects this package to inference engines; each engine's differences lie in a folder of its own."""
+"""Integrations into inference engines, a folder for each engine."""

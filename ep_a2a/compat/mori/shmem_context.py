@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IN_A_NODE = (KernelType.IntraNode, KernelType.IntraNodeLL)
-"""Kernel types inside one node. AsyncLL goes by the hosts of the ranks, the others by gpu_per_node."""
+"""Kernel types inside one node. The ranks' hosts decide the nodes of AsyncLL, gpu_per_node those of the others."""
 
 
 class World:
@@ -43,12 +43,9 @@ class World:
             UnsupportedError: nodes differ in size, or their ranks do not follow one another.
         """
         topology = self._topology(config)
-        ours = config.kernel_type
-        if not topology.internode:
-            ours = KernelType.IntraNode
-        if config.kernel_type is not ours:
-            _warn_once(config.kernel_type.name, ours.name)
-            config = replace(config, kernel_type=ours)
+        if not topology.internode and config.kernel_type is not KernelType.IntraNode:
+            _warn_once(config.kernel_type.name)
+            config = replace(config, kernel_type=KernelType.IntraNode)
         return self._factory.make(config, topology, None)
 
     def _topology(self, config: EpDispatchCombineConfig) -> Topology:
@@ -86,5 +83,5 @@ def close_world() -> None:
 
 
 @functools.cache
-def _warn_once(asked: str, ours: str) -> None:
-    logger.warning("mori on ep_a2a: kernel type %s runs as %s, which has its calls and its results", asked, ours)
+def _warn_once(asked: str) -> None:
+    logger.warning("mori on ep_a2a: kernel type %s runs as IntraNode, which has its calls and its results", asked)

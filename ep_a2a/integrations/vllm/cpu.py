@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend needs in addition: by itself it cannot run expert-parallel models."""
+"""Adds to vLLM's CPU backend what expert-parallel models need there."""
 
 from __future__ import annotations
 

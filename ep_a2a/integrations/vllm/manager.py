@@ -43,14 +43,6 @@ def _group_timeout_secs(group: Any) -> float:
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
-def told_failures(op: EpDispatchCombineOp) -> ToldFailures:
-    """Returns the failures of an op that other ranks report."""
-    # Triton is loaded when the first op is made
-    from ep_a2a.ops.peer_failures import ToldFailures
-
-    return ToldFailures(op)
-
-
 class VllmAll2AllManager(NativeAll2AllManager):
     """Makes ops for layers with a modular kernel; hidden states of other layers travel by vLLM's own manager.
 
@@ -81,8 +73,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
-        self._kept: list[EpDispatchCombineOp] = []
-        self._told: list[ToldFailures] = []
+        self._ops: list[EpDispatchCombineOp] = []
+        self._peer_failures: list[ToldFailures] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_variable()
         # raised on all ranks together, when the first op is made
@@ -101,14 +93,17 @@ class VllmAll2AllManager(NativeAll2AllManager):
         # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
         # new weights, must get the op that graphs have captured.
         rendezvous = self._wait_as_vllm_does()
-        if not self._kept:
+        if not self._ops:
             rendezvous.agree("settings", self._unreadable)
         timeout_secs = rendezvous.timeout_secs
         op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
-        if op not in self._kept:
-            self._kept.append(op)
+        if op not in self._ops:
+            self._ops.append(op)
             if self.tp_group.world_size > 1:
-                self._told.append(told_failures(op))
+                # Triton is loaded when the first op is made
+                from ep_a2a.ops.peer_failures import ToldFailures
+
+                self._peer_failures.append(ToldFailures(op))
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:
@@ -140,24 +135,24 @@ class VllmAll2AllManager(NativeAll2AllManager):
         With tensor parallelism, also what kernels of other ranks have recorded: these ranks gather each other's
         results, and vLLM looks at the errors of one of them only.
         """
-        for op in self._kept:
+        for op in self._ops:
             op.check()
-        for told in self._told:
-            told.check()
+        for failures in self._peer_failures:
+            failures.check()
 
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""
-        for op in self._kept:
+        for op in self._ops:
             if op.has_open_step:
                 op.close()
 
     def end_warm_up(self, timeout_secs: float) -> None:
         """Bounds waits by `timeout_secs` once all ranks have warmed up, and clears the counters. Collective."""
-        if self._step_timeout_secs is not None or not self._kept:
+        if self._step_timeout_secs is not None or not self._ops:
             return
         self.arena.rendezvous.barrier("the end of warm-up")
         self._step_timeout_secs = timeout_secs
-        for op in self._kept:
+        for op in self._ops:
             op.set_timeout(timeout_secs)
         if self.counters is not None:
             self.counters.clear()
@@ -182,8 +177,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
         return getattr(self._vllm_manager, method)(*args, **kwargs)
 
     def _release(self) -> None:
-        self._kept.clear()
-        self._told.clear()
+        self._ops.clear()
+        self._peer_failures.clear()
         # a reader that still holds this manager must find the counters of the next engine
         self.counters = None
         live_managers.discard(self)
