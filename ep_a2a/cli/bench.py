@@ -52,10 +52,10 @@ def command(
     """
     from dataclasses import replace
 
-    from ep_a2a.commands.bench.command import asked_ranks, execute
+    from ep_a2a.commands.bench.command import DEFAULTS, asked_ranks, execute
     from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names, present_names
-    from ep_a2a.commands.bench.launcher import JoinedRunner, make_runner
-    from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
+    from ep_a2a.commands.bench.launcher import make_runner
+    from ep_a2a.commands.bench.workload import Sweep
     from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.ranks import choose_device
 
@@ -72,7 +72,7 @@ def command(
         check_can_plot(plot)
     settings = replace(defaults.timing, num_runs=iterations or defaults.timing.num_runs)
     with make_runner(kind) as runner:
-        joined = runner.world_size if isinstance(runner, JoinedRunner) else None
+        joined = runner.world_size
         sweep = Sweep(
             world_size=asked_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
             hidden_dim=numbers("hidden", hidden, (defaults.hidden_dim,)),

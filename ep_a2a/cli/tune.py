@@ -34,8 +34,8 @@ def command(
     import torch
     from rich.console import Console
 
-    from ep_a2a.commands.bench.sweep import Sweep
     from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.workload import Sweep
     from ep_a2a.commands.options import numbers
     from ep_a2a.commands.tune.report import default_output, show
     from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune, tune

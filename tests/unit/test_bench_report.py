@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
-from ep_a2a.commands.bench.environment import CPU_NOTE, describe
 from ep_a2a.commands.bench.launcher import Runner, run_sweep
 from ep_a2a.commands.bench.report import (
+    CPU_NOTE,
     JsonLines,
     choose_x,
     constant_fields,
+    describe,
     make_lines,
     make_table,
     plot_round_trips,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ep_a2a.cli.bench import CONTENDER_NAMES
+from ep_a2a.commands.bench.command import DEFAULTS
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_round_trip
-from ep_a2a.commands.bench.sweep import DEFAULTS, Sweep
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.bench.workload import Sweep, Workload
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
-from ep_a2a.commands.bench.environment import describe
+from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, NATIVE, ONLY_WHEN_NAMED
 from ep_a2a.commands.bench.launcher import run_sweep
-from ep_a2a.commands.bench.report import JsonLines, plot_round_trips, show, write_markdown
+from ep_a2a.commands.bench.report import JsonLines, describe, plot_round_trips, show, write_markdown
 from ep_a2a.commands.bench.rows import Status, make_records
+from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.options import numbers
 from ep_a2a.errors import ConfigError, UnsupportedError
 
@@ -19,8 +21,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ep_a2a.commands.bench.launcher import Runner
-    from ep_a2a.commands.bench.sweep import Sweep
-    from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.rows import Row
+    from ep_a2a.commands.bench.workload import Sweep
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of the options for one kind of device; num_ranks None takes all GPUs."""
+
+    num_ranks: int | None
+    contenders: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    hidden_dim: int
+    topk: int
+    num_experts: int
+    quant_type: str
+    timing: TimingSettings
+
+
+_ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
+# In the interpreter a step of the op takes seconds, so its variants run only when named.
+_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
+
+DEFAULTS = {
+    "cuda": Defaults(None, _ON_GPUS, (1, 16, 32, 128, 512, 4096), 7168, 8, 256, "fp8_per_1x128", TimingSettings()),
+    "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, "fp8_per_1x128", TimingSettings(0, 2, 1, 0)),
+}
+"""Defaults by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
 
 
 def execute(
@@ -37,7 +64,7 @@ def execute(
     """Runs the sweep and reports it, on the rank that shows results.
 
     Returns:
-        Whether every contender that is available here was right and did not raise.
+        Whether no available contender raised or returned a wrong result.
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
@@ -48,7 +75,7 @@ def execute(
     lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
 
-    def on_row(row: Any) -> None:
+    def on_row(row: Row) -> None:
         took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
         bound = f" max SMs={row.workload.max_sms}" if row.workload.max_sms else ""
         progress.print(f"T={row.workload.num_tokens}{bound} {row.contender}: {took}", style="dim", highlight=False)

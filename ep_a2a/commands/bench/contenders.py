@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +15,7 @@ from ep_a2a.errors import CheckFailedError, UnknownNameError
 from ep_a2a.quantization import dequantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.testing.worker import RankContext
@@ -34,23 +35,23 @@ _NAMES = {
     "deepep": ("deepep", "deepep_low_latency"),
 }
 CONTENDERS = {name: module for module, names in _NAMES.items() for name in names}
-"""Module of this package by name, in the order of reports; the module, and the library behind it, load at first use."""
+"""Module of this package by contender, in the order of reports. Modules and their libraries load at first use."""
 
 FORMER_NAMES = {"ep_a2a_rail": "ep_a2a_staged"}
-"""Names of earlier versions, which older result files and command lines have."""
+"""Present name by the name in older result files and command lines."""
 
 BETWEEN_NODES = _NAMES["nodes"]
 """Kernels and transports that only several nodes have."""
 
 ONLY_WHEN_NAMED = (*_NAMES["low_latency"], "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency")
-"""Not among the default contenders: interfaces on this package's op, NVSHMEM, and another mode of a contender."""
+"""Contenders that no default includes: interfaces on this package's op, NVSHMEM, another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
 """Fields of a workload that make no difference to the wire limit."""
 
 
 def present_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a choice of contenders under today's names; logs each former one."""
+    """Returns a choice of contenders under their present names; logs each former one."""
     for name in FORMER_NAMES.keys() & set(names):
         logger.warning("contender %s is now %s; use that name", name, FORMER_NAMES[name])
     return tuple(dict.fromkeys(FORMER_NAMES.get(name, name) for name in names))
@@ -101,17 +102,14 @@ class Contender:
 
 
 class Session(abc.ABC):
-    """One contender, ready to move one workload's tokens: memory allocated, inputs in place, experts' rows filled in.
+    """A contender that is ready to move one workload's tokens: it has its memory, inputs and experts' rows.
 
-    dispatch and combine alternate, on the current stream, and are all that is timed. On a GPU they only queue work,
-    unless `graph_safe` is False.
+    dispatch and combine alternate, on the current stream, and are all that is timed. On a GPU they only queue work, so
+    that a CUDA graph can capture and replay them.
 
     Attributes:
-        graph_safe: a CUDA graph can capture and replay dispatch and combine.
         details: remarks for the report, such as launch numbers.
     """
-
-    graph_safe: bool = True
 
     def __init__(self) -> None:
         self.details: dict[str, Any] = {}
@@ -133,10 +131,10 @@ class Session(abc.ABC):
         """
 
     def check_timed(self) -> None:  # noqa: B027  most raise while they are timed
-        """Looks, after the timing, for failures that kernels can only record. Local.
+        """Checks, after the timing, for failures that kernels can only record. Local.
 
         Raises:
-            EpA2AError: what was timed has not done its work.
+            EpA2AError: a timed call has not done its work.
         """
 
     def close(self) -> None:  # noqa: B027  some hold nothing
@@ -169,7 +167,7 @@ class InputsSession(Session):
         self._check_result(self.combine(self.dispatch()))
 
     def _copies(self) -> torch.Tensor:
-        """Factor that identity experts multiply each token by, `[T]`: the ranks that it goes to."""
+        """Returns the factor of identity experts for each token, `[T]`: the number of ranks that it goes to."""
         return self._workload.num_distinct_ranks(self._context.rank)
 
     def _rows_of(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -182,6 +180,23 @@ class InputsSession(Session):
 
     def _check_result(self, result: torch.Tensor) -> None:
         check_round_trip(self._name, self._workload, self._x, self._copies(), result)
+
+
+def unavailable_on(device: torch.device, packages: Mapping[str, str]) -> str | None:
+    """Returns why a library for GPUs cannot run on this device: it is no GPU, or a package is missing.
+
+    Args:
+        device: of this rank.
+        packages: what to say where a module is missing, by module.
+    """
+    if device.type != "cuda":
+        return "needs GPUs"
+    return next((text for module, text in packages.items() if importlib.util.find_spec(module) is None), None)
+
+
+def first_true(reasons: Mapping[str, bool]) -> str | None:
+    """Returns the first reason that applies; None where none does."""
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def check_round_trip(name: str, workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:

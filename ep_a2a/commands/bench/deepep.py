@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session
+from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
 from ep_a2a.quantization import quantize
@@ -25,7 +24,7 @@ MAX_LOW_LATENCY_TOKENS = 512
 
 
 class _DeepEPSession(InputsSession):
-    """The parts that both versions share: ids of the library's dtype, the check.
+    """Parts that both versions share: ids of the library's dtype, and the check.
 
     Identity experts give x times the number of rows that each token was sent as.
     """
@@ -85,7 +84,7 @@ class _LowLatencySession(_DeepEPSession):
 
 
 class _ElasticSession(_DeepEPSession):
-    """V2: a row per distinct rank, as many rows as could come at most, so that the host never waits."""
+    """V2: a row per distinct rank. Results hold the most rows that can come, so the host never waits."""
 
     def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
@@ -131,22 +130,20 @@ class DeepEPContender(Contender):
     low_latency: bool = False
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why it cannot run this workload here; None where it can."""
-        if device.type != "cuda":
-            return "needs GPUs"
-        if importlib.util.find_spec("deep_ep") is None:
-            return "deep_ep is not installed: build it from github.com/deepseek-ai/DeepEP (with NVSHMEM)"
-        if (stand_in := BUFFER.stand_in_problem()) is not None:
-            return stand_in
-        if workload.dtype != torch.bfloat16 or workload.combine_quant != QuantType.NONE:
-            return "takes bfloat16 tokens and combines bfloat16 rows"
-        if workload.quant_type == QuantType.FP8_PER_TOKEN:
-            return "knows scales per 128 elements only"
-        if workload.num_experts % workload.world_size:
-            return "wants the same number of experts on every rank"
-        if self._takes_v1() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
-            return f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
-        return None
+        """Returns why DeepEP cannot run this workload here; None where it can."""
+        takes_workload = workload.dtype == torch.bfloat16 and workload.combine_quant == QuantType.NONE
+        reason = (
+            unavailable_on(device, {"deep_ep": f"deep_ep is not installed: {BUFFER.install}"})
+            or BUFFER.stand_in_problem()
+            or first_true({
+                "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
+                "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
+                "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
+            })
+        )  # fmt: skip
+        if reason is None and self._takes_v1() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
+            reason = f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
+        return reason
 
     def prepare(self, workload: Workload, context: RankContext) -> Session:
         """Allocates the buffer among the ranks. Collective."""

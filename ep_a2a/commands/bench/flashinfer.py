@@ -1,18 +1,17 @@
 """Runs FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with experts' rows in its workspace.
 
-Its dispatch takes cast tokens: the session casts them once, untimed, when it is prepared.
+The library's dispatch takes cast tokens: the session casts them once, untimed, when it is prepared.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session
+from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, TOPKS, NVLinkOneSided
 from ep_a2a.quantization import quantize
@@ -137,13 +136,10 @@ class FlashInferContender(Contender):
     session: Callable[..., Session] = FlashInferSession
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why it cannot run this workload here; None where it can."""
-        if device.type != "cuda":
-            return "needs GPUs"
-        for module, package in (("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")):
-            if importlib.util.find_spec(module) is None:
-                return f"{package} is not installed: pip install flashinfer-python"
-        return _unsupported(workload)
+        """Returns why FlashInfer cannot run this workload here; None where it can."""
+        install = "is not installed: pip install flashinfer-python"
+        packages = {"flashinfer": f"flashinfer-python {install}", "tvm_ffi": f"apache-tvm-ffi {install}"}
+        return unavailable_on(device, packages) or _unsupported(workload)
 
 
 CONTENDERS = (FlashInferContender(),)
@@ -151,15 +147,13 @@ CONTENDERS = (FlashInferContender(),)
 
 def _unsupported(workload: Workload) -> str | None:
     """Returns why the library cannot run the workload, or None."""
-    if workload.topk not in TOPKS:
-        return f"supports top-k {TOPKS}, not {workload.topk}"
-    if workload.world_size > MAX_RANKS or workload.num_experts < workload.world_size:
-        return f"needs at most {MAX_RANKS} ranks and an expert on each"
-    if workload.combine_quant == QuantType.FP8_BLOCKWISE:
-        return "its fp8 combine wire has no scales: fp8_direct_cast"
-    if workload.combine_quant != QuantType.NONE and workload.dtype != torch.bfloat16:
-        return "its fp8 combine wire is for bfloat16 rows"
-    ids = [workload.ids(rank) for rank in range(workload.world_size)]
-    if any(bool(((each < 0) | (each >= workload.num_experts)).any()) for each in ids):
-        return "sends dropped slots to rank 0"
-    return None
+    ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
+    casts_back = workload.combine_quant != QuantType.NONE
+    return first_true({
+        f"supports top-k {TOPKS}, not {workload.topk}": workload.topk not in TOPKS,
+        f"needs at most {MAX_RANKS} ranks and an expert on each":
+            not workload.world_size <= min(MAX_RANKS, workload.num_experts),
+        "its fp8 combine wire has no scales: fp8_direct_cast": workload.combine_quant == QuantType.FP8_BLOCKWISE,
+        "its fp8 combine wire is for bfloat16 rows": casts_back and workload.dtype != torch.bfloat16,
+        "sends dropped slots to rank 0": bool(((ids < 0) | (ids >= workload.num_experts)).any()),
+    })  # fmt: skip

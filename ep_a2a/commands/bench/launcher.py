@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.bench.contenders import LIMIT
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
 from ep_a2a.commands.bench.worker import run_contender
 from ep_a2a.config import Layout
-from ep_a2a.errors import ConfigError
 from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
 
@@ -33,13 +33,15 @@ class Runner(abc.ABC):
 
     Attributes:
         shows_results: whether this process is the one that prints and writes.
+        world_size: ranks of the job that this process has joined; None where the runner starts ranks itself.
     """
 
     shows_results: bool = True
+    world_size: int | None = None
 
     @abc.abstractmethod
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
-        """The contender's row."""
+        """Returns the contender's row."""
 
     def close(self) -> None:  # noqa: B027  a runner may have started nothing
         """Ends what the runner has started."""
@@ -52,7 +54,7 @@ class Runner(abc.ABC):
 
 
 class PoolRunner(Runner):
-    """Ranks as processes of a RankPool; new ones after a contender has raised or has taken a rank down.
+    """Runs ranks as processes of a RankPool; starts new ones after a contender has raised or a rank has died.
 
     Args:
         device: "cpu" or "cuda".
@@ -63,7 +65,7 @@ class PoolRunner(Runner):
         self._pool: RankPool | None = None
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
-        """The contender's row; status ERROR where ranks died or did not finish."""
+        """Returns the contender's row; status ERROR where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.world_size:
             self.close()
             self._pool = RankPool(workload.world_size, device=self._device, timeout_secs=CONTENDER_TIMEOUT_SECS)
@@ -94,34 +96,21 @@ class JoinedRunner(Runner):
         if self._owns_group:
             # torchrun's environment says which rank this is and where the others are
             dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        group = dist.group.WORLD
-        if group is None:
-            raise ConfigError("a default process group", "none")
-        rank = dist.get_rank(group)
+        group = distributed_c10d._get_default_group()
+        rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         place = torch.device("cpu")
         if device == "cuda":
             place = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(place)
-        self._context = RankContext(rank, dist.get_world_size(group), place, group)
+        self._context = RankContext(rank, self.world_size, place, group)
         self.shows_results = rank == 0
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self._context.world_size
-
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
-        """The contender's row.
-
-        Raises:
-            ConfigError: the workload is for another number of ranks.
-        """
-        if workload.world_size != self.world_size:
-            raise ConfigError(f"{self.world_size} ranks, as torchrun started", str(workload.world_size))
+        """Returns the contender's row; the workload is for the ranks of the job."""
         return run_contender(self._context, workload, name, settings)
 
     def close(self) -> None:
-        """Leaves the process group, where it was joined here."""
+        """Leaves the process group where this runner has joined it."""
         if self._owns_group:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

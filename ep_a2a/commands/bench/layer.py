@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.environment import CPU_NOTE
 from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
 from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports, unavailable
+from ep_a2a.commands.bench.report import CPU_NOTE
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_calls
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.memory.rendezvous import Rendezvous

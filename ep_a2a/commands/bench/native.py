@@ -69,7 +69,7 @@ class OpSession(InputsSession):
         return result[: self._workload.num_tokens]
 
     def use_tables(self, tables: TunedTables) -> None:
-        """Takes launch numbers from these tables from now on; new kernels are compiled at their first use."""
+        """Takes the launch numbers of later calls from these tables; new kernels are compiled at their first use."""
         self.op.engine.use_tables(tables)
 
     def check(self) -> None:

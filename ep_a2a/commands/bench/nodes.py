@@ -46,7 +46,7 @@ class RingsSession(OpSession):
 
 
 class FactorySession(OpSession):
-    """An op as a manager makes it."""
+    """The op as a manager makes it."""
 
     def _make_op(self, config: EpDispatchCombineConfig, context: RankContext) -> EpDispatchCombineOp:
         self._factory = OpFactory(self._arena)
@@ -64,7 +64,7 @@ class FactorySession(OpSession):
 
 
 class StagedSession(FactorySession):
-    """The op over torch.distributed, which sends M lines to each node, whatever the routing, and a hop inside it."""
+    """The op over torch.distributed: M lines to each node whatever the routing, then a hop inside the node."""
 
     def __init__(self, workload: Workload, context: RankContext, contender: OpContender) -> None:
         super().__init__(workload, context, contender)

@@ -15,18 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ep_a2a.commands.bench import overlap_schedules as schedules
 from ep_a2a.commands.bench.layer import LayerBench, at_least, layer_parser, parse_options, run_sweep
 from ep_a2a.commands.bench.layer_transports import check_transports
-from ep_a2a.commands.bench.overlap_schedules import (
-    Batch,
-    Lanes,
-    SharedExpert,
-    batches_in_turn,
-    batches_overlapped,
-    shared_beside,
-    shared_between,
-    shared_in_turn,
-)
+from ep_a2a.commands.bench.overlap_schedules import Batch, Lanes, SharedExpert
 from ep_a2a.commands.bench.timing import TimingSettings, capture, make_clock
 from ep_a2a.errors import ConfigError
 from ep_a2a.memory.arena import Arena
@@ -132,8 +124,8 @@ def _micro_batches(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
             each()
 
     variants = {
-        "in_turn": partial(batches_in_turn, batches),
-        "overlapped": partial(batches_overlapped, batches, lanes),
+        "in_turn": partial(schedules.batches_in_turn, batches),
+        "overlapped": partial(schedules.batches_overlapped, batches, lanes),
     }
     return Schedule(batches, compute, variants, check)
 
@@ -158,9 +150,9 @@ def _shared_expert(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
         return routed()[: workload.num_tokens] + shared()
 
     variants = {
-        "in_turn": partial(shared_in_turn, batch, shared),
-        "between": partial(shared_between, batch, shared),
-        "beside": partial(shared_beside, batch, shared, lanes),
+        "in_turn": partial(schedules.shared_in_turn, batch, shared),
+        "between": partial(schedules.shared_between, batch, shared),
+        "beside": partial(schedules.shared_beside, batch, shared, lanes),
     }
     return Schedule([batch], compute, variants, check)
 

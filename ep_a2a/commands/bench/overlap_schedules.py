@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Lanes:
-    """The current stream, which computes, and one beside it for communication; on CPU both are the program's order.
+    """The current stream, for computation, and one beside it for communication; CPU work keeps the program's order.
 
     Args:
         device: where the streams are.
@@ -32,12 +32,12 @@ class Lanes:
 
     def __init__(self, device: torch.device, comm_sms: int = 0) -> None:
         self._cuda, self.comm_sms = device.type == "cuda", comm_sms
-        # High priority: its few programs start when multiprocessors come free, before the next product's many.
+        # High priority: the few programs of an op start before the many of the next product.
         self._beside = torch.cuda.Stream(device, priority=-1) if self._cuda else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def communication(self) -> Iterator[None]:
-        """Launches inside run beside the current stream, after its earlier launches."""
+        """Moves launches inside to the stream beside the current one, after the current one's earlier launches."""
         if self._beside is None:
             yield
             return
@@ -65,7 +65,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def shared_device(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Ops and grouped products launched inside divide the multiprocessors as comm_sms says."""
+        """Divides the multiprocessors between ops and grouped products launched inside, as comm_sms says."""
         carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None)
         bounded = self._cuda and self.comm_sms > 0
         for batch in batches:
@@ -127,7 +127,7 @@ class SharedExpert:
         self._x, self._w1, self._w2 = x, w1, w2
 
     def __call__(self) -> torch.Tensor:
-        """Returns `[T, H]`."""
+        """Returns the expert's result `[T, H]`."""
         gate, up = (self._x @ self._w1.T).chunk(2, dim=1)
         return (torch.nn.functional.silu(gate) * up) @ self._w2.T
 

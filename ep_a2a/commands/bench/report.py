@@ -1,20 +1,28 @@
-"""Reports a sweep: JSON lines, a table on the terminal, the same table in markdown, and a picture."""
+"""Reports a sweep: its origin, JSON lines, a table on the terminal, the same table in markdown, and a picture."""
 
 from __future__ import annotations
 
 import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+import ep_a2a
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
-from ep_a2a.commands.bench.rows import Status, is_baseline
+from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline
 from ep_a2a.commands.plotting import Panel, check_can_plot, plot_panels
+from ep_a2a.commands.programs import command_output, package_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import Console
 
+CPU_NOTE = "on CPU, in Triton's interpreter: these times say nothing about GPUs"
 MAX_TABLE_WIDTH = 1000
 X_LABELS = {"num_tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
 LIMIT_STYLE = {"color": "black", "linestyle": "--"}
@@ -27,15 +35,58 @@ FIELDS = {
     "layout": "layout", "routing": "routing", "max_sms": "max SMs", "gpus_per_node": "GPUs per node", "seed": "seed",
 }  # fmt: skip
 """Fields of a workload and their headings."""
-TIME_HEADINGS = ("dispatch µs", "combine µs", "round trip µs", "p99 µs", "host µs", "GB/s", "of limit")
+TIMES: dict[str, Callable[[Record], str]] = {
+    "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
+    "combine µs": lambda record: f"{record['combine_us']:.1f}",
+    "round trip µs": lambda record: f"{record['round_trip_us']:.1f}{'' if record['in_graph'] else ' eager'}",
+    "p99 µs": lambda record: f"{record['round_trip_p99_us']:.1f}",
+    "host µs": lambda record: "/".join(f"{record[name]:.1f}" for name in HOST_TIMES if name in record),
+    "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
+    "of limit": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
+}
+"""Cells of a contender that was timed, by heading."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's."
 )
 
 
+def describe(device: str) -> dict[str, Any]:
+    """Returns versions, machine, commit, command and time, for the first line of a report. Makes no CUDA context.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    record: dict[str, Any] = {
+        "record": "header",
+        "ep_a2a": ep_a2a.__version__,
+        "commit": commit(),
+        "command": " ".join(["ep-a2a", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+    }
+    if device == "cpu":
+        return record | {"note": CPU_NOTE, "cpu": platform.processor() or platform.machine()}
+    gpus = command_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    return record | {
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "driver": ", ".join(sorted({line.rpartition(", ")[2] for line in gpus})),
+        "gpus": [line.rpartition(", ")[0] for line in gpus],
+    }
+
+
+def commit() -> str | None:
+    """Returns the commit of this package's checkout, "-dirty" with changes on top; None where there is none."""
+    describe_commit = ("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
+    return command_output("git", "-C", str(Path(ep_a2a.__file__).parent), *describe_commit).strip() or None
+
+
 class JsonLines:
-    """A file of JSON lines that grows with the sweep, so that what was measured survives whatever ends it.
+    """A file of JSON lines that grows with the sweep, so that an end of the process keeps earlier rows.
 
     Args:
         path: the file; earlier content is replaced.
@@ -89,7 +140,7 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     varying = varying_fields(records)
     timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
     baselines = [name for name in timed if is_baseline(name)]
-    headings = [*(FIELDS[name] for name in varying), "contender", *TIME_HEADINGS]
+    headings = [*(FIELDS[name] for name in varying), "contender", *TIMES]
     headings += [f"{name} ÷ this" for name in baselines]
     rows = [_cells(record, varying, baselines) for record in shown]
     crossing = [_rows_between_nodes(record) for record in shown]
@@ -117,19 +168,13 @@ def _without_repeats(records: Sequence[Record]) -> list[Record]:
 def _cells(record: Record, varying: Sequence[str], baselines: Sequence[str]) -> list[str]:
     cells = [str(record[name]) if has_effect(record, name) else "" for name in varying] + [record["contender"]]
     if record["status"] != Status.OK:
-        return [*cells, record["status"].upper(), *[""] * (len(TIME_HEADINGS) + len(baselines) - 1)]
-    fraction, ratios = record.get("round_trip_fraction_of_limit"), record["baselines_over_this"]
-    return [
-        *cells,
-        f"{record['dispatch_us']:.1f}",
-        f"{record['combine_us']:.1f}",
-        f"{record['round_trip_us']:.1f}" + ("" if record["in_graph"] else " eager"),
-        f"{record['round_trip_p99_us']:.1f}",
-        "/".join(f"{record[name]:.1f}" for name in ("dispatch_host_us", "combine_host_us") if name in record),
-        f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
-        "" if fraction is None else f"{fraction:.1%}",
-        *(f"{ratios[name]:.2f}" if name in ratios else "" for name in baselines),
-    ]
+        return [*cells, record["status"].upper(), *[""] * (len(TIMES) + len(baselines) - 1)]
+    ratios = [_if_known("{:.2f}", record["baselines_over_this"].get(name)) for name in baselines]
+    return [*cells, *(cell(record) for cell in TIMES.values()), *ratios]
+
+
+def _if_known(form: str, number: float | None) -> str:
+    return "" if number is None else form.format(number)
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
@@ -157,7 +202,7 @@ def show(console: Console, header: Record, records: Sequence[Record]) -> None:
         table.add_column(heading, justify="left" if heading == "contender" else "right")
     for row in rows:
         table.add_row(*row)
-    # A table that is squeezed into a narrow terminal loses digits; one that is folded does not.
+    # A narrow terminal folds lines of a wide table; a table squeezed to its width would lose digits.
     options = console.options.update(max_width=MAX_TABLE_WIDTH)
     terminal_width = console.width
     console.width = max(terminal_width, Measurement.get(console, options, table).maximum)
@@ -219,7 +264,7 @@ def choose_x(records: Sequence[Record]) -> str:
 
 
 def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
-    """Returns microseconds by `choose_x`'s field by label: the best where a contender was timed several times alike."""
+    """Returns, by label, microseconds by the field of the x axis: the least where several records are alike."""
     x_field = choose_x(records)
     varying = [name for name in varying_fields(records) if name not in ("num_tokens", x_field)]
     lines: dict[str, dict[int, float]] = {}

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
 
 PHASES = ("dispatch", "combine", "round_trip")
+HOST_TIMES = ("dispatch_host_us", "combine_host_us")
 MAX_REASON_CHARACTERS = 500
 
 
 class Status(enum.StrEnum):
     """Status of a row.
 
-    OK: checked and timed. UNAVAILABLE: cannot run here, or not this workload. FAILED: its result was wrong, so it was
-    not timed. ERROR: it raised.
+    OK: checked and timed. UNAVAILABLE: the contender cannot run here, or not this workload. FAILED: its result was
+    wrong, so it was not timed. ERROR: it raised.
     """
 
     OK = "ok"
@@ -51,7 +52,7 @@ class Row:
 
 
 def is_baseline(contender: str) -> bool:
-    """Returns whether others are compared with it: not the limit, and none of this package's."""
+    """Returns whether reports compare others with this contender: neither the limit nor one of this package's."""
     return contender != LIMIT and not contender.startswith((NATIVE, "ep_low_latency"))
 
 
@@ -60,10 +61,10 @@ def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Besides the fields of the workload, of the row and of its timing (`dispatch_us`, `dispatch_p99_us`, ...):
 
-    dispatch_bytes, combine_bytes: what the busiest rank must send or receive; one row per token and rank.
+    dispatch_bytes, combine_bytes: bytes that the busiest rank must send or receive; one row per token and rank.
     dispatch_gb_per_s, ...: those bytes per time, in 1e9 bytes per second, even if the contender sent more.
     dispatch_fraction_of_limit, ...: the limit's time by this one's.
-    baselines_over_this: each baseline's round trip by this one's: above 1 this one is faster.
+    baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
     Unknown columns are absent.
     """
@@ -92,7 +93,7 @@ def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
         for name, others in times.items()
         if is_baseline(name) and name != row.contender
     }
-    host = {name: getattr(timing, name) for name in ("dispatch_host_us", "combine_host_us")}
+    host = {name: getattr(timing, name) for name in HOST_TIMES}
     return record | {"in_graph": timing.in_graph} | {name: us for name, us in host.items() if us is not None}
 
 

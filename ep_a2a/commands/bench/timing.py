@@ -50,7 +50,7 @@ class TimingSettings:
 
 @dataclass(frozen=True)
 class Statistic:
-    """Microseconds of one thing over all runs and ranks.
+    """Microseconds of one op or round trip over all runs and ranks.
 
     Attributes:
         p50_us: median over the runs of each rank, maximum over ranks.
@@ -81,7 +81,7 @@ class Timing:
 
 
 class Clock:
-    """The wall clock, for CPU ops, which are done when they return; and a barrier.
+    """The wall clock and a barrier, for CPU ops, which are done when they return.
 
     Args:
         context: this rank's device and the group that takes part in barriers.
@@ -151,17 +151,17 @@ def measure(session: Session, context: RankContext, rendezvous: Rendezvous, sett
     """Times a session that has passed its check. Collective."""
     clock = make_clock(context)
     dispatch_us, combine_us = time_operations(session, clock, settings)
-    in_graph = context.device.type == "cuda" and session.graph_safe
-    round_trip_us = time_round_trips(session, clock, settings, in_graph=in_graph)
+    on_gpu = context.device.type == "cuda"
+    round_trip_us = time_round_trips(session, clock, settings, in_graph=on_gpu)
     host_us: list[float] | None = None
-    if context.device.type == "cuda":
+    if on_gpu:
         # Ranks that share cores slow each other down here, as they do in an engine.
         host_us = _host_times(session, clock, settings.num_host_calls)
         host_us = [max(column) for column in zip(*rendezvous.exchange("host time", host_us))]
     dispatch, combine, round_trip = (
         summarize(rendezvous.exchange("times", times)) for times in (dispatch_us, combine_us, round_trip_us)
     )
-    return Timing(dispatch, combine, round_trip, in_graph, *(host_us or (None, None)))
+    return Timing(dispatch, combine, round_trip, on_gpu, *(host_us or (None, None)))
 
 
 def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
@@ -225,7 +225,7 @@ def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -
     for _ in range(CAPTURE_WARMUPS):
         warm_up()
     clock.synchronize()
-    # A capture forbids freeing what earlier sessions have left, so that is freed before.
+    # A capture forbids frees, so memory of earlier sessions is freed before.
     gc.collect()
     graph = torch.cuda.CUDAGraph()
     # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.

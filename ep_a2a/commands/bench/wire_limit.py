@@ -127,7 +127,7 @@ class WireLimitSession(Session):
 
 @dataclass
 class WireLimitContender(Contender):
-    """The time that the bytes and one hop of flags need: no row is placed, and nothing is cast.
+    """Time of the bytes and one hop of flags: the pushes place no rows and cast nothing.
 
     max_sms, layout and max_num_tokens have no effect on it.
     """
@@ -136,7 +136,7 @@ class WireLimitContender(Contender):
     session: Callable[..., Session] = WireLimitSession
 
     def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns the reason where there is one rank, which has no wire."""
+        """Returns that a rank alone has no peers; None with several ranks."""
         return "one rank has no peers" if workload.world_size == 1 else None
 
 

@@ -41,7 +41,7 @@ CUDA_CONSTANTS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """The part of one launch for one other rank. `wire_kernels.py` reads the fields by position.
+    """Part of one launch for one other rank. `wire_kernels.py` reads the fields by position.
 
     Attributes:
         first_vector, num_vectors: the part of this rank's source that goes to the peer, in vectors of 16 bytes.
@@ -105,7 +105,7 @@ def make_direction(
 
 
 def transfers(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """Returns, by rank after `rank`, (first vector in its source, number of vectors, first vector at the peer)."""
+    """Returns one push per peer, from rank + 1 on: (first vector in the source, vectors, first vector at the peer)."""
     world_size = vectors.shape[0]
     plan = []
     first = 0

@@ -1,18 +1,31 @@
-"""Defines a benchmark's workload: shapes, choices, seeded inputs of every rank, and their bytes on the wire."""
+"""Defines workloads, the points of a sweep: shapes, choices, seeded inputs of every rank, bytes on the wire."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+import itertools
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
-from ep_a2a.config import FP8_GROUP_SIZE, QuantType
+from ep_a2a.config import (
+    ALIGNMENT_BYTES,
+    COMBINE_DTYPES,
+    COMBINE_QUANT_TYPES,
+    DISPATCH_QUANT_TYPES,
+    FP8_GROUP_SIZE,
+    Layout,
+    QuantType,
+)
+from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, destination_mask, num_distinct_ranks, traffic_matrix
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
+SAME = "same"
+"""Value of max_num_tokens that stands for num_tokens."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMBINE_DTYPES}
 _MAX_CACHED_ROUTINGS = 4
 _SCALE_BYTES = 4
 _FP8_BYTES = 1
@@ -40,7 +53,7 @@ class Workload:
     Attributes:
         world_size: W, ranks.
         num_tokens: T, tokens of each rank.
-        max_num_tokens: M >= T, what buffers and strides are made for.
+        max_num_tokens: M >= T, the most tokens of a rank, which sizes buffers and strides.
         hidden_dim: H. topk: K. num_experts: experts over all ranks, owned linearly.
         dtype: of the tokens given to dispatch and of the rows that combine sums.
         quant_type: cast on the dispatch wire: "none", "fp8_per_1x128" or "fp8_per_token".
@@ -76,26 +89,29 @@ class Workload:
         return Inputs(x.to(self.dtype).to(device), self.ids(rank).to(device), weights.to(device))
 
     def ids(self, rank: int) -> torch.Tensor:
-        """The rank's expert ids, int32 `[T, K]` on the CPU; a fresh tensor."""
+        """Returns a fresh tensor of the rank's expert ids, int32 `[T, K]` on the CPU."""
         return _all_ids(self)[rank].clone()
 
     def num_distinct_ranks(self, rank: int) -> torch.Tensor:
-        """Ranks that each of the rank's tokens goes to, int32 `[T]`: what identity experts multiply it by."""
+        """Returns the number of ranks that each of the rank's tokens goes to, int32 `[T]`."""
         return num_distinct_ranks(self.ids(rank), self.num_experts, self.world_size)
 
     def valid_weights(self, rank: int) -> torch.Tensor:
-        """Sum of the weights of each of the rank's tokens over its valid ids, float32 `[T]`."""
+        """Returns the sum of the weights of each of the rank's tokens over its valid ids, float32 `[T]`."""
         inputs = self.inputs(rank)
         valid = (inputs.ids >= 0) & (inputs.ids < self.num_experts)
         return (inputs.weights * valid).sum(1)
 
-    def traffic(self, *, deduplicate: bool = True) -> torch.Tensor:
-        """Rows that each rank sends to each in dispatch, int64 `[W, W]`, own ones included; combine's is transposed."""
-        return traffic_matrix(_all_ids(self), self.num_experts, self.world_size, deduplicate=deduplicate)
+    def traffic(self) -> torch.Tensor:
+        """Returns the rows of dispatch by source and destination, int64 `[W, W]`, own ones included.
+
+        A token is one row per distinct rank. Combine's matrix is the transpose.
+        """
+        return traffic_matrix(_all_ids(self), self.num_experts, self.world_size)
 
     @property
     def num_nodes(self) -> int:
-        """N, of gpus_per_node ranks each."""
+        """Number of nodes, of gpus_per_node ranks each."""
         return self.world_size // self.gpus_per_node if self.gpus_per_node else 1
 
     @functools.cached_property
@@ -112,14 +128,12 @@ class Workload:
     @property
     def dispatch_row_bytes(self) -> int:
         """Bytes of one token on the dispatch wire with its scales, without ids and weights."""
-        scales = {QuantType.FP8_PER_TOKEN: 1, QuantType.FP8_PER_1X128: self.hidden_dim // FP8_GROUP_SIZE}
-        return self._row_bytes(self.quant_type, scales)
+        return self._row_bytes(self.quant_type)
 
     @property
     def combine_row_bytes(self) -> int:
         """Bytes of one row on the combine wire with its scales."""
-        scales = {QuantType.FP8_DIRECT_CAST: 0, QuantType.FP8_BLOCKWISE: self.hidden_dim // FP8_GROUP_SIZE}
-        return self._row_bytes(self.combine_quant, scales)
+        return self._row_bytes(self.combine_quant)
 
     @functools.cached_property
     def busiest_remote_rows(self) -> int:
@@ -142,7 +156,7 @@ class Workload:
     def tolerance(self) -> tuple[float, float]:
         """Allowed error of a round trip: relative to an element, and relative to the largest element of its row.
 
-        Twice the rounding of the formats that a row goes through: 8 bits for bf16, 4 for fp8 (3 and a hidden one).
+        The error is twice the rounding of each format that a row goes through: 8 bits for bf16, 4 for fp8.
         """
         relative = max(2.0**-7, 2 * torch.finfo(self.dtype).eps) if self.dtype != torch.float32 else 2.0**-18
         absolute = 0.0
@@ -154,16 +168,18 @@ class Workload:
         return relative, absolute
 
     def as_row(self) -> dict[str, Any]:
-        """The fields for a report: numbers and text by name."""
+        """Returns the fields for a report: numbers and text by name."""
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
-    def _row_bytes(self, cast: str, num_scales: dict[QuantType, int]) -> int:
+    def _row_bytes(self, cast: str) -> int:
         if cast == QuantType.NONE:
             return self.hidden_dim * self.dtype.itemsize
-        return self.hidden_dim * _FP8_BYTES + num_scales[QuantType(cast)] * _SCALE_BYTES
+        num_groups = self.hidden_dim // FP8_GROUP_SIZE
+        num_scales = {QuantType.FP8_PER_TOKEN: 1, QuantType.FP8_DIRECT_CAST: 0}.get(QuantType(cast), num_groups)
+        return self.hidden_dim * _FP8_BYTES + num_scales * _SCALE_BYTES
 
     def seed_of(self, rank: int, purpose: str) -> int:
-        """The seed of one rank's generator; `purpose` is "ids" or "tokens".
+        """Returns the seed of one rank's generator; `purpose` is "ids" or "tokens".
 
         Ids and tokens have generators of their own: every rank draws the ids of all, but only its own tokens.
         """
@@ -172,13 +188,83 @@ class Workload:
 
 @functools.lru_cache(maxsize=_MAX_CACHED_ROUTINGS)
 def _all_ids(workload: Workload) -> list[torch.Tensor]:
-    draw = ROUTINGS[workload.routing]
-    ids = []
+    draw, ids = ROUTINGS[workload.routing], []
     for rank in range(workload.world_size):
         generator = torch.Generator().manual_seed(workload.seed_of(rank, "ids"))
-        ids.append(
-            draw(workload.num_tokens, workload.topk, workload.num_experts, workload.world_size, generator)
-            .to(torch.int32)
-            .contiguous()
-        )
+        drawn = draw(workload.num_tokens, workload.topk, workload.num_experts, workload.world_size, generator)
+        ids.append(drawn.to(torch.int32).contiguous())
     return ids
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values of each field of Workload, in the order of points: the last field varies fastest.
+
+    max_sms is the exception and varies faster still, so that one workload's times under several bounds are neighbours.
+
+    dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME.
+    """
+
+    world_size: tuple[int, ...]
+    hidden_dim: tuple[int, ...]
+    topk: tuple[int, ...]
+    num_experts: tuple[int, ...]
+    dtype: tuple[str, ...]
+    quant_type: tuple[str, ...]
+    combine_quant: tuple[str, ...]
+    layout: tuple[str, ...]
+    routing: tuple[str, ...]
+    max_sms: tuple[int, ...]
+    gpus_per_node: tuple[int, ...]
+    max_num_tokens: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+
+    def points(self) -> list[Workload]:
+        """Returns all combinations.
+
+        Raises:
+            ConfigError, TopKError, UnknownNameError: no contender can run a combination; the text names the field.
+        """
+        names = sorted((field.name for field in fields(self)), key="max_sms".__eq__)
+        values = [getattr(self, name) for name in names]
+        return [_workload(dict(zip(names, chosen, strict=True))) for chosen in itertools.product(*values)]
+
+
+def _workload(values: dict[str, Any]) -> Workload:
+    for name, allowed in (
+        ("dtype", DTYPES), ("quant_type", DISPATCH_QUANT_TYPES), ("combine_quant", COMBINE_QUANT_TYPES),
+        ("layout", tuple(Layout)), ("routing", ROUTINGS),
+    ):  # fmt: skip
+        if values[name] not in allowed:
+            raise UnknownNameError(f"{name} to be one of {', '.join(map(str, allowed))}", repr(values[name]))
+    bound = values["max_num_tokens"]
+    if bound != SAME and not bound.isdecimal():
+        raise ConfigError(f"max_num_tokens to be a number or {SAME!r}", repr(bound))
+    max_num_tokens = values["num_tokens"] if bound == SAME else int(bound)
+    workload = Workload(**values | {"max_num_tokens": max_num_tokens, "dtype": DTYPES[values["dtype"]]})
+    _check(workload)
+    return workload
+
+
+def _check(workload: Workload) -> None:
+    casts = {workload.quant_type, workload.combine_quant}
+    step = ALIGNMENT_BYTES // (workload.dtype.itemsize if casts == {QuantType.NONE} else 1)
+    if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE}:
+        step = FP8_GROUP_SIZE
+    size, num_tokens = workload.gpus_per_node, workload.num_tokens
+    divides = size == 0 or (size > 0 and workload.world_size % size == 0)
+    for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
+        _require(getattr(workload, name) >= 1, f"{name} >= 1", getattr(workload, name))
+    _require(workload.max_sms >= 0, "max_sms >= 0", workload.max_sms)
+    _require(divides, f"gpus_per_node to divide {workload.world_size} ranks, or 0 for one node", size)
+    bound = workload.max_num_tokens
+    _require(bound >= num_tokens, f"max_num_tokens >= num_tokens {num_tokens}", bound, f"Raise it, or say {SAME!r}.")
+    if workload.topk > workload.num_experts:
+        raise TopKError(f"topk <= {workload.num_experts}, the number of experts", str(workload.topk), "Lower --topk.")
+    expected = f"hidden_dim to be a multiple of {step} with these casts"
+    _require(workload.hidden_dim % step == 0, expected, workload.hidden_dim)
+
+
+def _require(condition: bool, expected: str, got: int, remedy: str | None = None) -> None:
+    if not condition:
+        raise ConfigError(expected, str(got), remedy)
