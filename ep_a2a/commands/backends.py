@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from ep_a2a.commands.markdown import table_lines
 from ep_a2a.managers.availability import problems
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
@@ -101,14 +102,9 @@ def markdown_of(backends: Sequence[Backend]) -> str:
     parts = []
     for name, title in TABLES.items():
         columns = ("backend", *backends[0].cells(name))
-        lines = [f"## {title}", "", _line(columns), _line("---" for _ in columns)]
-        lines += [_line((f"`{each.name}`", *each.cells(name).values())) for each in backends]
-        parts.append("\n".join(lines))
+        rows = [(f"`{each.name}`", *each.cells(name).values()) for each in backends]
+        parts.append("\n".join([f"## {title}", "", *table_lines(columns, rows)]))
     return "\n\n".join(parts)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _text(value: Any) -> str:

@@ -25,7 +25,7 @@ BAR_HEIGHT = 0.8
 
 
 def check_can_plot(path: Path) -> None:
-    """Raises, before any work is done, what would keep the functions below from writing `path`.
+    """Checks, before any work, that the functions below can write `path`.
 
     Raises:
         MissingPackageError: matplotlib is not installed.

@@ -122,6 +122,10 @@ class Session(abc.ABC):
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Brings the experts' rows back and sums them: this rank's result `[T, H]`."""
 
+    def round_trip(self) -> torch.Tensor:
+        """Runs dispatch, then combine; returns combine's result."""
+        return self.combine(self.dispatch())
+
     @abc.abstractmethod
     def check(self) -> None:
         """Runs a round trip with identity experts and compares the result with the expected one. Collective.
@@ -164,7 +168,7 @@ class InputsSession(Session):
 
     def check(self) -> None:
         """Compares a round trip on the rows that will be timed."""
-        self._check_result(self.combine(self.dispatch()))
+        self._check_result(self.round_trip())
 
     def _copies(self) -> torch.Tensor:
         """Returns the factor of identity experts for each token, `[T]`: the number of ranks that it goes to."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.bench.contenders import LIMIT
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
@@ -96,7 +95,8 @@ class JoinedRunner(Runner):
         if self._owns_group:
             # torchrun's environment says which rank this is and where the others are
             dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        group = distributed_c10d._get_default_group()
+        group = dist.group.WORLD
+        assert group is not None
         rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         place = torch.device("cpu")
         if device == "cuda":

@@ -21,7 +21,7 @@ import torch
 from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
 from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports, unavailable
 from ep_a2a.commands.bench.report import CPU_NOTE
-from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_calls
+from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -48,10 +48,8 @@ class LayerBench:
     def __init__(
         self, context: RankContext, workload: Workload, intermediate_dim: int, settings: TimingSettings
     ) -> None:
-        self.context, self.workload, self.intermediate_dim, self._settings = (
-            context, workload, intermediate_dim, settings
-        )  # fmt: skip
-        self.rendezvous = Rendezvous(context.group)
+        self.context, self.workload, self.intermediate_dim = context, workload, intermediate_dim
+        self._settings, self._rendezvous = settings, Rendezvous(context.group)
         self.weights = make_weights(workload, intermediate_dim, context)
         self.x = workload.inputs(context.rank, context.device).x
 
@@ -62,8 +60,7 @@ class LayerBench:
     def time(self, work: Callable[[], Any]) -> float:
         """Returns microseconds of one of many calls in a row: median of each rank, the slowest rank."""
         in_graph = self.context.device.type == "cuda"
-        times_us = time_calls(work, make_clock(self.context), self._settings, in_graph=in_graph)
-        return summarize(self.rendezvous.exchange("layer times", times_us)).p50_us
+        return median_us(work, make_clock(self.context), self._rendezvous, self._settings, in_graph=in_graph)
 
     def time_checked(self, work: Callable[[], Any], check: Callable[[Any], None]) -> float:
         """Returns the time of `work`, whose result is checked before and after."""

@@ -1,7 +1,7 @@
-"""Device code of the benchmark's MoE layer between its matrix products; it skips missing rows.
+"""Device code of the benchmark's MoE layer between its matrix products; the kernels skip missing rows.
 
-How many (row, expert) pairs a rank has is known on the device only. These kernels read that number there; torch's own
-ops would work on as many pairs as there could be.
+Only the device knows the number of a rank's (row, expert) pairs. These kernels read it there; torch's own ops would
+work on the largest possible number of pairs.
 """
 
 import triton.language as tl

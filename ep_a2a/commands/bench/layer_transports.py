@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.interface import DispatchResult
     from ep_a2a.testing.worker import RankContext
 
 PAD_ID = -1
@@ -98,15 +99,12 @@ class OpTransport(Transport):
 
     def dispatch(self) -> Received:
         """Sends tokens, ids and router weights to the experts' ranks."""
-        tokens, weights, scales, ids, _ = self.op.dispatch(
-            self.gate.x, self.gate.weights, None, self.gate.ids, pad_id=PAD_ID
-        )
-        return self.received(tokens, weights, scales, ids)
+        gate = self.gate
+        return self.received(self.op.dispatch(gate.x, gate.weights, None, gate.ids, pad_id=PAD_ID))
 
-    def received(
-        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, ids: torch.Tensor
-    ) -> Received:
+    def received(self, result: DispatchResult) -> Received:
         """Returns the results of the op's dispatch, row after row."""
+        tokens, weights, scales, ids, _ = result
         if weights is None:
             raise UnsupportedError("router weights to travel with the tokens", "none")
         flat_scales = None if scales is None else scales.flatten(0, 1)

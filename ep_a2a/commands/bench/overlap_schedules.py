@@ -102,8 +102,7 @@ class Batch(OpTransport):
 
     def receive(self) -> Received:
         """Waits for the tokens of all ranks."""
-        tokens, weights, scales, ids, _ = self.op.dispatch_recv()
-        return self.received(tokens, weights, scales, ids)
+        return self.received(self.op.dispatch_recv())
 
     def send_back(self) -> None:
         """Sends the experts' rows."""

@@ -14,6 +14,7 @@ import torch
 import ep_a2a
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
 from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline
+from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.plotting import Panel, check_can_plot, plot_panels
 from ep_a2a.commands.programs import command_output, package_version
 
@@ -218,12 +219,8 @@ def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> Non
     """Writes the table and its origin, in the form of bench/results."""
     headings, rows = make_table(records)
     about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
-    table = [
-        f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
-        for row in (headings, ["---"] * len(headings), *rows)
-    ]
-    lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", "", *table, ""]
-    lines += [EXPLANATION, "", *(f"- {reason}" for reason in reasons(records))]
+    lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", ""]
+    lines += [*table_lines(headings, rows), "", EXPLANATION, "", *(f"- {reason}" for reason in reasons(records))]
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

@@ -174,7 +174,7 @@ def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
 def time_operations(session: Session, clock: Clock, settings: TimingSettings) -> tuple[list[float], list[float]]:
     """Returns microseconds of this rank's dispatch and combine, each alone behind a barrier, per run."""
     for _ in range(settings.num_warmups):
-        session.combine(session.dispatch())
+        session.round_trip()
     clock.synchronize()
     marks = []
     for _ in range(settings.num_runs):
@@ -193,7 +193,7 @@ def time_operations(session: Session, clock: Clock, settings: TimingSettings) ->
 
 def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
     """Returns microseconds of one of `num_round_trips` round trips behind a barrier, per run, on this rank."""
-    return time_calls(lambda: session.combine(session.dispatch()), clock, settings, in_graph=in_graph)
+    return time_calls(session.round_trip, clock, settings, in_graph=in_graph)
 
 
 def time_calls(call: Callable[[], Any], clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
@@ -218,6 +218,13 @@ def time_calls(call: Callable[[], Any], clock: Clock, settings: TimingSettings, 
     if graph is not None:
         graph.reset()
     return [clock.elapsed_us(start, end) / settings.num_round_trips for start, end in marks]
+
+
+def median_us(
+    call: Callable[[], Any], clock: Clock, rendezvous: Rendezvous, settings: TimingSettings, *, in_graph: bool
+) -> float:
+    """Returns the median of `time_calls` on the slowest rank. Collective."""
+    return summarize(rendezvous.exchange("times", time_calls(call, clock, settings, in_graph=in_graph))).p50_us
 
 
 def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -> torch.cuda.CUDAGraph:

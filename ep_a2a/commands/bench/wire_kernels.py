@@ -1,6 +1,6 @@
-"""Device code of the wire's limit for CPU processes: the push of `wire_push.cu`, run by Triton's interpreter.
+"""Device code of the wire limit for CPU processes: the push of `wire_push.cu`, run by Triton's interpreter.
 
-Its times mean nothing; it is there so that the contender, its plan of the bytes and its check run everywhere.
+Its times mean nothing. It lets the contender, its plan of the bytes and its check run on every machine.
 """
 
 import triton.language as tl
@@ -28,10 +28,10 @@ VECTOR_WORDS = tl.constexpr(4)
 def push_kernel(
     source, plan, state, max_polls, NUM_PEERS: tl.constexpr, PEER_LANES: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
-    """Pushes a contiguous run of 16-byte vectors to every peer, tells all peers, and waits until all have told.
+    """Pushes a contiguous run of 16-byte vectors to every peer, posts one flag each, and waits for all peers' flags.
 
     Program p serves peer p % NUM_PEERS. The last program to finish releases one flag per peer, acquires all of its own,
-    and makes the state ready for the next launch. After `max_polls` polls it gives up and says so in the state.
+    and resets the state for the next launch. After `max_polls` polls it gives up and records that in the state.
 
     source: int32 words to send. plan: int64 [NUM_PEERS, PLAN_WIDTH].
     """

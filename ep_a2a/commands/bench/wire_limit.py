@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.commands.bench.contenders import LIMIT, Contender, Session
-from ep_a2a.commands.bench.timing import TimingSettings, make_clock, summarize, time_round_trips
+from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
 from ep_a2a.commands.bench.wire_push import FLAG_BYTES, GAVE_UP, VECTOR_BYTES, make_direction, pattern
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import allocate_symmetric
@@ -66,8 +66,7 @@ class WireLimitSession(Session):
         best_us = float("inf")
         for launch in GPU_LAUNCHES:
             self._use_launch(launch)
-            times_us = time_round_trips(self, clock, TUNING, in_graph=True)
-            round_trip_us = summarize(self._rendezvous.exchange("limit's launch", times_us)).p50_us
+            round_trip_us = median_us(self.round_trip, clock, self._rendezvous, TUNING, in_graph=True)
             if round_trip_us < best_us:
                 best_us, best = round_trip_us, launch
         self._use_launch(best)

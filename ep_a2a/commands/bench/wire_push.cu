@@ -5,8 +5,8 @@
 
 __device__ __forceinline__ unsigned arrive(unsigned* counter)
 {
-    // A block's stores go to peers, but the only one that must know of them is the last block of this GPU: its release
-    // to the system covers what it has acquired.
+    // A block's stores go to peers, but only the last block of this GPU must observe them: its release to the system
+    // covers what it has acquired.
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
@@ -55,8 +55,8 @@ __device__ __forceinline__ void copy_batch(uint4* to, const uint4* from, int str
     for (int each = 0; each < NUM; ++each) store(to + each * stride, held[each]);
 }
 
-// NUM vectors or more are left to this thread. Code for each number: with a condition per load, the conditions take
-// registers that are few, and the loads would no longer all leave before the first store.
+// NUM vectors or more are left to this thread. Each number has code of its own: conditions per load would take registers,
+// which are few, and some loads would then follow the first store.
 template <int NUM>
 __device__ __forceinline__ void copy_rest(uint4* to, const uint4* from, int left, int stride)
 {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch
         if (polls % POLLS_PER_CLOCK_READING != 0) continue;
         const unsigned long long now = now_ns();
         if (deadline == 0) deadline = now + TIMEOUT_NS;
-        // Once something did not come, later launches do not wait as long again.
+        // After one flag that did not come, later launches do not wait as long again.
         if (now >= deadline || *gave_up != 0) {
             *gave_up = 1;
             return;
@@ -89,11 +89,11 @@ __device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch
     }
 }
 
-// One block per multiprocessor is enough: told so, the compiler does not save registers at the cost of loads in flight.
+// The bound of one block per multiprocessor keeps the compiler from saving registers at the cost of loads in flight.
 // state: epoch, blocks that have arrived, whether a wait was given up. The grid is a multiple of NUM_PEERS.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* source, unsigned* state)
 {
-    // Loaded before the copy, so that the last block has it when it is in a hurry.
+    // Loaded before the copy: the last block needs it at once.
     const unsigned epoch = *(volatile unsigned*)state + 1;
 
     const unsigned step = blockIdx.x % NUM_PEERS;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* s
     if (!is_last || threadIdx.x >= NUM_PEERS) return;
     tell(flag_there, epoch);
     if (threadIdx.x == 0) {
-        // No other block of this launch looks at them any more.
+        // No other block of this launch reads them from here on.
         state[0] = epoch;
         state[1] = 0;
     }

@@ -88,8 +88,7 @@ def make_direction(
     plans = {source: transfers(vectors, source) for source in range(world_size)}
     addresses = memory.peer_addresses
     peers = []
-    for step, (first, count, landed) in enumerate(plans[rank]):
-        peer = (rank + 1 + step) % world_size
+    for peer, (first, count, landed) in plans[rank].items():
         target = addresses[peer] + start + landed * VECTOR_BYTES
         flag_there = addresses[peer] + flags + rank * FLAG_BYTES
         peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
@@ -99,19 +98,21 @@ def make_direction(
     return Direction(
         landing=memory.local[start : start + num_bytes],
         state=state,
-        received={source: plan[(rank - source - 1) % world_size] for source, plan in plans.items() if source != rank},
+        received={source: plan[rank] for source, plan in plans.items() if source != rank},
         push=make_push(source, state, peers),
     )
 
 
-def transfers(vectors: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """Returns one push per peer, from rank + 1 on: (first vector in the source, vectors, first vector at the peer)."""
+def transfers(vectors: torch.Tensor, rank: int) -> dict[int, tuple[int, int, int]]:
+    """Returns the pushes of a rank by peer, from rank + 1 on.
+
+    Each is (first vector in the rank's source, number of vectors, first vector in the peer's landing area).
+    """
     world_size = vectors.shape[0]
-    plan = []
-    first = 0
-    for peer in ((rank + 1 + step) % world_size for step in range(world_size - 1)):
+    plan, first = {}, 0
+    for peer in ((rank + step) % world_size for step in range(1, world_size)):
         count = int(vectors[rank, peer])
-        plan.append((first, count, int(vectors[:rank, peer].sum())))
+        plan[peer] = (first, count, int(vectors[:rank, peer].sum()))
         first += count
     return plan
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.simulation.cluster import (
     FINISH_US,
     NIC_EFFICIENCY,
@@ -55,8 +56,7 @@ class Report:
 
     def as_markdown(self) -> str:
         """For a file."""
-        rows = [self.headings, ("---",) * len(self.headings), *self.rows]
-        lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *table_lines(self.headings, self.rows), ""]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)]) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.native import OpContender, OpSession, make_config
-from ep_a2a.commands.bench.timing import make_clock, summarize, time_round_trips
+from ep_a2a.commands.bench.timing import make_clock, median_us
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -181,7 +181,9 @@ def search_point(
 
     def time_of(launches: Launches) -> float:
         session.use_tables(tables_of(config, launches))
-        return _checked_time(session, rendezvous, lambda: time_round_trips(session, clock, settings, in_graph=True))
+        if not _is_right(session, rendezvous):
+            return math.inf
+        return median_us(session.round_trip, clock, rendezvous, settings, in_graph=True)
 
     default = chosen_launches(config, num_sms)
     search = Search(
@@ -202,16 +204,14 @@ def search_point(
     return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)
 
 
-def _checked_time(session: OpSession, rendezvous: Rendezvous, time_session: Callable[[], list[float]]) -> float:
-    """Median microseconds on the slowest rank, or infinity where any rank's result is wrong."""
+def _is_right(session: OpSession, rendezvous: Rendezvous) -> bool:
+    """Returns whether the session's check passes on all ranks. Collective."""
     problem = None
     try:
         session.check()
     except CheckFailedError as error:
         problem = str(error)
-    if any(rendezvous.exchange("check of a trial", problem)):
-        return math.inf
-    return summarize(rendezvous.exchange("times of a trial", time_session())).p50_us
+    return not any(rendezvous.exchange("check of a trial", problem))
 
 
 def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
