@@ -26,7 +26,7 @@ from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.streams import is_capturing
+from ep_a2a.memory.use_order import is_capturing
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.factory import OpFactory
 

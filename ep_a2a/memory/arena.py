@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ep_a2a.errors import (
-    AlternationError,
     ClosedError,
     ConfigMismatchError,
     DeviceMemoryError,
     EpA2AError,
     HostMemoryError,
-    StateError,
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.streams import StreamOrder
+from ep_a2a.memory.use_order import Slot
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     import torch.distributed as dist
@@ -84,79 +82,6 @@ class BlockSizes:
     def num_bytes(self) -> int:
         """Bytes that an arena's `num_bytes` grows by where the blocks are new; the error record does not count."""
         return self.own + sum(self.shared.values()) + self.local_own + sum(self.local_shared.values())
-
-
-class Slot:
-    """Memory that ops of one index share; at most one of them may be between dispatch and combine.
-
-    Attributes:
-        spoilt: an op was closed or dropped in the middle of a step, so that shared blocks may not hold their fill byte.
-        streams: order among the calls on this memory, whichever op makes them.
-    """
-
-    def __init__(self) -> None:
-        self.symmetric: dict[str, list[SymmetricMemory]] = {}
-        self.local: dict[str, list[torch.Tensor]] = {}
-        self.streams = StreamOrder()
-        self._fill_bytes: dict[str, int] = {}
-        self._user: weakref.ref[object] | None = None
-        self._was_left_open = False
-
-    def refill(self) -> None:
-        """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
-        for role, value in self._fill_bytes.items():
-            for block in self.symmetric.get(role, []):
-                block.local.fill_(value)
-        self._was_left_open = False
-        if not self.in_use:
-            self._user = None
-
-    @property
-    def spoilt(self) -> bool:
-        """Whether shared blocks may not hold their fill byte; so, too, once an op was collected in a step."""
-        return self._was_left_open or (self._user is not None and not self.in_use)
-
-    def spoil(self) -> None:
-        """Marks the slot as left by an op in the middle of a step, or after one that failed."""
-        self._was_left_open = True
-
-    def fill_new(self, role: str, block: SymmetricMemory, value: int) -> None:
-        """Fills a new block and records the value for `refill`."""
-        self._fill_bytes[role] = value
-        block.local.fill_(value)
-
-    def enter(self, op: object) -> None:
-        """Marks the slot as used by an op's step.
-
-        Raises:
-            AlternationError: another op's step is not over.
-            StateError: the memory was left in the middle of a step.
-        """
-        if self.spoilt:
-            raise StateError(
-                "memory between two steps", "an op that shared it was closed or dropped in the middle of a step",
-                "Call reset() of this op on every rank.",
-            )  # fmt: skip
-        if self.in_use and not self._is_user(op):
-            raise AlternationError(
-                "one op at a time to be between dispatch and combine in the memory that ops of one index share",
-                "dispatch of a second op before combine of the first",
-                "Give ops whose steps overlap different indices: get_handle(kwargs, index).",
-            )
-        self._user = weakref.ref(op)
-
-    def leave(self, op: object) -> None:
-        """Ends an op's step."""
-        if self._is_user(op):
-            self._user = None
-
-    def _is_user(self, op: object) -> bool:
-        return self._user is not None and self._user() is op
-
-    @property
-    def in_use(self) -> bool:
-        """Whether an op is in the middle of a step."""
-        return self._user is not None and self._user() is not None
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ContiguityError, ShapeError, StateError
 from ep_a2a.memory.device_groups import DeviceGroups, wait_for
-from ep_a2a.memory.streams import is_capturing
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_arrivals import Arrivals
+from ep_a2a.memory.use_order import is_capturing
 
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.memory.streams import is_capturing
-from ep_a2a.ops.arguments import NO_BIASES, Biases
+from ep_a2a.memory.use_order import StreamOrder, is_capturing
 from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
@@ -21,34 +19,7 @@ from ep_a2a.quantization import quantize
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import Stages
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What dispatch was given, after all checks, as it travels.
-
-    Attributes:
-        tokens: [T, H] of wire_dtype, or of data_type where the backend casts inside dispatch.
-        weights: float32 [T, K] or None. scales: [T, S] or None. ids: int32 [T, K], a copy of the op's own.
-        max_num_tokens: the step's, equal on all ranks. pad_id: what rows without a token shall carry.
-        counts_experts: local_expert_count is asked for.
-        biases: what its combine is to add, which is known then.
-    """
-
-    tokens: torch.Tensor
-    weights: torch.Tensor | None
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    max_num_tokens: int
-    pad_id: int
-    counts_experts: bool
-    biases: Biases = NO_BIASES
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.tokens.shape[0]
+    from ep_a2a.ops.arguments import CombineInputs, Stages, StepInputs
 
 
 class RowsBack(NamedTuple):
@@ -94,7 +65,7 @@ class AdapterOp(ValidatedOp):
     _combined: CombineResult | None = None
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
-        super().__init__(config, device)
+        super().__init__(config, device, StreamOrder())
         warn_of_fields(type(self).__name__, config, self.takes)
 
     @abc.abstractmethod
@@ -108,12 +79,9 @@ class AdapterOp(ValidatedOp):
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
 
-    def _prepare_dispatch(
-        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
-        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
-    ) -> None:  # fmt: skip
-        check_dispatch(self.config, self.device, tokens, weights, scales, indices, max_num_tokens, pad_id)
-        self._step = StepInputs(tokens, weights, scales, indices, max_num_tokens, pad_id, counts_experts)
+    def _prepare_dispatch(self, step: StepInputs) -> None:
+        check_dispatch(self.config, self.device, step)
+        self._step = step
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         if stages.send:
@@ -121,7 +89,7 @@ class AdapterOp(ValidatedOp):
             ids, tokens, scales = step.ids, step.tokens, step.scales
             if not self.casts_inside:
                 tokens, scales = self._cast(tokens, scales)
-            step = replace(step, tokens=tokens, scales=scales, ids=ids.clone())
+            step = step._replace(tokens=tokens, scales=scales, ids=ids.clone())
             self._dispatched = self._send(step)
             self._inputs, self._given = step, (ids, _num_writes(ids))
             self._rows_lead = tuple(self._dispatched.tokens.shape[:-1])
@@ -138,16 +106,14 @@ class AdapterOp(ValidatedOp):
             scales = torch.empty(0, config.num_scales, dtype=dtype, device=self.device)
         return tokens, scales if scales is not None and config.num_scales else None
 
-    def _prepare_combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, biases: Biases,
-    ) -> None:  # fmt: skip
+    def _prepare_combine(self, given: CombineInputs) -> None:
+        rows, weights, indices, out, biases = given
         step, lead = cast("StepInputs", self._inputs), self._rows_lead
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        check_combine(self.config, self.device, rows, weights, indices, lead, step.num_tokens)
+        check_combine(self.config, self.device, given._replace(rows=rows, weights=weights), lead, step.num_tokens)
         self._check_own(indices, step)
         self._check_weights(weights)
         if out is not None:
@@ -155,7 +121,7 @@ class AdapterOp(ValidatedOp):
         check_biases(self.config, self.device, biases, step.num_tokens)
         rows = rows.view(*lead, rows.shape[-1])
         weights = None if weights is None else weights.view(*lead, -1)
-        self._returning = RowsBack(rows, weights, replace(step, biases=biases), out)
+        self._returning = RowsBack(rows, weights, step._replace(biases=biases), out)
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         if stages.send:

@@ -1,11 +1,18 @@
-"""The arguments of one launch of dispatch or combine."""
+"""What a caller gives to one dispatch or combine, and what its launches work on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
+
+MAX_REMEMBERED = 4096
+"""Shapes of calls that a cache holds before it starts anew."""
+
+T = TypeVar("T")
 
 
 class Stages(NamedTuple):
@@ -20,6 +27,49 @@ SEND = Stages(True, False)
 RECEIVE = Stages(False, True)
 
 
+Copies = tuple[tuple["torch.Tensor", "torch.Tensor"], ...]
+"""Pairs (target, source) to copy before a launch."""
+Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]
+"""What combine adds to its sums, [num_tokens, H] each."""
+NO_BIASES: Biases = (None, None)
+
+
+class StepInputs(NamedTuple):
+    """What dispatch was given, or what of it travels.
+
+    Attributes:
+        tokens: [T, H] of data_type, or of wire_dtype where they have been cast.
+        weights: float32 [T, K] or None. scales: [T, S] or None. ids: int32 [T, K].
+        max_num_tokens: the step's, equal on all ranks. pad_id: id of rows without a token.
+        counts_experts: local_expert_count is asked for.
+        biases: what combine adds; known then.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    max_num_tokens: int
+    pad_id: int
+    counts_experts: bool
+    biases: Biases = NO_BIASES
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens.shape[0]
+
+
+class CombineInputs(NamedTuple):
+    """What combine was given; `interface.DispatchCombineOp.combine` says what fits."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor | None
+    ids: torch.Tensor | None
+    out: torch.Tensor | None
+    biases: Biases
+
+
 class DispatchArguments(NamedTuple):
     """What one dispatch launch works on; see bulk_dispatch_kernel for the shapes."""
 
@@ -32,11 +82,6 @@ class DispatchArguments(NamedTuple):
     wire_word: int
     pad_id: int
     row_limit: int
-
-
-Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]
-"""What combine adds to its sums, [num_tokens, H] each."""
-NO_BIASES: Biases = (None, None)
 
 
 class CombineArguments(NamedTuple):
@@ -60,9 +105,12 @@ class CombineArguments(NamedTuple):
     max_num_tokens: int
     expert_rows: torch.Tensor | None = None
     biases: Biases = NO_BIASES
-    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    copies: Copies = ()
 
-    @property
-    def given_biases(self) -> tuple[bool, bool]:
-        """Which of the biases there are: another kernel for each."""
-        return self.biases[0] is not None, self.biases[1] is not None
+
+def remember(cache: dict[Hashable, T], key: Hashable, value: T) -> T:
+    """Adds to a cache, which is emptied first when it is full; returns the value."""
+    if len(cache) >= MAX_REMEMBERED:
+        cache.clear()
+    cache[key] = value
+    return value

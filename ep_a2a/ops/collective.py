@@ -21,7 +21,8 @@ from ep_a2a.routing import destination_mask
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
-    from ep_a2a.ops.adapter import RowsBack, StepInputs
+    from ep_a2a.ops.adapter import RowsBack
+    from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.ops.row_exchange import RowExchange
 
 

@@ -19,7 +19,7 @@ from ep_a2a.ops.op import EpDispatchCombineOp
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import Biases, CombineArguments, DispatchArguments
+    from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 EXCHANGE_WARPS = 4
@@ -48,38 +48,32 @@ class LateWeightsOp(EpDispatchCombineOp):
         self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._exchange = WeightExchange(self)
 
-    def _prepare_dispatch(
-        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
-        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
-    ) -> None:  # fmt: skip
-        are_late = weights is None
-        if weights is None:
-            weights = self._no_weights[: tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0]
-        super()._prepare_dispatch(
-            tokens, weights, scales, indices, max_num_tokens, pad_id, counts_experts=counts_experts
-        )  # fmt: skip
+    def _prepare_dispatch(self, step: StepInputs) -> None:
+        are_late = step.weights is None
+        if are_late:
+            tokens: object = step.tokens
+            num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
+            step = step._replace(weights=self._no_weights[:num_tokens])
+        super()._prepare_dispatch(step)
         self._are_late = are_late
         if are_late:
             args = cast("DispatchArguments", self._sent)
             # ranks that bring them now and ranks that bring them later find out by this word
             self._sent = args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT)
 
-    def _prepare_combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, biases: Biases,
-    ) -> None:  # fmt: skip
+    def _prepare_combine(self, given: CombineInputs) -> None:
         """Checks a combine, and launches the exchange of weights that its other launches need."""
         if not self._are_late:
-            super()._prepare_combine(rows, weights, indices, out, biases)
+            super()._prepare_combine(given)
             return
-        if weights is None:
+        if given.weights is None:
             raise InputError(
                 "the router's weights, which dispatch was not given", "None",
                 "Pass this rank's topk_weights [T, K], float32.",
             )  # fmt: skip
-        super()._prepare_combine(rows, None, indices, out, biases)
+        super()._prepare_combine(given._replace(weights=None))
         args = cast("CombineArguments", self._sent)
-        self._exchange.run(weights, args.num_tokens, args.max_num_tokens)
+        self._exchange.run(given.weights, args.num_tokens, args.max_num_tokens)
 
     @property
     def num_inbox_bytes(self) -> int:

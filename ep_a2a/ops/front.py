@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.kernels.layout import Stage
-from ep_a2a.memory.streams import StreamOrder
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
 from ep_a2a.ops.base import num_rows
 
 if TYPE_CHECKING:
@@ -20,8 +19,11 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import Biases, Stages
+    from ep_a2a.memory.use_order import StreamOrder
+    from ep_a2a.ops.arguments import Stages
 
+OWN_LAUNCH = (-1, -1, -1)
+"""Launch numbers of a call that leaves them to the op."""
 NEXT_CALLS = ("dispatch", "dispatch_recv", "combine", "combine_recv")
 """By Stage."""
 
@@ -32,15 +34,13 @@ class ValidatedOp(abc.ABC):
     Args:
         config: shapes and choices. W, M, K, E, H are as in EpDispatchCombineConfig.
         device: where the op's tensors live.
-
-    Attributes:
         streams: orders the op's calls behind each other, whatever streams they are made on.
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
+    def __init__(self, config: EpDispatchCombineConfig, device: torch.device, streams: StreamOrder) -> None:
         self.config = config
         self.device = device
-        self.streams = StreamOrder()
+        self.streams = streams
         self._stage = Stage.DISPATCH_SEND
 
     @abc.abstractmethod
@@ -56,10 +56,7 @@ class ValidatedOp(abc.ABC):
         """Raises where launch numbers cannot be used, or warns that they have no effect."""
 
     @abc.abstractmethod
-    def _prepare_dispatch(
-        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
-        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
-    ) -> None:  # fmt: skip
+    def _prepare_dispatch(self, step: StepInputs) -> None:
         """Checks the arguments of a dispatch and keeps them for `_run_dispatch`. Launches nothing."""
 
     @abc.abstractmethod
@@ -67,10 +64,7 @@ class ValidatedOp(abc.ABC):
         """Launches the prepared dispatch, or one of its halves. A step is open only if this returns."""
 
     @abc.abstractmethod
-    def _prepare_combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, biases: Biases,
-    ) -> None:  # fmt: skip
+    def _prepare_combine(self, given: CombineInputs) -> None:
         """Checks the arguments of a combine and keeps them for `_run_combine`."""
 
     @abc.abstractmethod
@@ -121,11 +115,12 @@ class ValidatedOp(abc.ABC):
                 rank would receive too much, a rank did not come.
         """
         # before the step begins: a call that is refused must not hold the memory against other ops
-        self._check_launch(block_num, rdma_block_num, warp_per_block)
+        if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
+            self._check_launch(block_num, rdma_block_num, warp_per_block)
         self._expect(Stage.DISPATCH_SEND, "dispatch")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         self._prepare_dispatch(
-            input, weights, scales, indices, limit, pad_id, counts_experts=call_local_expert_count
+            StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
         )  # fmt: skip
         self.streams.follow(self.device)
         result = self._run_dispatch(WHOLE, block_num, warp_per_block)
@@ -151,7 +146,7 @@ class ValidatedOp(abc.ABC):
         """
         self._expect(Stage.DISPATCH_SEND, "dispatch_send")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        self._prepare_dispatch(input, weights, scales, indices, limit, pad_id, counts_experts=False)
+        self._prepare_dispatch(StepInputs(input, weights, scales, indices, limit, pad_id, False))
         self.streams.follow(self.device)
         result = self._run_dispatch(SEND)
         self._stage = Stage.DISPATCH_RECEIVE
@@ -211,9 +206,10 @@ class ValidatedOp(abc.ABC):
             AlternationError: there is no dispatch to combine.
             RankTimeoutError: where the op finds out on the host: a rank did not come.
         """
-        self._check_launch(block_num, rdma_block_num, warp_per_block)
+        if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
+            self._check_launch(block_num, rdma_block_num, warp_per_block)
         self._expect(Stage.COMBINE_SEND, "combine")
-        self._prepare_combine(input, weights, indices, out, (bias_0, bias_1))
+        self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
         self.streams.follow(self.device)
         result = self._run_combine(WHOLE, block_num, warp_per_block)
         self._end_step()
@@ -234,7 +230,7 @@ class ValidatedOp(abc.ABC):
         `input` and `weights` may be overwritten by work that is launched after this. Returns what combine_recv will.
         """
         self._expect(Stage.COMBINE_SEND, "combine_send")
-        self._prepare_combine(input, weights, indices, out, (bias_0, bias_1))
+        self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
         self.streams.follow(self.device)
         result = self._run_combine(SEND)
         self._stage = Stage.COMBINE_RECEIVE

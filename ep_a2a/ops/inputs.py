@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.errors import EpA2AError
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import Biases
+    from ep_a2a.ops.arguments import Biases, CombineInputs, StepInputs
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
 
@@ -89,13 +89,17 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
-def signature(tensor: object) -> Hashable:
-    """What the checks here ask of a tensor, but for its address; for anything else something never seen before."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, torch.Tensor):
-        return object()
-    return tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous()
+def signature(*tensors: object) -> Hashable:
+    """What the checks here ask of tensors, but for their addresses; equal to no other where one is no tensor."""
+    found: list[Hashable] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif isinstance(tensor, torch.Tensor):
+            found += (tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous())
+        else:
+            found.append(object())
+    return tuple(found)
 
 
 def check_integer(name: str, value: int) -> None:
@@ -155,17 +159,9 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
 
 
-def check_dispatch(
-    config: EpDispatchCombineConfig,
-    device: torch.device,
-    tokens: torch.Tensor,
-    weights: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    indices: torch.Tensor,
-    max_num_tokens: int,
-    pad_id: int,
-) -> None:
-    """Everything the host can see of dispatch's arguments; see EpDispatchCombineOp.dispatch for what they must be."""
+def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
+    """Checks all that the host can see of dispatch's arguments; ValidatedOp.dispatch says what they must be."""
+    tokens, weights, scales, indices, max_num_tokens, pad_id, *_ = step
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
@@ -223,21 +219,16 @@ def _check_topk(name: str, tensor: torch.Tensor, num_tokens: int, topk: int) -> 
 
 
 def check_combine(
-    config: EpDispatchCombineConfig,
-    device: torch.device,
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    lead: tuple[int, ...],
-    num_tokens: int,
+    config: EpDispatchCombineConfig, device: torch.device, given: CombineInputs, lead: tuple[int, ...], num_tokens: int
 ) -> None:
-    """Everything the host can see of combine's arguments.
+    """Checks all that the host can see of combine's rows, weights and ids.
 
     Args:
-        rows, weights, indices: as given to combine.
+        given: to combine.
         lead: leading sizes of the tokens that dispatch returned, (R,), (W, max_num_tokens) or (E, R).
         num_tokens: T of the dispatch.
     """
+    rows, weights, indices, *_ = given
     check_tensor("input", rows, (config.combined_dtype,), device)
     if rows.dim() == 3 and tuple(rows.shape[:2]) != lead:
         raise ShapeError(f"input of shape {(*lead, config.hidden_dim)}", str(tuple(rows.shape)))
@@ -258,13 +249,6 @@ def check_combine(
                 f"weights in the order of the received rows, {(*lead, config.topk)}", str(tuple(weights.shape)),
                 "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
             )  # fmt: skip
-    check_own_indices(config, device, indices, num_tokens)
-
-
-def check_own_indices(
-    config: EpDispatchCombineConfig, device: torch.device, indices: torch.Tensor | None, num_tokens: int
-) -> None:
-    """combine's `indices`: None, or int32 [T, K] as given to this rank's dispatch of num_tokens tokens."""
     if indices is None:
         return
     check_tensor("indices", indices, (torch.int32,), device)

@@ -16,11 +16,10 @@ from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, Form, LowLate
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages, remember
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.launch_plan import Plan, make_plan
-from ep_a2a.ops.memo import Remembered
 from ep_a2a.ops.row_constants import (
     MANY_TOKENS,
     MAX_BLOCK_WORDS,
@@ -43,9 +42,10 @@ from ep_a2a.tuning.policy import (
 from ep_a2a.tuning.tables import TunedTables, arch_name, load_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.launch_plan import Launches, ValuesOf, VariantOf
 
 FP8_CAPABILITY = (8, 9)
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
@@ -71,24 +71,26 @@ class IntraNodeKernels:
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
         self._interpreted = device.type == "cpu"
+        self._capability = (0, 0) if self._interpreted else torch.cuda.get_device_capability(device)
         casts = config.casts_in_dispatch or config.combine_quant != QuantType.NONE
-        if not self._interpreted and casts and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        if not self._interpreted and casts and self._capability < FP8_CAPABILITY:
             raise UnsupportedError(
-                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
-                f"{torch.cuda.get_device_capability(device)}", "Use quant_type='none', or cast before dispatch.",
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8", str(self._capability),
+                "Use quant_type='none', or cast before dispatch.",
             )  # fmt: skip
         self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
         self.max_sms = config.max_sms
         self._op_shape, self._placement = shape_of(config), placement_of(config)
         self._results = ResultRows.of(config)
-        self._can_depend = (
-            not self._interpreted and torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
-        )
+        self._can_depend = self._capability >= DEPENDENT_LAUNCH_CAPABILITY
         self._tables: TunedTables | None = None
         self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
-        self._plans: Remembered[Plan] = Remembered()
+        self._plans: dict[Hashable, tuple[Phase, Plan]] = {}
         self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
         self._spans = False
+        self._count = CompiledKernel(
+            count_local_experts_kernel, {"S": self._op_shape, "BLOCK_ROWS": BLOCK_ROWS}, COUNT_WARPS
+        )
         self._by_expert: ExpertMajorKernels | None = None
         if config.layout == Layout.EXPERT_MAJOR:
             self._by_expert = ExpertMajorKernels(config, table, device)
@@ -96,7 +98,7 @@ class IntraNodeKernels:
     def limit_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
         self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
-        self._plans.forget()
+        self._plans.clear()
         self.compile()
 
     @property
@@ -111,7 +113,7 @@ class IntraNodeKernels:
     def use_tables(self, tables: TunedTables) -> None:
         """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
         self._tables = tables
-        self._plans.forget()
+        self._plans.clear()
 
     def launch_of(
         self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
@@ -159,49 +161,55 @@ class IntraNodeKernels:
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    ) -> Launches:
         """(kernel, run-time arguments, programs) of a dispatch, in order."""
-        phase = self.dispatch_phase(args.max_num_tokens)
         key = (
-            phase, args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None,
-            stages, block_num, warp_per_block,
+            args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None, stages,
+            block_num, warp_per_block,
         )  # fmt: skip
-        plan = self._plans.of(
-            key,
-            lambda: make_plan(
-                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+        found = self._plans.get(key)
+        if found is None:
+            phase = self.dispatch_phase(args.max_num_tokens)
+            found = self._make_plan(
+                key, phase, args, stages, block_num, warp_per_block,
                 lambda launch, part: self._dispatch_variant(args, phase, launch, part),
-                lambda launch: self._dispatch_values(args, phase, launch), self.num_sms, self.max_sms,
-                is_interpreted=self._interpreted,
-            ),
-        )  # fmt: skip
+                lambda launch: self._dispatch_values(args, phase, launch),
+            )  # fmt: skip
+        phase, plan = found
         for variant, launch, num_programs in plan:
             yield variant, self._dispatch_values(args, phase, launch), num_programs
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
-        phase = Phase.COMBINE
+    ) -> Launches:
         key = (
-            phase, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None, args.given_biases,
-            stages, block_num, warp_per_block,
+            Phase.COMBINE, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None,
+            args.biases[0] is None, args.biases[1] is None, stages, block_num, warp_per_block,
         )  # fmt: skip
-        plan = self._plans.of(
-            key,
-            lambda: make_plan(
-                phase, self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block), stages,
+        found = self._plans.get(key)
+        if found is None:
+            found = self._make_plan(
+                key, Phase.COMBINE, args, stages, block_num, warp_per_block,
                 lambda launch, part: self._combine_variant(args, launch, part, in_place=stages == WHOLE),
-                lambda launch: self._combine_values(args, launch), self.num_sms, self.max_sms,
-                is_interpreted=self._interpreted,
-            ),
-        )  # fmt: skip
-        for variant, launch, num_programs in plan:
+                lambda launch: self._combine_values(args, launch),
+            )  # fmt: skip
+        for variant, launch, num_programs in found[1]:
             yield variant, self._combine_values(args, launch), num_programs
 
-    def count_local_experts(self, counts: torch.Tensor, first_expert: int, max_num_tokens: int) -> None:
+    def _make_plan(
+        self, key: Hashable, phase: Phase, args: DispatchArguments | CombineArguments, stages: Stages, block_num: int,
+        warp_per_block: int, variant_of: VariantOf, values_of: ValuesOf,
+    ) -> tuple[Phase, Plan]:  # fmt: skip
+        """Makes and keeps the launches of all calls with this key."""
+        launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+        sizes = self.num_sms, self.max_sms
+        plan = make_plan(phase, launch, stages, variant_of, values_of, *sizes, is_interpreted=self._interpreted)
+        return remember(self._plans, key, (phase, plan))
+
+    def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
-        values = (self.table, self.config.rank, max_num_tokens, first_expert, counts)
-        self._count_variant().run(counts.numel(), values, self.device)
+        values = (self.table, self.config.rank, max_num_tokens, self.config.first_expert, counts)
+        self._count.run(counts.numel(), values, self.device)
 
     def compile(self) -> None:
         """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
@@ -213,11 +221,10 @@ class IntraNodeKernels:
             return
         if self._tables is None:
             # not before: what is wrong with a table is told to the other ranks here
-            capability = torch.cuda.get_device_capability(self.device)
-            self.use_tables(load_tables(arch_name(capability), self.config.world_size))
+            self.use_tables(load_tables(arch_name(self._capability), self.config.world_size))
         variants = [each for stages in self._compiled_stages for each in self.variants(stages)]
-        for position in range(len(variants)):
-            variant, values = variants[(position + self.config.rank) % len(variants)]
+        first = self.config.rank % len(variants)
+        for variant, values in variants[first:] + variants[:first]:
             variant.compile(values)
 
     def quiet(self) -> None:
@@ -226,43 +233,40 @@ class IntraNodeKernels:
     def record_spans(self) -> None:
         """Takes kernels that note when their programs begin and end what they do, from now on."""
         self._spans = True
-        self._plans.forget()
+        self._plans.clear()
         if self._by_expert is not None:
             self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
         self.compile()
 
     def compile_halves(self) -> None:
-        """Compiles what the split calls need, now and whenever `compile` is called: they may be captured at once."""
+        """Compiles what the split calls need, now and whenever `compile` is called."""
         self._compiled_stages = (WHOLE, SEND, RECEIVE)
         self.compile()
 
     def variants(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that such calls of the op can need, with stand-in tensors."""
         # several shapes of launches have one variant where the device knows no dependent launch
-        return list({id(variant): (variant, values) for variant, values in self._reachable(stages)}.values())
+        found = (*self._reachable(stages), *self._other_variants())
+        return list({id(variant): (variant, values) for variant, values in found}.values())
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
-        dispatches, combines = (
-            list(stand_in_dispatches(self.config, self.device)),
-            list(stand_in_combines(self.config, self.device)),
-        )
+        dispatches = list(stand_in_dispatches(self.config, self.device))
+        combines = list(stand_in_combines(self.config, self.device))
         for phase, tokens, launch in shapes:
             for args in dispatches if phase is not Phase.COMBINE else ():
                 sized = args._replace(max_num_tokens=tokens)
-                yield (
-                    self._dispatch_variant(sized, phase, launch, stages), self._dispatch_values(sized, phase, launch)
-                )  # fmt: skip
+                variant = self._dispatch_variant(sized, phase, launch, stages)
+                yield variant, self._dispatch_values(sized, phase, launch)
         for phase, tokens, launch in shapes:
             for combine in combines if phase is Phase.COMBINE else ():
                 back = combine._replace(max_num_tokens=tokens)
                 variant = self._combine_variant(back, launch, stages, in_place=stages == WHOLE)
                 yield variant, self._combine_values(back, launch)
-        yield from self._other_variants()
 
     def _other_variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         if self.config.compiled_calls != CompiledCalls.SERVING:
-            yield self._count_variant(), (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
+            yield self._count, (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
         if self._by_expert is not None:
             yield from self._by_expert.variants()
 
@@ -345,23 +349,15 @@ class IntraNodeKernels:
             config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )  # fmt: skip
-        if phase is Phase.FLAGGED_DISPATCH:
-            return (*values, launch.num_senders, launch.num_receivers)
-        return values
-
-    def _count_variant(self) -> CompiledKernel:
-        if ("count",) not in self._variants:
-            given = {"S": self._op_shape, "BLOCK_ROWS": BLOCK_ROWS}
-            self._variants["count",] = CompiledKernel(count_local_experts_kernel, given, COUNT_WARPS)
-        return self._variants["count",]
+        return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.FLAGGED_DISPATCH else values
 
     def _combine_variant(
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
     ) -> CompiledKernel:
         key = (
-            Phase.COMBINE, args.weights is None, args.ids is None, args.given_biases, launch.num_warps,
-            launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages, in_place,
-            self._spans,
+            Phase.COMBINE, args.weights is None, args.ids is None, args.biases[0] is None, args.biases[1] is None,
+            launch.num_warps, launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages,
+            in_place, self._spans,
         )  # fmt: skip
         variant = self._variants.get(key)
         if variant is None:
@@ -388,11 +384,15 @@ class IntraNodeKernels:
             "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
         }  # fmt: skip
 
+    def _result_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of results as kernels take them: as integers, unless they cast them."""
+        return rows if self._results.quantized else elements_of(rows, self._results.integers)
+
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
-        config, rows = self.config, self._results.for_kernels(args.rows)
+        config = self.config
         return (
-            rows, self.table if args.weights is None else args.weights.view(torch.int32), args.result,
-            self.table if args.ids is None else args.ids, *args.biases, self.table,
+            self._result_rows(args.rows), self.table if args.weights is None else args.weights.view(torch.int32),
+            args.result, self.table if args.ids is None else args.ids, *args.biases, self.table,
             args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
             launch.num_senders, launch.num_receivers, launch.pause_ns,
         )  # fmt: skip

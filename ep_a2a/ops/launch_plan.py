@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, Stages
 from ep_a2a.tuning.policy import SPEAKERS, Launch, Phase, fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
+VariantOf = Callable[[Launch, Stages], "CompiledKernel"]
+ValuesOf = Callable[[Launch], tuple[Any, ...]]
+Launches = Iterator[tuple["CompiledKernel", tuple[Any, ...], int]]
+"""Kernel, run-time arguments and programs of each launch, in order."""
 Plan = tuple[tuple["CompiledKernel", Launch, int], ...]
 """Launches in order: kernel, launch numbers, programs."""
 
@@ -20,8 +23,8 @@ def make_plan(
     phase: Phase,
     launch: Launch,
     stages: Stages,
-    variant_of: Callable[[Launch, Stages], CompiledKernel],
-    values_of: Callable[[Launch], tuple[Any, ...]],
+    variant_of: VariantOf,
+    values_of: ValuesOf,
     num_sms: int,
     max_sms: int,
     *,

@@ -15,7 +15,7 @@ from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
-from ep_a2a.memory.streams import is_capturing
+from ep_a2a.memory.use_order import is_capturing
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class BoundMemory:
         config: the op's.
         arena: where the memory comes from; acquiring is collective.
         index: the arena's slot.
+
+    Attributes:
+        record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
+        dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
+            writes there, while this rank may still be sending to others from there: combine copies such rows first.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
@@ -82,7 +87,9 @@ class BoundMemory:
         self._arena, self._index = arena, index
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
-        self._record_words = self.record.numpy()
+        self.record_words = self.record.numpy()
+        block = symmetric["dispatch"].local
+        self.dispatch_addresses = range(block.data_ptr(), block.data_ptr() + block.numel())
         if self.acquired.table is None:
             self.acquired.table = self._address_table(arena.device)
         self.table = self.acquired.table
@@ -150,20 +157,14 @@ class BoundMemory:
         config = self.config
         return self._local("combine_input", (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype)
 
-    def out_of_reach(
-        self, tensor: torch.Tensor, role: str
-    ) -> tuple[torch.Tensor, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
-        """(tensor, ()), or memory to copy it to first, with the pair to copy, where peers may overwrite it.
+    def copy_target(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of this rank alone in the shape of a tensor that combine is given, allocated when first needed.
 
-        A peer that has its own rows begins the next dispatch and writes into this rank's dispatch block, while this
-        rank may still be sending to others from there.
+        Raises:
+            StateError: it does not exist yet and a graph is being captured.
         """
-        block = self.acquired.symmetric["dispatch"].local
-        if not block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.numel():
-            return tensor, ()
         most = self.config.max_num_expert_rows * tensor.shape[-1]
-        target = self._local(role, (most,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        return target, ((target, tensor),)
+        return self._local(role, (most,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = self._locals.get(role)
@@ -213,11 +214,6 @@ class BoundMemory:
             self.view(region).fill_(word)
 
     @property
-    def failed(self) -> bool:
-        """Whether a kernel has recorded a failure; reads one word, without synchronising."""
-        return bool(self._record_words[0])
-
-    @property
     def poisoned(self) -> bool:
         """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
         return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
@@ -235,8 +231,8 @@ class BoundMemory:
             found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
 
-    def record_words(self) -> list[int]:
+    def settled_record(self) -> list[int]:
         """The whole error record, after the device has come to rest."""
         if self.acquired.local_own.is_cuda:
             torch.cuda.synchronize(self.acquired.local_own.device)
-        return [int(word) for word in self._record_words]
+        return [int(word) for word in self.record_words]

@@ -13,22 +13,26 @@ from ep_a2a.config import Layout
 from ep_a2a.errors import ClosedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
+from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import CombineArguments, DispatchArguments
+from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, remember
 from ep_a2a.ops.base import agree_on_config
-from ep_a2a.ops.engines import kernels_of
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.front import ValidatedOp
-from ep_a2a.ops.memo import Remembered
+from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.memory import BoundMemory
-from ep_a2a.ops.prepared_call import Dispatches
+from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
+from ep_a2a.ops.rings import InterNodeKernels
+from ep_a2a.ops.staged import StagedKernels
 from ep_a2a.ops.timeouts import WaitBounds
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import Biases, Stages
+    from ep_a2a.ops.arguments import Copies, Stages
 
 
 class EpDispatchCombineOp(ValidatedOp):
@@ -61,7 +65,6 @@ class EpDispatchCombineOp(ValidatedOp):
             from ep_a2a.shmem import default_arena
 
             arena = default_arena()
-        super().__init__(config, arena.device)
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
@@ -69,15 +72,15 @@ class EpDispatchCombineOp(ValidatedOp):
         self.timeouts = WaitBounds.of(config)
         self.memory = BoundMemory(config, arena, self.index)
         self.memory.acquired.user = weakref.ref(self)
-        self.streams = self.memory.acquired.slot.streams
-        self.engine = kernels_of(config, self.memory, arena)
-        self._combines: Remembered[None] = Remembered()
+        super().__init__(config, arena.device, self.memory.acquired.slot.streams)
+        self.engine = make_engine(config, self.memory, arena)
+        self._prepared_calls: dict[Hashable, PreparedDispatch] = {}
+        self._prepared = no_dispatch(config.max_num_inp_token_per_rank)
         self._counts_experts = False
         self._sent: DispatchArguments | CombineArguments | None = None
-        self._dispatches = Dispatches(self.memory, self.device)
-        self._accepted = self._dispatches.nothing()
         self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
-        self._reduced_rows = self.memory.view(Region.REDUCED_ROWS)
+        by_expert = config.layout == Layout.EXPERT_MAJOR
+        self._reduced_rows = self.memory.view(Region.REDUCED_ROWS) if by_expert else None
         self.arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
@@ -87,17 +90,18 @@ class EpDispatchCombineOp(ValidatedOp):
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         inputs.check_launch(block_num, warp_per_block)
 
-    def _prepare_dispatch(
-        self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor,
-        max_num_tokens: int, pad_id: int, *, counts_experts: bool,
-    ) -> None:  # fmt: skip
+    def _prepare_dispatch(self, step: StepInputs) -> None:
         """Checks a dispatch and begins its step."""
-        prepared = self._dispatches.accept(tokens, weights, scales, indices, max_num_tokens, pad_id)
+        tokens, weights, scales, ids, max_num_tokens, pad_id, self._counts_experts, _ = step
+        key = (max_num_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
+        prepared = self._prepared_calls.get(key)
+        if prepared is None:
+            prepared = remember(self._prepared_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
         self.memory.acquired.slot.enter(self)
-        self._accepted, self._counts_experts = prepared, counts_experts
+        self._prepared = prepared
         self._sent = DispatchArguments(
-            tokens, scales if prepared.scales_travel else None, weights, indices, prepared.num_tokens, max_num_tokens,
+            tokens, scales if prepared.scales_travel else None, weights, ids, prepared.num_tokens, max_num_tokens,
             prepared.wire_word, pad_id, prepared.row_limit,
         )  # fmt: skip
 
@@ -107,22 +111,22 @@ class EpDispatchCombineOp(ValidatedOp):
         if stages.receive:
             self._sent = None
         if self._counts_experts:
-            self.engine.count_local_experts(self.local_expert_count, self.config.first_expert, args.max_num_tokens)
-        return self._accepted.received
+            self.engine.count_local_experts(self.local_expert_count, args.max_num_tokens)
+        return self._prepared.received
 
-    def _prepare_combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None,
-        out: torch.Tensor | None, biases: Biases,
-    ) -> None:  # fmt: skip
-        num_tokens, lead = self._accepted.num_tokens, self._accepted.lead
+    def _prepare_combine(self, given: CombineInputs) -> None:
+        rows, weights, ids, out, biases = given
+        prepared = self._prepared
+        num_tokens, lead = prepared.num_tokens, prepared.lead
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        self._combines.of(
-            (lead, num_tokens, *map(inputs.signature, (rows, weights, indices))),
-            lambda: inputs.check_combine(self.config, self.device, rows, weights, indices, lead, num_tokens),
-        )
+        key = inputs.signature(rows, weights, ids)
+        if key not in prepared.combines:
+            fitting = given._replace(rows=rows, weights=weights)
+            inputs.check_combine(self.config, self.device, fitting, lead, num_tokens)
+            prepared.combines.add(key)
         inputs.check_alignment("input", rows)
         result = self._result
         if out is not None:
@@ -130,16 +134,22 @@ class EpDispatchCombineOp(ValidatedOp):
             result = out
         inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        rows, copies = self.memory.out_of_reach(rows, "combine_rows")
+        rows, copies = self._out_of_reach(rows, "combine_rows")
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            weights, more = self.memory.out_of_reach(weights, "combine_weights")
+            weights, more = self._out_of_reach(weights, "combine_weights")
             copies += more
-        by_expert = self.config.layout == Layout.EXPERT_MAJOR
         self._sent = CombineArguments(
-            self._reduced_rows if by_expert else rows, weights, indices, result, num_tokens,
-            self._accepted.max_num_tokens, rows if by_expert else None, biases, copies,
+            rows if self._reduced_rows is None else self._reduced_rows, weights, ids, result, num_tokens,
+            prepared.max_num_tokens, None if self._reduced_rows is None else rows, biases, copies,
         )  # fmt: skip
+
+    def _out_of_reach(self, tensor: torch.Tensor, role: str) -> tuple[torch.Tensor, Copies]:
+        """The tensor, or where peers may overwrite it memory to copy it to first, with the pair to copy."""
+        if tensor.data_ptr() not in self.memory.dispatch_addresses:
+            return tensor, ()
+        target = self.memory.copy_target(role, tensor)
+        return target, ((target, tensor),)
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         args = cast("CombineArguments", self._sent)
@@ -169,7 +179,7 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
-        return self._dispatches.source_positions(self._accepted.max_num_tokens, self.recv_counts.tolist())
+        return source_positions(self.memory, self._prepared.max_num_tokens, self.recv_counts.tolist())
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
@@ -204,8 +214,8 @@ class EpDispatchCombineOp(ValidatedOp):
         """
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self.memory.failed:
-            failure = Failure.from_record(self.memory.record_words(), self.config.world_size)
+        if self.memory.record_words[0]:
+            failure = Failure.from_record(self.memory.settled_record(), self.config.world_size)
             raise failure.exception(self.config.rank, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def reset(self) -> None:
@@ -227,8 +237,15 @@ class EpDispatchCombineOp(ValidatedOp):
             self._closed = True
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
-            if self.has_open_step or (not self.arena.closed and (self.memory.failed or self.memory.poisoned)):
+            if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
                 self.memory.acquired.slot.spoil()
             self._end_step()
             self.memory.acquired.user = None
             self.arena.give_back(self.index)
+
+
+def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> IntraNodeKernels:
+    """The engine of an op. InterNode, the flat form, takes that of IntraNode: every rank writes to every other."""
+    if config.is_staged and isinstance(arena, NodeArena):
+        return StagedKernels(config, memory, arena)
+    return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, memory.table, arena.device)

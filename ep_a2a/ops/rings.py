@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.launch_plan import Launches
 
 RING_WARPS = 8
 THREADS = 32 * RING_WARPS
@@ -75,7 +76,7 @@ class InterNodeKernels(IntraNodeKernels):
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    ) -> Launches:
         if stages.send:
             finishes = stages == SEND and not self._holds_a_step
             values = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
@@ -105,9 +106,7 @@ class InterNodeKernels(IntraNodeKernels):
                 self._variants[key] = CompiledKernel(quiet_kernel, {}, 1, **self._linked)
             self._variants[key].run(1, (self.table,), self.device)
 
-    def _put_mirrors(
-        self, *, counts: bool = False, flags: bool = False, weights: bool = False
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _put_mirrors(self, *, counts: bool = False, flags: bool = False, weights: bool = False) -> Launches:
         """What tells ranks that only puts reach of a failure, and of what is said; see put_mirrors_kernel."""
         if not self._rings.by_puts:
             return
@@ -128,7 +127,7 @@ class InterNodeKernels(IntraNodeKernels):
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    ) -> Launches:
         config = self.config
         if stages.send:
             yield self._offering(args, block_num)
@@ -140,7 +139,7 @@ class InterNodeKernels(IntraNodeKernels):
             yield from self._put_mirrors()
 
     def _offering(self, args: CombineArguments, block_num: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
-        rows, config = self._results.for_kernels(args.rows), self.config
+        rows, config = self._result_rows(args.rows), self.config
         words = self.table if args.weights is None else args.weights.view(torch.int32)
         values = (rows, words, self.table, args.num_tokens, args.max_num_tokens, config.rank)
         most_rows = config.world_size * args.max_num_tokens
@@ -154,7 +153,6 @@ class InterNodeKernels(IntraNodeKernels):
         for combine in stand_in_combines(self.config, self.device):
             for variant, values, _ in self._combine_launches(combine, stages, -1, -1):
                 yield variant, values
-        yield from self._other_variants()
 
     def _number_variant(self, finishes: bool) -> CompiledKernel:
         key = "number", finishes
@@ -228,7 +226,7 @@ class InterNodeKernels(IntraNodeKernels):
         return self._variants[key]
 
     def _return_variant(self, args: CombineArguments) -> CompiledKernel:
-        key = "return", args.weights is None, args.ids is None, args.given_biases
+        key = "return", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
         if key not in self._variants:
             given = self._sum_constants(args)
             self._variants[key] = CompiledKernel(return_kernel, given, RING_WARPS, CHANNEL_REGISTERS, **self._linked)

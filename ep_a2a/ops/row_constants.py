@@ -64,12 +64,13 @@ class ResultRows:
     """What combine's rows are on their way: fp8 if they are cast, else of their own dtype.
 
     Attributes:
-        dtype, plain_element: Triton's, of results and of integers of their width.
+        dtype, plain_element: Triton's, of results and of integers of their width. integers: torch's of that width.
         quantized: whether they are cast. scaled: whether each FP8_GROUP_SIZE elements then have a scale.
     """
 
     dtype: Any
     plain_element: Any
+    integers: torch.dtype
     quantized: bool
     scaled: bool
 
@@ -78,7 +79,7 @@ class ResultRows:
         """Those of a config."""
         dtype = config.combined_dtype
         return cls(
-            TRITON_DTYPES[dtype], tl.int16 if dtype.itemsize == 2 else tl.int32,
+            TRITON_DTYPES[dtype], *((tl.int16, torch.int16) if dtype.itemsize == 2 else (tl.int32, torch.int32)),
             config.combine_quant != QuantType.NONE, config.combine_quant == QuantType.FP8_BLOCKWISE,
         )  # fmt: skip
 
@@ -98,7 +99,3 @@ class ResultRows:
         dtype = tl.float8e4nv if self.quantized else self.dtype
         values = (hidden_dim, lanes, group, self.element, dtype, self.quantized, self.scaled)
         return Block(*map(tl.constexpr, values))
-
-    def for_kernels(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of results as kernels take them: as integers, unless they cast them."""
-        return rows if self.quantized else rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)

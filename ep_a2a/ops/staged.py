@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ep_a2a.memory.node_memory import NodeArena
     from ep_a2a.memory.node_transport import Exchange
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.ops.launch_plan import Launches
     from ep_a2a.ops.memory import BoundMemory
 
 PROGRAMS_PER_SM = 2
@@ -58,7 +59,7 @@ class StagedKernels(InterNodeKernels):
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    ) -> Launches:
         """Launches in order; what stands between two of them here happens between them."""
         if stages.send:
             self._between.require_open()
@@ -70,7 +71,7 @@ class StagedKernels(InterNodeKernels):
 
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    ) -> Launches:
         if stages.send:
             yield self._offering(args, block_num)
         if stages.receive:
@@ -127,9 +128,7 @@ class StagedKernels(InterNodeKernels):
                 self._memory.view(Region.STAGED_CHUNKS, (self._rings.num_nodes, self._rings.head_words)),
             )
 
-    def _packing(
-        self, args: DispatchArguments, block_num: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _packing(self, args: DispatchArguments, block_num: int) -> Launches:
         numbering = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
         yield self._number_variant(finishes=False), numbering, self._num_programs(args.num_tokens, block_num)
         key = "pack", args.x.dtype, args.scales is None, args.weights is None
@@ -139,9 +138,7 @@ class StagedKernels(InterNodeKernels):
         values = (x, scales, weights, ids, table, args.num_tokens, num_chunks, self.config.rank)
         yield self._variant(key, pack_kernel, given), values, self._programs(args.max_num_tokens, block_num)
 
-    def _forwarding(
-        self, args: DispatchArguments, block_num: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _forwarding(self, args: DispatchArguments, block_num: int) -> Launches:
         config, rings = self.config, self._rings
         yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
         key = "forward", args.x.dtype, args.scales is None, args.weights is None
@@ -154,18 +151,16 @@ class StagedKernels(InterNodeKernels):
         yield variant, values, self._programs(args.max_num_tokens, block_num)
         yield self._receiving(args)
 
-    def _packing_sums(
-        self, args: CombineArguments, block_num: int
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _packing_sums(self, args: CombineArguments, block_num: int) -> Launches:
         # ids are compared where nodes are added
         given = self._sum_constants(args._replace(ids=None))
         variant = self._variant(("pack sums", args.weights is None), pack_sums_kernel, given)
         values = (self.table, self._rings.chunks_of_step(args.max_num_tokens), self.config.rank)
         yield variant, values, self._programs(args.max_num_tokens, block_num)
 
-    def _adding(self, args: CombineArguments, block_num: int) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _adding(self, args: CombineArguments, block_num: int) -> Launches:
         yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
-        key = "sum nodes", args.weights is None, args.ids is None, args.given_biases
+        key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
         values = (
             args.result, self.table if args.ids is None else args.ids, *args.biases, self.table, args.num_tokens,
             self._rings.chunks_of_step(args.max_num_tokens), self.config.rank,
@@ -173,9 +168,7 @@ class StagedKernels(InterNodeKernels):
         num_programs = self._programs(args.max_num_tokens, block_num, num_nodes=1)
         yield self._variant(key, sum_nodes_kernel, self._sum_constants(args)), values, num_programs
 
-    def _passing_on(
-        self, max_num_tokens: int, *, back: bool, has_weights: bool
-    ) -> Iterator[tuple[CompiledKernel, tuple[Any, ...], int]]:
+    def _passing_on(self, max_num_tokens: int, *, back: bool, has_weights: bool) -> Launches:
         if self._rings.num_nodes == 1:
             return
         given = {"S": self._op_shape, "R": self._back if back else self._to_experts, "HAS_WEIGHTS": has_weights}
@@ -193,7 +186,6 @@ class StagedKernels(InterNodeKernels):
                 yield variant, values
         failing = (self.table, 0, DISPATCH_PHASE, self.config.rank)
         yield self._failure_variant(), failing
-        yield from self._other_variants()
 
     def _variant(
         self, key: Any, kernel: Any, constants: dict[str, Any], max_registers: int | None = None

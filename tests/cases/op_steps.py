@@ -200,7 +200,7 @@ def closed_in_the_middle(context: RankContext, case: Case) -> None:
 
 
 def _rows_shape(op: EpDispatchCombineOp) -> tuple[int, ...]:
-    return (*leads(op.config, op._accepted.max_num_tokens)[0], op.config.hidden_dim)
+    return (*leads(op.config, op._prepared.max_num_tokens)[0], op.config.hidden_dim)
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:

@@ -22,7 +22,8 @@ from ep_a2a.managers.external.library_op import Arrived
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack, StepInputs
+    from ep_a2a.ops.adapter import RowsBack
+    from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
 PREFIX_MATRIX, SOURCE_TOKENS = 0, 3

@@ -18,7 +18,8 @@ from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineO
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.single_group_guard import OneGroup
-    from ep_a2a.ops.adapter import RowsBack, StepInputs
+    from ep_a2a.ops.adapter import RowsBack
+    from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
 NO_EXPERT = -1

@@ -11,13 +11,14 @@ import torch
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
-from ep_a2a.ops.adapter import AdapterOp, RowsBack, StepInputs
+from ep_a2a.ops.adapter import AdapterOp, RowsBack
 from ep_a2a.ops.base import leads
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+    from ep_a2a.ops.arguments import StepInputs
 
 
 class Arrived(NamedTuple):

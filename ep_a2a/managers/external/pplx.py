@@ -19,7 +19,8 @@ from ep_a2a.ops.base import leads
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack, StepInputs
+    from ep_a2a.ops.adapter import RowsBack
+    from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
