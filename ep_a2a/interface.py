@@ -94,7 +94,7 @@ class DispatchCombineOp(Protocol):
     ) -> tuple[int, int, int]: """(programs, those between nodes, warps per program) of a call with M tokens."""
     def set_max_sms(self, max_sms: int) -> None: """Bounds multiprocessors; 0 = all; equal on all ranks."""
     def set_timeout(self, timeout_secs: float) -> None: """Bounds waits from now on, of replayed graphs, too."""
-    def compile_halves(self) -> None: """Makes the split calls ready to be captured in a graph."""
+    def warmup_split(self) -> None: """Makes the split calls ready to be captured in a graph."""
     def check(self) -> None: """Raises what has gone wrong so far, without waiting."""
     def reset(self) -> None: """Drops the open step and mends the op after an error. Collective."""
     def close(self) -> None: """Ends the use of the op; idempotent."""

@@ -54,8 +54,8 @@ def agree_on_config(
         error = error or unreadable
     if config is not None and error is None:
         error = _own_error(config, rendezvous)
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = rendezvous.exchange("op configuration", {"fields": fields, "error": told})
+    error_text = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = rendezvous.exchange("op configuration", {"fields": fields, "error": error_text})
     if error is not None:
         raise error
     _raise_differences([each["fields"] for each in everyone if each["error"] is None])

@@ -1,4 +1,4 @@
-"""An op of layout expert_major that is given router weights by combine, where others are given them by dispatch."""
+"""An op of layout expert_major that may take router weights in combine instead of dispatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXCHANGED_WORDS = 1024
 """Weights that a program moves at once; each thread moves some."""
 
 
-class LateWeightsOp(EpDispatchCombineOp):
+class CombineTimeWeightsOp(EpDispatchCombineOp):
     """EpDispatchCombineOp whose dispatch may be given None for weights; combine is given them then.
 
     All ranks give a step's weights at the same place. Given to combine they take one hop more: they travel to the
@@ -43,27 +43,27 @@ class LateWeightsOp(EpDispatchCombineOp):
         super().__init__(config, arena=arena, index=index)
         if config.layout != Layout.EXPERT_MAJOR:
             raise ConfigError("layout expert_major, where combine weighs rows", repr(config.layout))
-        self._are_late = False
+        self._come_at_combine = False
         shape = (config.max_num_inp_token_per_rank, config.topk)
         self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._exchange = WeightExchange(self)
 
     def _prepare_dispatch(self, step: StepInputs) -> None:
-        are_late = step.weights is None
-        if are_late:
+        come_at_combine = step.weights is None
+        if come_at_combine:
             tokens: object = step.tokens
             num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
             step = step._replace(weights=self._no_weights[:num_tokens])
         super()._prepare_dispatch(step)
-        self._are_late = are_late
-        if are_late:
+        self._come_at_combine = come_at_combine
+        if come_at_combine:
             args = cast("DispatchArguments", self._sent)
             # ranks that bring them now and ranks that bring them later find out by this word
             self._sent = args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT)
 
     def _prepare_combine(self, given: CombineInputs) -> None:
         """Checks a combine, and launches the exchange of weights that its other launches need."""
-        if not self._are_late:
+        if not self._come_at_combine:
             super()._prepare_combine(given)
             return
         if given.weights is None:
@@ -106,7 +106,7 @@ class WeightExchange:
         world_size, topk = config.world_size, config.topk
         self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES
         sizes = BlockSizes(self.num_bytes, {}, world_size * ADDRESS_BYTES, {}, record_words=1)
-        memory = op.arena.acquire(f"{config.digest()} late weights", op.index, sizes)
+        memory = op.arena.acquire(f"{config.digest()} combine-time weights", op.index, sizes)
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own.view(torch.int64)
         self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64))

@@ -19,7 +19,7 @@ from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ep_a2a.ops.timeouts import WaitBounds
+    from ep_a2a.ops.timeouts import Timeouts
 
 RESET = "Then op.reset() on every rank makes the op usable again."
 DISPATCH_PHASE, COMBINE_PHASE = StepPhase.DISPATCH, StepPhase.COMBINE
@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         code: what went wrong.
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
-        phase: a StepPhase; 0 if another rank has told no more than code and accused.
+        phase: a StepPhase; 0 if a peer has reported no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
         detail: depends on the code.
         per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
@@ -55,21 +55,21 @@ class Failure:
         return cls(code, accused, phase, words[Record.EPOCH], words[Record.DETAIL], per_rank)
 
     @classmethod
-    def told(cls, code: int, accused: int) -> Failure:
-        """One that another rank has found."""
+    def of_peer(cls, code: int, accused: int) -> Failure:
+        """A failure that a peer has reported."""
         return cls(code, accused, 0, 0, 0, ())
 
-    def exception(self, rank: int, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
+    def exception(self, rank: int, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
         """The error to raise on this rank.
 
         Args:
-            rank: this one. bounds: the op's.
+            rank: this one. timeouts: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
         """
         where = self._where(rank)
         match self.code:
             case FailureCode.TIMEOUT:
-                return self._timeout(where, bounds, seen or {})
+                return self._timeout(where, timeouts, seen or {})
             case FailureCode.ALTERNATION:
                 return self._alternation(where)
             case FailureCode.STRIDE_MISMATCH:
@@ -96,7 +96,7 @@ class Failure:
 
     def _disagreement(self, where: str) -> ConfigMismatchError:
         if not self.detail:
-            # told by another rank: per_rank holds who was late here, not what the ranks said
+            # reported by a peer: per_rank holds who was late here, not what the ranks said
             found = f"a rank found otherwise before {where}"
             return ConfigMismatchError("all ranks to agree on each step", found, RESET)
         words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
@@ -126,7 +126,7 @@ class Failure:
             f"{ForeignIndicesError.remedy} {RESET}",
         )  # fmt: skip
 
-    def _timeout(self, where: str, bounds: WaitBounds, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
+    def _timeout(self, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
         absent = [r for r, late in enumerate(self.per_rank) if late]
         here = f"ranks {absent} absent here when {where} gave up" if self.phase else f"in {where}"
         got = f"rank {self.accused} did not arrive ({here})"
@@ -138,7 +138,7 @@ class Failure:
                 # read after the wait has given up
                 got += f"; rank {self.accused} has begun this call by now, late or without sending all of its rows"
         return RankTimeoutError(
-            f"every rank within {bounds.named(self.epoch)}", got, None, (self.accused,), wanted, seen
+            f"every rank within {timeouts.named(self.epoch)}", got, None, (self.accused,), wanted, seen
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ An op fills in how arguments are checked (`_prepare_dispatch`, `_prepare_combine
 from __future__ import annotations
 
 import abc
+import warnings
 from typing import TYPE_CHECKING, Self
 
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
@@ -308,8 +309,13 @@ class ValidatedOp(abc.ABC):
     def set_max_sms(self, max_sms: int) -> None:  # noqa: B027  not all ops have something to do
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
 
-    def compile_halves(self) -> None:  # noqa: B027  not all ops have something to do
-        """Makes the split calls ready to be captured at once. Without effect where nothing is left to compile."""
+    def warmup_split(self) -> None:  # noqa: B027  not all ops have something to do
+        """Compiles the split calls, so that they can be captured. Without effect where nothing is left to compile."""
+
+    def compile_halves(self) -> None:
+        """Former name of `warmup_split`."""
+        warnings.warn("compile_halves is now warmup_split; use that name.", DeprecationWarning, stacklevel=2)
+        self.warmup_split()
 
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; UnsupportedError where there are none."""

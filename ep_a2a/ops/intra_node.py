@@ -29,7 +29,7 @@ from ep_a2a.ops.row_constants import (
     scale_line,
     shape_of,
 )
-from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.policy import (
     COUNT_WARPS,
     MAX_COUNTED_ALONE,
@@ -214,7 +214,7 @@ class IntraNodeKernels:
     def compile(self) -> None:
         """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
 
-        Nothing is launched. The halves of the split calls are compiled when they are first used, or by compile_halves.
+        Nothing is launched. The halves of the split calls are compiled when they are first used, or by warmup_split.
         Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
         """
         if self._interpreted:
@@ -238,7 +238,7 @@ class IntraNodeKernels:
             self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
         self.compile()
 
-    def compile_halves(self) -> None:
+    def warmup_split(self) -> None:
         """Compiles what the split calls need, now and whenever `compile` is called."""
         self._compiled_stages = (WHOLE, SEND, RECEIVE)
         self.compile()
@@ -251,8 +251,8 @@ class IntraNodeKernels:
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         shapes = launch_shapes(self.config, self.num_sms, self._tables, self.max_sms)
-        dispatches = list(stand_in_dispatches(self.config, self.device))
-        combines = list(stand_in_combines(self.config, self.device))
+        dispatches = list(warmup_dispatches(self.config, self.device))
+        combines = list(warmup_combines(self.config, self.device))
         for phase, tokens, launch in shapes:
             for args in dispatches if phase is not Phase.COMBINE else ():
                 sized = args._replace(max_num_tokens=tokens)
@@ -290,7 +290,7 @@ class IntraNodeKernels:
             kernel = bulk_dispatch_kernel if phase is Phase.DISPATCH else ll_dispatch_kernel
             given = self._dispatch_constants(args, phase, launch, stages)
             threads = LL_PROGRAMS_PER_SM * 32 * launch.num_warps
-            max_registers = REGISTERS_PER_SM // threads if phase is Phase.FLAGGED_DISPATCH else None
+            max_registers = REGISTERS_PER_SM // threads if phase is Phase.LL_DISPATCH else None
             variant = self._variants[key] = CompiledKernel(kernel, given, launch.num_warps, max_registers)
         return variant
 
@@ -306,7 +306,7 @@ class IntraNodeKernels:
             "S": self._op_shape, "OWNERS": self._placement,
             "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
         }  # fmt: skip
-        if phase is Phase.FLAGGED_DISPATCH:
+        if phase is Phase.LL_DISPATCH:
             return common | {
                 "ROW": constants(Row, row | {"BLOCK_WORDS": max(block_words, threads)}),
                 "LL": constants(LowLatencyDispatch, {
@@ -342,14 +342,14 @@ class IntraNodeKernels:
 
     def _dispatch_values(self, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
         config = self.config
-        width = config.scale_bytes if phase is Phase.FLAGGED_DISPATCH else self._scale_bytes(args.scales)
+        width = config.scale_bytes if phase is Phase.LL_DISPATCH else self._scale_bytes(args.scales)
         values = (
             *self._dispatch_tensors(args, width),
             args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
             config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )  # fmt: skip
-        return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.FLAGGED_DISPATCH else values
+        return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.LL_DISPATCH else values
 
     def _combine_variant(
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool

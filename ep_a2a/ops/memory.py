@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Block
     from ep_a2a.memory.arena import Arena, OpMemory
-    from ep_a2a.ops.timeouts import WaitBounds
+    from ep_a2a.ops.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -179,11 +179,11 @@ class BoundMemory:
             self._locals[role] = memory
         return memory
 
-    def initialize(self, bounds: WaitBounds, *, refill: bool) -> None:
+    def initialize(self, timeouts: Timeouts, *, refill: bool) -> None:
         """Brings the memory into the state before the first step. Ranks meet before and after.
 
         Args:
-            bounds: of waits.
+            timeouts: of waits for other ranks.
             refill: also the blocks that the op shares, which no step of any op may be using then.
         """
         self.acquired.symmetric["own"].local.zero_()
@@ -191,7 +191,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.set_bounds(bounds)
+        self.set_timeouts(timeouts)
         self.steps.zero_()
         self.record.zero_()
         if refill or self.acquired.slot.spoilt:
@@ -199,11 +199,11 @@ class BoundMemory:
         if self.acquired.local_own.is_cuda:
             torch.cuda.synchronize(self.acquired.local_own.device)
 
-    def set_bounds(self, bounds: WaitBounds) -> None:
+    def set_timeouts(self, timeouts: Timeouts) -> None:
         """Bounds the waits of launches from now on, those of captured graphs included."""
-        self.bounds = bounds
+        self.timeouts = timeouts
         limits = self.view(Region.LIMITS)
-        for place, nanoseconds in enumerate(bounds.in_nanoseconds()):
+        for place, nanoseconds in enumerate(timeouts.in_nanoseconds()):
             limits[place].fill_(nanoseconds)
 
     def set_epoch(self, epoch: int) -> None:
@@ -215,7 +215,7 @@ class BoundMemory:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a failure was found here or by a peer that has told this rank; not while a graph is captured."""
+        """Whether a kernel here has failed, or a peer has reported a failure; False while a graph is captured."""
         return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
 
     def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:

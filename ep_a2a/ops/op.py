@@ -24,7 +24,7 @@ from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.staged import StagedKernels
-from ep_a2a.ops.timeouts import WaitBounds
+from ep_a2a.ops.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -69,7 +69,7 @@ class EpDispatchCombineOp(ValidatedOp):
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
-        self.timeouts = WaitBounds.of(config)
+        self.timeouts = Timeouts.of(config)
         self.memory = BoundMemory(config, arena, self.index)
         self.memory.acquired.user = weakref.ref(self)
         super().__init__(config, arena.device, self.memory.acquired.slot.streams)
@@ -191,9 +191,9 @@ class EpDispatchCombineOp(ValidatedOp):
         """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""
         self.engine.limit_sms(max_sms)
 
-    def compile_halves(self) -> None:
+    def warmup_split(self) -> None:
         """Compiles the split calls, now and whenever launches change; see the base class. Local."""
-        self.engine.compile_halves()
+        self.engine.warmup_split()
 
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; called by SpanRecorder, which reads them. Local."""
@@ -201,9 +201,9 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def set_timeout(self, timeout_secs: float) -> None:
         """Bounds the waits of calls and of graph replays from now on, those of a first step included. Local."""
-        self.timeouts = WaitBounds.same(timeout_secs)
+        self.timeouts = Timeouts.same(timeout_secs)
         self.streams.follow(self.device)
-        self.memory.set_bounds(self.timeouts)
+        self.memory.set_timeouts(self.timeouts)
 
     def check(self) -> None:
         """Raises what the kernels have recorded; does not wait for kernels that still run.

@@ -16,14 +16,14 @@ RANK_BITS = 16
 """Of a poison word, code << 16 | accused rank; see primitives.py."""
 
 
-class ToldFailures:
-    """Failures of an op that any rank has found, for a rank that takes results of others into its own.
+class PeerFailures:
+    """Polls for failures of an op on any rank, for a rank that takes results of others into its own.
 
     `op.check` raises what kernels of this rank have met. Where the last kernel of a step fails on another rank only,
     this one learns of it by its next kernel. That is too late if it has used what the other rank's step has given.
 
     Args:
-        op: whose memory is read. What a rank tells lies there before its failed kernel ends.
+        op: whose memory is read. A report lies there before the failed kernel of its rank ends.
     """
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
@@ -44,7 +44,7 @@ class ToldFailures:
         if word:
             # this rank's own kernels know more
             self._op.check()
-            failure = Failure.told(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
+            failure = Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
             raise failure.exception(self._op.config.rank, self._op.timeouts)
 
     def _read(self) -> int:

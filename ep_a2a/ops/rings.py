@@ -20,7 +20,7 @@ from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.ops.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
-from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.policy import DISPATCH_WARPS, INTERPRETED_PROGRAMS, Launch, Phase
 
 if TYPE_CHECKING:
@@ -147,10 +147,10 @@ class InterNodeKernels(IntraNodeKernels):
         return self._offer_variant(args), values, num_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        for dispatch in stand_in_dispatches(self.config, self.device):
+        for dispatch in warmup_dispatches(self.config, self.device):
             for variant, values, _ in self._dispatch_launches(dispatch, stages, -1, -1):
                 yield variant, values
-        for combine in stand_in_combines(self.config, self.device):
+        for combine in warmup_combines(self.config, self.device):
             for variant, values, _ in self._combine_launches(combine, stages, -1, -1):
                 yield variant, values
 

@@ -18,7 +18,7 @@ from ep_a2a.kernels.staged_kernels import (
 )
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
 from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
-from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +107,7 @@ class StagedKernels(InterNodeKernels):
         Ranks of a node in which one is missing are the first to name it.
         """
         ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self._interpreted else 0
-        return self._memory.bounds.of_step(is_first=ended == 0) * (2 if back else 1)
+        return self._memory.timeouts.of_step(is_first=ended == 0) * (2 if back else 1)
 
     def quiet(self) -> None:
         """Connects anew where an exchange has failed, or not ended, on any rank. Collective."""
@@ -177,10 +177,10 @@ class StagedKernels(InterNodeKernels):
         yield variant, values, self._rings.num_nodes - 1
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        for dispatch in stand_in_dispatches(self.config, self.device):
+        for dispatch in warmup_dispatches(self.config, self.device):
             for variant, values, _ in (*self._packing(dispatch, -1), *self._forwarding(dispatch, -1)):
                 yield variant, values
-        for combine in stand_in_combines(self.config, self.device):
+        for combine in warmup_combines(self.config, self.device):
             sums = (*self._packing_sums(combine, -1), *self._adding(combine, -1))
             for variant, values, _ in (self._offering(combine, -1), *sums):
                 yield variant, values

@@ -1,4 +1,4 @@
-"""How long an op's kernels wait for other ranks."""
+"""Time-outs of an op: how long its kernels wait for other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FIRST_EPOCH = 1
 
 
 @dataclass(frozen=True)
-class WaitBounds:
-    """Seconds that a wait may take.
+class Timeouts:
+    """Seconds that one wait for other ranks may take.
 
     Attributes:
         step_secs: in any step but the first. first_step_secs: in the first since the op was built or reset, in which
@@ -27,13 +27,13 @@ class WaitBounds:
     first_step_secs: float
 
     @classmethod
-    def of(cls, config: EpDispatchCombineConfig) -> WaitBounds:
-        """Those of an op's config."""
+    def of(cls, config: EpDispatchCombineConfig) -> Timeouts:
+        """The time-outs of an op's config."""
         return cls(config.timeout, config.first_timeout)
 
     @classmethod
-    def same(cls, timeout_secs: float) -> WaitBounds:
-        """One bound for all steps.
+    def same(cls, timeout_secs: float) -> Timeouts:
+        """The same time-out for all steps.
 
         Raises:
             ConfigError: it is not a number of seconds that the kernels' clock can count.
@@ -42,15 +42,15 @@ class WaitBounds:
         return cls(timeout_secs, timeout_secs)
 
     def of_step(self, *, is_first: bool) -> float:
-        """The bound that holds in a step, in seconds."""
+        """The time-out of a step, in seconds."""
         return self.first_step_secs if is_first else self.step_secs
 
     def in_nanoseconds(self) -> tuple[int, int]:
-        """As kernels read them: of a step, of the first step."""
+        """In the order in which kernels read them: of a step, of the first step."""
         return int(self.step_secs * NS_PER_SEC), int(self.first_step_secs * NS_PER_SEC)
 
     def named(self, epoch: int) -> str:
-        """The bound that held in a step, as "name = seconds"."""
+        """The time-out that held in a step, as "name = seconds"."""
         if epoch == FIRST_EPOCH and self.first_step_secs != self.step_secs:
             return f"first_timeout_secs = {self.first_step_secs:g}"
         return f"timeout_secs = {self.step_secs:g}"

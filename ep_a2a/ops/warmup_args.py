@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NUM_ELEMENTS = 16
 
 
-def stand_in_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[DispatchArguments]:
+def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[DispatchArguments]:
     """A dispatch of each form, of one token at most."""
     word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
     floats = torch.empty(NUM_ELEMENTS, dtype=torch.float32, device=device)
@@ -37,7 +37,7 @@ def stand_in_dispatches(config: EpDispatchCombineConfig, device: torch.device) -
                 yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
 
 
-def stand_in_combines(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[CombineArguments]:
+def warmup_combines(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[CombineArguments]:
     """A combine of each form."""
     only_serving = config.compiled_calls == CompiledCalls.SERVING
     rows = torch.empty(NUM_ELEMENTS, dtype=config.combined_dtype, device=device)

@@ -111,7 +111,7 @@ class CountedExchange:
         self.op, self.counters = op, counters
         self.engine = _CounterKernels(op, counters)
         # whoever captures a graph may not have made a call of this size before
-        op.compile_halves()
+        op.warmup_split()
         self.engine.compile()
 
     def dispatch(

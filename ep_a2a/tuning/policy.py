@@ -41,23 +41,23 @@ MAX_DISPATCH_PROGRAMS = 1024
 
 
 class Phase(enum.Enum):
-    """Launches of an op. FLAGGED_DISPATCH is the low-latency dispatch of few tokens."""
+    """Launches of an op. LL_DISPATCH is the low-latency dispatch of few tokens."""
 
     DISPATCH = "dispatch"
-    FLAGGED_DISPATCH = "flagged_dispatch"
+    LL_DISPATCH = "flagged_dispatch"
     COMBINE = "combine"
 
     # Each call looks launches up by phase. An Enum's own hash is a slow Python function.
     __hash__ = object.__hash__
 
 
-THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.FLAGGED_DISPATCH: 512, Phase.COMBINE: 640}
+THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.LL_DISPATCH: 512, Phase.COMBINE: 640}
 """Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
 
 
-WIDE_WARPS = {Phase.DISPATCH: 16, Phase.FLAGGED_DISPATCH: 16, Phase.COMBINE: 16}
+WIDE_WARPS = {Phase.DISPATCH: 16, Phase.LL_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
-SPEAKERS = {Phase.FLAGGED_DISPATCH: 2, Phase.COMBINE: 1}
+SPEAKERS = {Phase.LL_DISPATCH: 2, Phase.COMBINE: 1}
 """Number of first programs, in a launch with two roles, that post to peers and neither send nor receive rows."""
 
 
@@ -153,7 +153,7 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
     if phase is Phase.DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
     few = max_num_tokens < FEW_TOKENS
-    if phase is Phase.FLAGGED_DISPATCH:
+    if phase is Phase.LL_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = SPEAKERS[phase] + senders + receivers
         return Launch(
@@ -206,7 +206,7 @@ def _tuned(
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
     """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
-    return Phase.FLAGGED_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
+    return Phase.LL_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
 
 
 def launch_shapes(

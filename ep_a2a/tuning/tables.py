@@ -39,7 +39,7 @@ ABOUT = (
     "A number of programs, senders or receivers of 0 means one for each unit of work."
 )
 _log = logging.getLogger(__name__)
-_told: set[tuple[str, ShapeKey, str]] = set()
+_reported: set[tuple[str, ShapeKey, str]] = set()
 
 
 @dataclass(frozen=True, order=True)
@@ -175,8 +175,8 @@ class TunedTables:
     def tell(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
         """Logs the source of a launch, at info, once per phase, shape and source in a process."""
         what = (phase, shape_key(config, phase, max_num_tokens), reason)
-        if what not in _told:
-            _told.add(what)
+        if what not in _reported:
+            _reported.add(what)
             _log.info("%s of at most %d tokens per rank: launch numbers are %s", phase, max_num_tokens, reason)
 
     def turning_points(self) -> set[int]:

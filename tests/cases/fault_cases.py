@@ -29,7 +29,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.ops.peer_failures import ToldFailures
+from ep_a2a.ops.peer_failures import PeerFailures
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
@@ -287,7 +287,7 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
     """One rank gives up in a step that the others have not begun: they are told, though no kernel of theirs sees it."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        told = ToldFailures(op)
+        told = PeerFailures(op)
         run_step(case, op, 0, context.device)
         settle(op)
         told.check()

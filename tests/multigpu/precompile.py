@@ -27,7 +27,7 @@ def compile_case(case: Case) -> None:
     kernels = engine(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device)
     kernels.compile()
     if case.split:
-        kernels.compile_halves()
+        kernels.warmup_split()
 
 
 def main() -> None:

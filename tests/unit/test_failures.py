@@ -18,7 +18,7 @@ from ep_a2a.errors import (
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 from ep_a2a.ops.failures import Failure, describe_wire_word, wire_word
-from ep_a2a.ops.timeouts import WaitBounds
+from ep_a2a.ops.timeouts import Timeouts
 
 DISPATCH, COMBINE = 1, 2
 TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6
@@ -38,7 +38,7 @@ def failure(
 
 
 def error_of(failed: Failure) -> EpA2AError:
-    return failed.exception(rank=1, bounds=WaitBounds(2.5, 40.0))
+    return failed.exception(rank=1, timeouts=Timeouts(2.5, 40.0))
 
 
 def test_codes_are_those_of_the_kernels():
@@ -50,7 +50,7 @@ def test_codes_are_those_of_the_kernels():
 
 def test_what_another_rank_has_not_told_is_not_made_up():
     for code in (CAPACITY, FOREIGN):
-        text = str(error_of(Failure.told(code, 3)))
+        text = str(error_of(Failure.of_peer(code, 3)))
         assert "has told rank 1" in text
         assert not any(f"{word} 0" in text or f"0 {word}" in text for word in ("token", "rows"))
 
@@ -78,7 +78,7 @@ CASES = {
         ("rank 0 did not arrive", "ranks [0] absent here", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
     ),
     "timeout of which another rank has told": (
-        Failure.told(TIMEOUT, 3),
+        Failure.of_peer(TIMEOUT, 3),
         RankTimeoutError,
         ("timeout_secs = 2.5", "rank 3 did not arrive", "in a call of another rank that has told rank 1"),
     ),
@@ -164,7 +164,7 @@ def test_a_timeout_accuses_the_rank_that_was_missing_first(name, missing):
 
 def test_a_timeout_tells_where_flags_stand():
     seen = {"counts": (7, 7, 7, 6), "flags": (7, 6, 6, 6)}
-    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(0, WaitBounds.same(1.0), seen)
+    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(0, Timeouts.same(1.0), seen)
     assert "epochs here now, 7 wanted: counts at 7 from ranks [0, 1, 2] and 6 from ranks [3]" in str(error)
     assert "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]" in str(error)
     assert "has begun" not in str(error)
@@ -175,13 +175,13 @@ def test_a_timeout_tells_where_flags_stand():
 
 def test_a_rank_whose_flags_have_come_owes_rows():
     seen = {"flags": (7, 7, 7, 7)}
-    error = failure(TIMEOUT, 3, COMBINE).exception(0, WaitBounds.same(1.0), seen)
+    error = failure(TIMEOUT, 3, COMBINE).exception(0, Timeouts.same(1.0), seen)
     assert "flags at 7 from ranks [0, 1, 2, 3]; rank 3 has begun this call by now, late or without" in str(error)
 
 
 def test_epochs_beyond_2_to_31_are_shown_unsigned():
     failed = Failure.from_record([TIMEOUT, 0, DISPATCH, -(2**31) + 1, 0, 0, 0, 0, 1], 1)
-    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, WaitBounds.same(1.0)))
+    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, Timeouts.same(1.0)))
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])

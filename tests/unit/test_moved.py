@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from ep_a2a.moved import MOVED, new_path
+from ep_a2a.ops.front import ValidatedOp
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -40,3 +42,11 @@ def test_a_program_runs_by_its_old_path() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_the_former_name_of_warmup_split_warns_and_works() -> None:
+    calls: list[str] = []
+    op = types.SimpleNamespace(warmup_split=lambda: calls.append("warmup_split"))
+    with pytest.warns(DeprecationWarning, match="warmup_split"):
+        ValidatedOp.compile_halves(op)  # type: ignore[arg-type]
+    assert calls == ["warmup_split"]

@@ -13,7 +13,7 @@ from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.rings import InterNodeKernels
-from ep_a2a.ops.warmup_args import stand_in_combines, stand_in_dispatches
+from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from tests.markers import first_is_quick
 
@@ -102,8 +102,8 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     config = config_of(max_sms=max_sms)
     kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     kernels.num_sms = NUM_SMS
-    (dispatch,) = stand_in_dispatches(config, kernels.device)
-    (combine,) = stand_in_combines(config, kernels.device)
+    (dispatch,) = warmup_dispatches(config, kernels.device)
+    (combine,) = warmup_combines(config, kernels.device)
     most = config.max_num_inp_token_per_rank
     launches = [
         *kernels._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),

@@ -165,19 +165,19 @@ def test_programs_shrink_with_the_work(own):
     combine = chosen(Phase.COMBINE, own, 4, tables_of(entry(4, many)))
     assert (combine.num_senders, combine.num_receivers) == (4 * 4, max(1, own * 7))
     tables = tables_of(entry(4, many, cast="fp8_per_1x128"), phase="flagged_dispatch")
-    flagged = chosen(Phase.FLAGGED_DISPATCH, own, 4, tables)
+    flagged = chosen(Phase.LL_DISPATCH, own, 4, tables)
     assert (flagged.num_senders, flagged.num_receivers) == (max(1, own), 4 * 4)
     # own rows travel in layout compact only
-    by_rank = chosen(Phase.FLAGGED_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
+    by_rank = chosen(Phase.LL_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
     assert (by_rank.num_senders, by_rank.num_receivers) == (max(1, own), 3 * 4)
-    assert by_rank.num_programs == SPEAKERS[Phase.FLAGGED_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
+    assert by_rank.num_programs == SPEAKERS[Phase.LL_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
     tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
     assert chosen(Phase.DISPATCH, own, 4, tables).num_programs == max(1, own)
 
 
 def test_zero_means_a_program_for_each_unit_of_work():
     tables = tables_of(entry(16, TunedLaunch(4), cast="fp8_per_1x128"), phase="flagged_dispatch")
-    launch = chosen(Phase.FLAGGED_DISPATCH, 20, 20, tables)
+    launch = chosen(Phase.LL_DISPATCH, 20, 20, tables)
     assert (launch.num_senders, launch.num_receivers, launch.reason) == (20, 80, "tuned table a.json, nearest: 16")
 
 

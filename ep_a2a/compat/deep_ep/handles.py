@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from ep_a2a.errors import StateError
-from ep_a2a.ops.expert_sources import expert_row_sources
+from ep_a2a.ops.introspection import expert_row_sources
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, UnsupportedError
 from ep_a2a.ops.base import agree_on_config
-from ep_a2a.ops.combine_time_weights import LateWeightsOp
+from ep_a2a.ops.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.ops.memory import block_sizes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PhaseBuffers:
     """
 
     def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
-        self.op = LateWeightsOp(config, arena=arena, index=index)
+        self.op = CombineTimeWeightsOp(config, arena=arena, index=index)
         self.num_tokens = self._num_dispatches = 0
         self._users = 2
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.ops.peer_failures import ToldFailures
+    from ep_a2a.ops.peer_failures import PeerFailures
     from ep_a2a.telemetry.counters import CountedExchange
 
 MIB = 1 << 20
@@ -74,7 +74,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
         self._ops: list[EpDispatchCombineOp] = []
-        self._peer_failures: list[ToldFailures] = []
+        self._peer_failures: list[PeerFailures] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_variable()
         # raised on all ranks together, when the first op is made
@@ -101,9 +101,9 @@ class VllmAll2AllManager(NativeAll2AllManager):
             self._ops.append(op)
             if self.tp_group.world_size > 1:
                 # Triton is loaded when the first op is made
-                from ep_a2a.ops.peer_failures import ToldFailures
+                from ep_a2a.ops.peer_failures import PeerFailures
 
-                self._peer_failures.append(ToldFailures(op))
+                self._peer_failures.append(PeerFailures(op))
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:

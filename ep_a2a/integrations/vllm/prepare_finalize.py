@@ -132,7 +132,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             )
         )  # fmt: skip
         if self._combines_in_halves:
-            self._op.compile_halves()
+            self._op.warmup_split()
         self._exchange = self._manager.exchange_of(self._op, moe)
         self._raise_row_limit(fused_experts)
         self._close_op_when_experts_fail(fused_experts)
