@@ -141,16 +141,43 @@ def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
         yield from nodes_that_run(child)
 
 
-def imported_modules(name: str) -> Iterator[str]:
-    for node in nodes_that_run(tree_of(name)):
+def imports_in(tree: ast.Module) -> Iterator[str]:
+    """Modules that a module imports, in functions, too."""
+    for node in nodes_that_run(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} has a relative import; house style is absolute ones"
+            assert node.level == 0, f"line {node.lineno} has a relative import; house style is absolute ones"
             assert node.module
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else node.module
+
+
+def imported_modules(name: str) -> Iterator[str]:
+    return imports_in(tree_of(name))
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The package's modules, and which of the others each imports."""
+    return {name: {other for other in imported_modules(name) if other in MODULES} - {name} for name in MODULES}
+
+
+def rooms_of(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same graph between top-level modules and packages: ep_a2a.config, ep_a2a.env, ..."""
+    rooms: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        room = ".".join(name.split(".")[:2])
+        rooms.setdefault(room, set()).update(".".join(other.split(".")[:2]) for other in others)
+    return {room: others - {room} for room, others in rooms.items()}
+
+
+def in_circles(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows of a graph that remain when whatever imports nothing that remains has been taken away, in turn."""
+    rest = graph
+    while gone := {name for name, others in rest.items() if not others}:
+        rest = {name: others - gone for name, others in rest.items() if name not in gone}
+    return rest
 
 
 def layer_of(name: str) -> int:
@@ -171,6 +198,31 @@ def upward_imports(name: str) -> list[str]:
 
 def test_imports_go_one_way():
     assert offenders(upward_imports) == {}
+
+
+def test_no_imports_go_in_circles():
+    graph = import_graph()
+    assert in_circles(graph) == {}
+    assert in_circles(rooms_of(graph)) == {}
+
+
+def test_commands_are_imported_by_the_command_line_only():
+    importers = {
+        name for name, others in import_graph().items() if any(o.startswith("ep_a2a.commands") for o in others)
+    }
+    assert {name for name in importers if not name.startswith(("ep_a2a.commands", "ep_a2a.cli"))} == set()
+
+
+def test_the_graph_has_imports_in_functions_and_shows_what_breaks_a_rule():
+    tree = ast.parse(
+        "if TYPE_CHECKING:\n    import ep_a2a.errors\n"
+        "def late():\n    from ep_a2a.cli import app\n    import ep_a2a.env\n"
+    )
+    assert [*imports_in(tree)] == ["ep_a2a.cli.app", "ep_a2a.env"]
+    arrows = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"d"}}
+    assert in_circles(arrows) == {"a": {"b"}, "b": {"c"}, "c": {"a"}}
+    assert rooms_of({"ep_a2a.ops.op": {"ep_a2a.ops.base", "ep_a2a.env"}}) == {"ep_a2a.ops": {"ep_a2a.env"}}
+    assert layer_of("ep_a2a.cli.app") > layer_of("ep_a2a.commands.demo") > layer_of("ep_a2a.ops.op")
 
 
 def test_the_foundation_imports_only_itself():
