@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 SHORT_TIMEOUT_SECS = 12.0
 """Long enough for an interpreted step of ranks that share busy cores."""
+ABSENT_TIMEOUT_SECS = 5.0
+"""Where ranks that have met a moment before wait for one that does not come."""
+ENOUGH_SECS = 60.0
 BRIEF_TIMEOUT_SECS = 3.0
 """Where nobody is waited for but a rank that sleeps."""
 

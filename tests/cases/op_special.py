@@ -33,7 +33,14 @@ from tests.cases.op_cases import (
     run_step,
     same_bits,
 )
-from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised, synchronize
+from tests.cases.op_checks import (
+    ABSENT_TIMEOUT_SECS,
+    BRIEF_TIMEOUT_SECS,
+    ENOUGH_SECS,
+    SHORT_TIMEOUT_SECS,
+    raised,
+    synchronize,
+)
 from tests.cases.op_steps import STEP_BODIES
 
 if TYPE_CHECKING:
@@ -171,13 +178,13 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
-        op.set_timeout(SHORT_TIMEOUT_SECS)
+        op.set_timeout(ABSENT_TIMEOUT_SECS)
         if phase == "combine":
             step = Step.dispatch(case, op, 1, context.device)
         # a slow machine may take longer over the checks of one rank than the others are going to wait
         arena.rendezvous.barrier("before one is missing")
         if context.rank == absent:
-            time.sleep(SHORT_TIMEOUT_SECS + 1)
+            time.sleep(ABSENT_TIMEOUT_SECS + 1)
         elif phase == "combine":
             rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
             result, _ = op.combine(rows, None, step.ids)
@@ -198,7 +205,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         # on a GPU programs whose tokens the absent rank has no part in have added them already
         if phase == "combine" and (context.rank == absent or context.device.type == "cpu"):
             assert not result[: step.counts[context.rank]].any()
-        error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {SHORT_TIMEOUT_SECS:g}")
+        error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {ABSENT_TIMEOUT_SECS:g}")
         assert isinstance(error, errors.RankTimeoutError)
         assert error.missing_ranks == (absent,)
         assert error.wanted == 2
@@ -208,6 +215,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         assert first == tuple(1 if r == absent else 2 for r in range(case.world_size)), error
         raised(errors.RankTimeoutError, lambda: run_step(case, op, 2, context.device))
         op.reset()
+        op.set_timeout(ENOUGH_SECS)
         for number in range(3, 6):
             run_step(case, op, number, context.device)
 

@@ -16,7 +16,7 @@ from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
-from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, SHORT_TIMEOUT_SECS, raised
+from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, raised
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES
 from tests.cases.ring_cases import REPLAYED, SPECIAL, of_two_ranks
@@ -144,7 +144,7 @@ def a_rank_that_does_not_come(context: RankContext, phase: str, num_nodes: int) 
     with node_arena(context, num_nodes) as arena:
         op = make_op(context, over_torch_distributed(case), arena)
         run_step(case, op, 0, context.device)
-        op.set_timeout(SHORT_TIMEOUT_SECS)
+        op.set_timeout(ABSENT_TIMEOUT_SECS)
         step = Step.dispatch(case, op, 1, context.device) if phase == "combine" else None
         arena.rendezvous.barrier("before one is missing")
         if context.rank != ABSENT:
@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(ranks: Any, phase: str
     # ranks that share no node with it learn of it in combine through others, or wait twice as long
     bounds = 1 if phase == "dispatch" else 2
     for secs in ranks(a_rank_that_does_not_come, 4, phase, num_nodes):
-        assert secs < (bounds + 1) * SHORT_TIMEOUT_SECS
+        assert secs < (bounds + 1) * ABSENT_TIMEOUT_SECS
 
 
 def begun_by_some(context: RankContext) -> None:
