@@ -52,7 +52,7 @@ def command(
     """
     from dataclasses import replace
 
-    from ep_a2a.commands.bench.command import DEFAULTS, asked_ranks, execute
+    from ep_a2a.commands.bench.command import DEFAULTS, execute, requested_ranks
     from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names, present_names
     from ep_a2a.commands.bench.launcher import make_runner
     from ep_a2a.commands.bench.workload import Sweep
@@ -74,7 +74,7 @@ def command(
     with make_runner(kind) as runner:
         joined = runner.world_size
         sweep = Sweep(
-            world_size=asked_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
+            world_size=requested_ranks(ranks, kind, joined or defaults.num_ranks, is_joined=joined is not None),
             hidden_dim=numbers("hidden", hidden, (defaults.hidden_dim,)),
             topk=numbers("topk", topk, (defaults.topk,)),
             num_experts=numbers("experts", experts, (defaults.num_experts,)),

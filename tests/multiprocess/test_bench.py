@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ep_a2a.commands.bench import contenders
-from ep_a2a.commands.bench import launcher as drive
-from ep_a2a.commands.bench import worker as run
+from ep_a2a.commands.bench import contenders, launcher, worker
 from ep_a2a.commands.bench.contenders import Contender, Session
 from ep_a2a.commands.bench.rows import Row, Status
 from ep_a2a.commands.bench.timing import TimingSettings
@@ -47,7 +45,7 @@ def test_every_contender_is_known_here():
 @pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
 def test_virtual_nodes(ranks, name):
     workload = workload_of(4, gpus_per_node=2, layout="rank_major")
-    row = ranks(run.run_contender, 4, workload, name, QUICK)[0]
+    row = ranks(worker.run_contender, 4, workload, name, QUICK)[0]
     assert (row.status, row.reason) == (Status.OK, "")
     once, flat = workload.rows_between_nodes
     assert 0 < once < flat
@@ -72,7 +70,7 @@ def test_one_node_has_no_exchange_between_nodes(name):
     ],
 )
 def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
-    rows = ranks(run.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
+    rows = ranks(worker.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
     for row in rows:
         assert (row.status, row.reason) == (Status.OK, "")
         assert row.timing is not None
@@ -85,7 +83,7 @@ def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
 @pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant_type": "none", "num_experts": 2}], ids=str)
 def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     workload = workload_of(2, layout="expert_major", **changes)
-    row = ranks(run.run_contender, 2, workload, name, QUICK)[0]
+    row = ranks(worker.run_contender, 2, workload, name, QUICK)[0]
     if name == "ep_a2a_precast" and workload.quant_type == "none":
         assert row.status == Status.UNAVAILABLE
     else:
@@ -103,13 +101,13 @@ def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     ids=lambda changes: changes["routing"],
 )
 def test_skew_and_dropped_tokens(ranks, name, changes):
-    row = ranks(run.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
+    row = ranks(worker.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
     assert (row.status, row.reason) == (Status.OK, "")
 
 
 @pytest.mark.parametrize("name", NEED_GPUS)
 def test_what_needs_gpus_says_so(ranks, name):
-    row = ranks(run.run_contender, 2, workload_of(2), name, QUICK)[0]
+    row = ranks(worker.run_contender, 2, workload_of(2), name, QUICK)[0]
     assert row.status == Status.UNAVAILABLE
     assert "GPU" in row.reason
 
@@ -117,7 +115,7 @@ def test_what_needs_gpus_says_so(ranks, name):
 def test_variants_that_would_be_the_same_are_left_out(ranks):
     same = workload_of(2, max_num_tokens=3, quant_type="none")
     for name in ("ep_a2a_bounded", "ep_a2a_precast"):
-        assert ranks(run.run_contender, 2, same, name, QUICK)[0].status == Status.UNAVAILABLE
+        assert ranks(worker.run_contender, 2, same, name, QUICK)[0].status == Status.UNAVAILABLE
     alone = workload_of(1)
     assert "no peers" in (WireLimitContender().unavailable(alone, torch.device("cpu")) or "")
 
@@ -167,7 +165,7 @@ def lose_a_flag(context: RankContext) -> Row:
 
     WireLimitContender.prepare = prepare  # type: ignore[method-assign]
     try:
-        return run.run_contender(context, workload_of(2), "wire_limit", QUICK)
+        return worker.run_contender(context, workload_of(2), "wire_limit", QUICK)
     finally:
         WireLimitContender.prepare = original  # type: ignore[method-assign]
 
@@ -216,12 +214,12 @@ class MisbehavingSession(Session):
 
 
 def run_misbehaving(context: RankContext, how: str) -> Row:
-    original = run.make_contender
-    run.make_contender = lambda name: Misbehaving(how)
+    original = worker.make_contender
+    worker.make_contender = lambda name: Misbehaving(how)
     try:
-        return run.run_contender(context, workload_of(2), "misbehaving", QUICK)
+        return worker.run_contender(context, workload_of(2), "misbehaving", QUICK)
     finally:
-        run.make_contender = original
+        worker.make_contender = original
 
 
 @pytest.mark.parametrize(
@@ -245,15 +243,15 @@ def test_one_rank_decides_for_all(ranks, how, status, text):
 def run_or_die(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Row:
     if name == "dies" and context.rank == 1:
         os._exit(7)
-    return run.run_contender(context, workload, name, settings)
+    return worker.run_contender(context, workload, name, settings)
 
 
 def test_neither_errors_nor_dead_processes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "run_contender", run_or_die)
+    monkeypatch.setattr(launcher, "run_contender", run_or_die)
     seen = []
-    with drive.PoolRunner("cpu") as runner:
+    with launcher.PoolRunner("cpu") as runner:
         names = ["smoke_signals", "nccl_agrs", "dies", "nccl_all_to_all"]
-        rows = next(drive.run_sweep([workload_of(2)], names, QUICK, runner, seen.append))
+        rows = next(launcher.run_sweep([workload_of(2)], names, QUICK, runner, seen.append))
     assert [row.status for row in rows] == [Status.ERROR, Status.OK, Status.ERROR, Status.OK]
     assert "UnknownNameError" in rows[0].reason
     assert "exit code 7" in rows[2].reason
@@ -323,11 +321,11 @@ def test_what_cannot_be_measured_is_an_error_with_a_remedy(arguments: tuple[str,
 
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
     first = SMALL.index("--ranks")
     arguments = SMALL[:first] + SMALL[first + 2 :]
     options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--json", str(path))
-    printed = succeeded(run_python(*launcher, *arguments, *options))
+    printed = succeeded(run_python(*torchrun, *arguments, *options))
     assert printed.count("these times say nothing about GPUs") == 2
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [(row["world_size"], row["contender"], row["status"]) for row in rows] == [

@@ -58,20 +58,20 @@ def rows_of(workload: Workload) -> list[Row]:
 
 def test_columns_are_worked_out_from_bytes_and_times():
     # every token goes to both ranks: one remote row per token
-    limit, ours, baseline, failed, absent = make_records(rows_of(workload_of(8)))
-    assert ours["dispatch_bytes"] == ours["combine_bytes"] == 8 * 512
-    assert (ours["dispatch_us"], ours["dispatch_p99_us"], ours["round_trip_us"]) == (20, 40, 50)
-    assert ours["dispatch_gb_per_s"] == pytest.approx(8 * 512 / 20e-6 / 1e9)
-    assert ours["round_trip_gb_per_s"] == pytest.approx(2 * 8 * 512 / 50e-6 / 1e9)
-    assert (ours["dispatch_fraction_of_limit"], ours["combine_fraction_of_limit"]) == (0.5, 0.8)
-    assert (limit["round_trip_fraction_of_limit"], ours["round_trip_fraction_of_limit"]) == (1.0, 0.5)
-    assert ours["baselines_over_this"] == {"nccl_agrs": 2.0}
+    limit, native, baseline, failed, absent = make_records(rows_of(workload_of(8)))
+    assert native["dispatch_bytes"] == native["combine_bytes"] == 8 * 512
+    assert (native["dispatch_us"], native["dispatch_p99_us"], native["round_trip_us"]) == (20, 40, 50)
+    assert native["dispatch_gb_per_s"] == pytest.approx(8 * 512 / 20e-6 / 1e9)
+    assert native["round_trip_gb_per_s"] == pytest.approx(2 * 8 * 512 / 50e-6 / 1e9)
+    assert (native["dispatch_fraction_of_limit"], native["combine_fraction_of_limit"]) == (0.5, 0.8)
+    assert (limit["round_trip_fraction_of_limit"], native["round_trip_fraction_of_limit"]) == (1.0, 0.5)
+    assert native["baselines_over_this"] == {"nccl_agrs": 2.0}
     assert baseline["baselines_over_this"] == {}
-    assert (ours["dispatch_host_us"], ours["in_graph"], ours["details"]) == (4, True, {"dispatch_programs": 3})
+    assert (native["dispatch_host_us"], native["in_graph"], native["details"]) == (4, True, {"dispatch_programs": 3})
     assert "dispatch_host_us" not in baseline
     assert (failed["status"], absent["status"]) == ("failed", "unavailable")
     assert "round_trip_us" not in failed
-    json.dumps([limit, ours, baseline, failed, absent], allow_nan=False)
+    json.dumps([limit, native, baseline, failed, absent], allow_nan=False)
 
 
 def test_without_the_limit_there_is_no_fraction():
@@ -86,8 +86,8 @@ def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
     assert headings[-2:] == ["of limit", "nccl_agrs ÷ this"]
     assert {len(row) for row in cells} == {len(headings)}
     assert [row[1] for row in cells] == ["wire_limit", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
-    ours = dict(zip(headings, cells[1], strict=True))
-    assert (ours["of limit"], ours["nccl_agrs ÷ this"], ours["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
+    native = dict(zip(headings, cells[1], strict=True))
+    assert (native["of limit"], native["nccl_agrs ÷ this"], native["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
     assert cells[3][2] == "FAILED"
     assert cells[2][headings.index("round trip µs")] == "100.0 eager"
     assert reasons(records) == [

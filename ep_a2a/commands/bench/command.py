@@ -97,7 +97,7 @@ def execute(
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 
-def asked_ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
+def requested_ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
     """Returns the numbers of ranks to measure: those of --ranks, else of the job or all GPUs.
 
     Raises:
@@ -105,9 +105,9 @@ def asked_ranks(text: str | None, device: str, default: int | None, *, is_joined
         UnsupportedError: there are fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
-    asked = numbers("ranks", text, (default or num_gpus,))
-    if is_joined and asked != (default,):
+    requested = numbers("ranks", text, (default or num_gpus,))
+    if is_joined and requested != (default,):
         raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
-    if not is_joined and device == "cuda" and max(asked) > num_gpus:
-        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(asked)), "Lower --ranks.")
-    return asked
+    if not is_joined and device == "cuda" and max(requested) > num_gpus:
+        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(requested)), "Lower --ranks.")
+    return requested

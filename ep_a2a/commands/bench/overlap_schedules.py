@@ -168,8 +168,8 @@ def shared_between(batch: Batch, shared: SharedExpert) -> torch.Tensor:
     batch.gate()
     run_experts(batch.dispatch(), batch.weights)
     batch.send_back()
-    ours = shared()
-    return batch.receive_back() + ours
+    from_shared = shared()
+    return batch.receive_back() + from_shared
 
 
 def shared_beside(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Tensor:
@@ -180,6 +180,6 @@ def shared_beside(batch: Batch, shared: SharedExpert, lanes: Lanes) -> torch.Ten
         with lanes.communication():
             batch.send_back()
             result = batch.receive_back()
-        ours = shared()
+        from_shared = shared()
         lanes.join()
-    return result + ours
+    return result + from_shared
