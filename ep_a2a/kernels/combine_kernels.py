@@ -7,7 +7,7 @@ beside it that the peer has begun its combine, which bounds how far ranks can ru
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
+from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, clear_results
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
@@ -104,33 +104,47 @@ def send_results(
 
 
 @portable
+def first_own_row_of(counts, stride, rank, S: tl.constexpr):
+    """Where this rank's own rows begin among those that it has received."""
+    first_own_row = rank * stride
+    if S.COMPACT:
+        first_own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < rank, counts, 0), 0)
+    return first_own_row
+
+
+@portable
 def receive_results(
-    rows_in, weights_in, result, ids, bias_0, bias_1, table, counts, num_tokens, stride, slots_per_rank, rank, epoch,
-    poison, is_speaker, receiver, num_receivers, pause_ns, S: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr,
-    COMBINE: tl.constexpr, FORM: tl.constexpr,
+    work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S: tl.constexpr,
+    ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The receiving part of a program: hears the peers, or adds its share of the tokens' rows."""
-    if is_speaker | (receiver >= 0):
+    """The receiving part of a program: hears the peers, or adds its share of the tokens' rows.
+
+    Args:
+        work: Receiver, whose first_own_row is not known yet; its number is negative in programs that add nothing.
+    """
+    table, rank, epoch = work.table, work.rank, work.epoch
+    if is_speaker | (work.number >= 0):
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     if is_speaker:
         if poison == 0:
             # also tells that every peer's experts have read what this rank will write next
             poison = hear_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    elif (receiver >= 0) & (poison == 0):
-        first_own_row = rank * stride
-        if S.COMPACT:
-            first_own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < rank, counts, 0), 0)
+    elif (work.number >= 0) & (poison == 0):
+        own = first_own_row_of(counts, stride, rank, S)
         poison = add_results(
-            rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank,
-            rank, epoch, receiver, num_receivers, pause_ns, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS,
+            Receiver(
+                table, rank, epoch, work.num_tokens, work.slots_per_rank, own, work.number, work.num_receivers,
+                work.pause_ns,
+            ),
+            rows_in, weights_in, result, ids, bias_0, bias_1, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS,
         )  # fmt: skip
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        if receiver >= 0:
-            clear_results(result, num_tokens, receiver, num_receivers, ADDED, COMBINE.DTYPE)
+        if work.number >= 0:
+            clear_results(result, work.num_tokens, work.number, work.num_receivers, ADDED, COMBINE.DTYPE)
 
 
 @portable(
@@ -179,10 +193,7 @@ def combine_kernel(
     is_sender = (sender >= 0) & (sender < num_senders)
     if FORM.SEND:
         # in flight together with what decides whether it is sent
-        first = first_unit(
-            rows_in, table, counts, stride, rank, sender, is_sender, S, SENT,
-            COMBINE.OWN_IN_PLACE,
-        )  # fmt: skip
+        first = first_unit(rows_in, table, counts, stride, rank, sender, is_sender, S, SENT, COMBINE.OWN_IN_PLACE)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.SEND:
         send_results(
@@ -191,9 +202,10 @@ def combine_kernel(
         )  # fmt: skip
     if FORM.RECEIVE:
         receiver = program - (num_programs - num_receivers)
+        work = Receiver(table, rank, epoch, num_tokens, slots_per_rank, 0, receiver, num_receivers, pause_ns)
         receive_results(
-            rows_in, weights_in, result, ids, bias_0, bias_1, table, counts, num_tokens, stride, slots_per_rank, rank,
-            epoch, poison, is_speaker, receiver, num_receivers, pause_ns, S, ADDED, WEIGHTS, COMBINE, FORM,
+            work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S, ADDED,
+            WEIGHTS, COMBINE, FORM,
         )  # fmt: skip
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE)
     if FORM.SEND:

@@ -1,5 +1,7 @@
 """Device helpers of combine that take what experts' ranks send back and add it, in ascending rank order."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
@@ -65,6 +67,25 @@ def slots_of_token(routes, token, num_tokens, slots_per_rank, WORLD_SIZE: tl.con
         index = tl.load(route, mask=token < num_tokens, other=-1)
         slots = slots + (tl.where(index >= 0, peer * slots_per_rank + index, -1),)
     return slots
+
+
+class Receiver(NamedTuple):
+    """One program's part in adding the rows of a step.
+
+    table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: of this rank.
+    slots_per_rank: M, rows that each peer may send back. first_own_row: where this rank's own rows begin in rows_in and
+    weights_in, used with OWN_IN_PLACE. number: this program's, of num_receivers. pause_ns: between two looks at rows.
+    """
+
+    table: tl.tensor
+    rank: tl.tensor
+    epoch: tl.tensor
+    num_tokens: tl.tensor
+    slots_per_rank: tl.tensor
+    first_own_row: tl.tensor
+    number: tl.tensor
+    num_receivers: tl.tensor
+    pause_ns: tl.tensor
 
 
 @portable
@@ -214,18 +235,17 @@ def clear_results(result, num_tokens, receiver, num_receivers, B: tl.constexpr, 
 
 @portable
 def add_weights(
-    table, places, slots, own_weights, token, rank, pause_ns, S: tl.constexpr, WEIGHTS: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+    work, places, slots, own_weights, token, S: tl.constexpr, WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+):
     """Waits for a token's weights, adds and stores them. Returns the poison word."""
     seen = read_block(
-        places.weights, places.scales, slots, own_weights, 0, rank, WEIGHTS, S.WORLD_SIZE, OWN_IN_PLACE
+        places.weights, places.scales, slots, own_weights, 0, work.rank, WEIGHTS, S.WORLD_SIZE, OWN_IN_PLACE
     )  # fmt: skip
     sums, poison = take_block(
-        table, seen, places.weights, places.scales, slots, own_weights, 0, rank, pause_ns, WEIGHTS, S.WORLD_SIZE,
-        OWN_IN_PLACE,
+        work.table, seen, places.weights, places.scales, slots, own_weights, 0, work.rank, work.pause_ns, WEIGHTS,
+        S.WORLD_SIZE, OWN_IN_PLACE,
     )  # fmt: skip
-    sums_out = address(table, RESULT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
+    sums_out = address(work.table, RESULT_WEIGHTS, work.rank, S.WORLD_SIZE, tl.float32)
     sums_out += tl.cast(token, tl.int64) * S.TOPK
     weights_at = block_offsets(0, 1, WEIGHTS.GROUP)
     tl.store(sums_out + weights_at, sums, mask=weights_at < S.TOPK)
@@ -233,81 +253,85 @@ def add_weights(
 
 
 @portable
+def slots_of_unit(work, routes, unit, S: tl.constexpr, B: tl.constexpr):
+    """slots_of_token of the token that a unit of work, one block of its rows, belongs to."""
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    return slots_of_token(routes, unit // num_blocks, work.num_tokens, work.slots_per_rank, S.WORLD_SIZE)
+
+
+@portable
+def read_unit(
+    work, rows_in, weights_in, places, slots, unit, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+):
+    """(pointers to this rank's own row and weights of the unit's token, the unit's block as read_block finds it)."""
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    own_line, own_weights = own_lines_of(
+        rows_in, weights_in, slots, work.first_own_row, work.slots_per_rank, work.rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
+    )
+    found = read_block(
+        places.rows, places.scales, slots, own_line, (unit % num_blocks) * block, work.rank, B, S.WORLD_SIZE,
+        OWN_IN_PLACE,
+    )  # fmt: skip
+    return own_line, own_weights, found
+
+
+@portable
 def add_results(
-    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, first_own_row, slots_per_rank, rank, epoch,
-    receiver, num_receivers, pause_ns, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
+    work, rows_in, weights_in, result, ids, bias_0, bias_1, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr,
+    COMBINE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
     """This program's share of the tokens: waits for their rows, adds and stores them. Returns the poison word.
 
     With READ_AHEAD a unit is read for the first time while the one before it is added, which takes registers.
 
     Args:
-        first_own_row: where this rank's own rows begin in rows_in and weights_in, used with OWN_IN_PLACE.
+        work: Receiver.
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
+    table, rank, first_unit, stride = work.table, work.rank, work.number, work.num_receivers
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    in_place: tl.constexpr = COMBINE.OWN_IN_PLACE
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
     poison = tl.full((), 0, tl.int32)
-    num_units = num_tokens * num_blocks
-    slots = slots_of_token(routes, receiver // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE)
+    num_units = work.num_tokens * num_blocks
+    slots = slots_of_unit(work, routes, first_unit, S, B)
     if COMBINE.READ_AHEAD:
-        following = slots_of_token(
-            routes, (receiver + num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
-        )
-        own_line, own_weights = own_lines_of(
-            rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
-        )
-        seen = read_block(
-            places.rows, places.scales, slots, own_line, (receiver % num_blocks) * block, rank, B, S.WORLD_SIZE,
-            COMBINE.OWN_IN_PLACE,
+        following = slots_of_unit(work, routes, first_unit + stride, S, B)
+        own_line, own_weights, seen = read_unit(
+            work, rows_in, weights_in, places, slots, first_unit, S, B, in_place
         )  # fmt: skip
-    for unit in range(receiver, num_units, num_receivers):
-        token = unit // num_blocks
-        first = (unit % num_blocks) * block
+    for unit in range(first_unit, num_units, stride):
+        token, first = unit // num_blocks, (unit % num_blocks) * block
         # in flight while this unit's rows are waited for
         if COMBINE.READ_AHEAD:
-            later = slots_of_token(
-                routes, (unit + 2 * num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
-            )
-            next_own_line, next_own_weights = own_lines_of(
-                rows_in, weights_in, following, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
-            )
+            later = slots_of_unit(work, routes, unit + 2 * stride, S, B)
             taken = seen
-            seen = read_block(
-                places.rows, places.scales, following, next_own_line, ((unit + num_receivers) % num_blocks) * block,
-                rank, B, S.WORLD_SIZE, COMBINE.OWN_IN_PLACE,
-            )  # fmt: skip
+            next_own_line, next_own_weights, seen = read_unit(
+                work, rows_in, weights_in, places, following, unit + stride, S, B, in_place
+            )
         else:
-            later = slots_of_token(
-                routes, (unit + num_receivers) // num_blocks, num_tokens, slots_per_rank, S.WORLD_SIZE
-            )
-            own_line, own_weights = own_lines_of(
-                rows_in, weights_in, slots, first_own_row, slots_per_rank, rank, B.WIDTH, S.TOPK, S.WORLD_SIZE
-            )
-            taken = read_block(
-                places.rows, places.scales, slots, own_line, first, rank, B, S.WORLD_SIZE, COMBINE.OWN_IN_PLACE
-            )
+            later = slots_of_unit(work, routes, unit + stride, S, B)
+            own_line, own_weights, taken = read_unit(work, rows_in, weights_in, places, slots, unit, S, B, in_place)
         if poison == 0:
             total, poison = take_block(
-                table, taken, places.rows, places.scales, slots, own_line, first, rank, pause_ns, B, S.WORLD_SIZE,
-                COMBINE.OWN_IN_PLACE,
+                table, taken, places.rows, places.scales, slots, own_line, first, rank, work.pause_ns, B, S.WORLD_SIZE,
+                in_place,
             )  # fmt: skip
-            if unit == receiver:
+            if unit == first_unit:
                 end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
                 begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
             store_sum(result, total, bias_0, bias_1, token, first, B, COMBINE.DTYPE)
             if unit % num_blocks == 0:
                 if HAS_WEIGHTS:
                     if poison == 0:
-                        poison = add_weights(
-                            table, places, slots, own_weights, token, rank, pause_ns, S, WEIGHTS, COMBINE.OWN_IN_PLACE
-                        )
+                        poison = add_weights(work, places, slots, own_weights, token, S, WEIGHTS, in_place)
                 if COMBINE.CHECK_INDICES:
-                    note_foreign_indices(table, ids, token, epoch, rank, S.WORLD_SIZE, S.TOPK, S.TOPK_LANES)
+                    note_foreign_indices(table, ids, token, work.epoch, rank, S.WORLD_SIZE, S.TOPK, S.TOPK_LANES)
         if COMBINE.READ_AHEAD:
             slots, following, own_line, own_weights = following, later, next_own_line, next_own_weights
         else:

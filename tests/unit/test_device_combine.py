@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.combine_receive_kernels import add_results, judge_block, read_block
+from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, judge_block, read_block
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unit_of
 from ep_a2a.kernels.constants import Block, Combine, Shape
 from ep_a2a.kernels.jit import portable
@@ -286,8 +286,8 @@ def add(
 ):  # fmt: skip
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
     poison = add_results(
-        rows_in, weights_in, result, rows_in, None, None, table, num_tokens, first_own_row, slots_per_rank, rank, 1,
-        receiver, num_receivers, 0, Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
+        Receiver(table, rank, 1, num_tokens, slots_per_rank, first_own_row, receiver, num_receivers, 0),
+        rows_in, weights_in, result, rows_in, None, None, Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
         Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
         Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False),
         Combine(tl.float32, False, OWN_IN_PLACE, READ_AHEAD), HAS_WEIGHTS,
