@@ -230,8 +230,7 @@ class EpDispatchCombineConfig:
 
     def _check_experts(self) -> None:
         _require(self.total_experts > 0, "at least one expert in all", "none")
-        num_owners = self.owners[1]
-        last = self.first_rank + self.world_size
+        num_owners, last = self.num_owners, self.first_rank + self.world_size
         _require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
         own = num_owned_experts(self.total_experts, num_owners, self.first_rank + self.rank)
         most = num_owned_experts(self.total_experts, num_owners, self.first_rank)
@@ -252,22 +251,22 @@ class EpDispatchCombineConfig:
     @functools.cached_property
     def total_experts(self) -> int:
         """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
-        return self.num_experts or (self.num_owner_ranks or self.world_size) * self.num_experts_per_rank
+        return self.num_experts or self.num_owners * self.num_experts_per_rank
 
     @functools.cached_property
-    def owners(self) -> tuple[int, int, int, int]:
-        """Who owns the experts, as kernels want it: (experts, ranks that own them, first rank of this group, 1)."""
-        return self.total_experts, self.num_owner_ranks or self.world_size, self.first_rank, 1
+    def num_owners(self) -> int:
+        """Ranks that own the experts, this group's among them."""
+        return self.num_owner_ranks or self.world_size
 
     @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts that this rank owns."""
-        return num_owned_experts(self.total_experts, self.owners[1], self.first_rank + self.rank)
+        return num_owned_experts(self.total_experts, self.num_owners, self.first_rank + self.rank)
 
     @functools.cached_property
     def first_expert(self) -> int:
         """The id of the first expert that this rank owns, or would own."""
-        rank, (small, num_large) = self.first_rank + self.rank, divmod(self.total_experts, self.owners[1])
+        rank, (small, num_large) = self.first_rank + self.rank, divmod(self.total_experts, self.num_owners)
         return rank * small + min(rank, num_large)
 
     @functools.cached_property

@@ -24,7 +24,7 @@ MANY_TOKENS = 256
 
 def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
     """Which rank of the op owns each expert."""
-    return ExpertPlacement(*map(tl.constexpr, config.owners))
+    return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.num_owners, config.first_rank, 1)))
 
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:

@@ -20,7 +20,7 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
+    from ep_a2a.interface import CombineResult, DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 NS_PER_US = 1000
@@ -95,7 +95,7 @@ def _values(line: list[int], config: EpDispatchCombineConfig) -> dict[str, Any]:
     }
 
 
-class CountedExchange:
+class InstrumentedOp:
     """An op's dispatch and combine for one layer, counted; ranks that count may work with ranks that do not.
 
     Both calls are made in halves with a time stamp between them. A wait is the time of the receiving half: until the
@@ -114,52 +114,25 @@ class CountedExchange:
         op.warmup_split()
         self.engine.compile()
 
-    def dispatch(
-        self,
-        input: torch.Tensor,  # noqa: A002
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        *,
-        max_num_tokens: int | None = None,
-        pad_id: int = -1,
-    ) -> DispatchResult:
-        """See EpDispatchCombineOp.dispatch."""
-        self.op.dispatch_send(input, weights, scales, indices, max_num_tokens=max_num_tokens, pad_id=pad_id)
+    def __getattr__(self, name: str) -> Any:
+        """Everything that is not counted is the op's."""
+        return getattr(self.op, name)
+
+    def dispatch(self, input: torch.Tensor, *args: Any, **options: Any) -> DispatchResult:  # noqa: A002
+        """Dispatches in two halves; arguments are those of `DispatchCombineOp.dispatch_send`."""
+        self.op.dispatch_send(input, *args, **options)
         self.engine.start_wait()
         result = self.op.dispatch_recv()
         self.engine.count_dispatch(input.shape[0])
         return result
 
-    def combine(
-        self,
-        input: torch.Tensor,  # noqa: A002
-        weights: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        *,
-        out: torch.Tensor | None = None,
-        bias_0: torch.Tensor | None = None,
-        bias_1: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See EpDispatchCombineOp.combine."""
-        self.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
+    def combine(self, *args: Any, **options: Any) -> CombineResult:
+        """Combines in two halves; arguments are those of `DispatchCombineOp.combine_send`."""
+        self.op.combine_send(*args, **options)
         return self.combine_recv()
 
-    def combine_send(
-        self,
-        input: torch.Tensor,  # noqa: A002
-        weights: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        *,
-        out: torch.Tensor | None = None,
-        bias_0: torch.Tensor | None = None,
-        bias_1: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See EpDispatchCombineOp.combine_send."""
-        return self.op.combine_send(input, weights, indices, out=out, bias_0=bias_0, bias_1=bias_1)
-
-    def combine_recv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See EpDispatchCombineOp.combine_recv; what is launched between the halves does not count as waiting."""
+    def combine_recv(self) -> CombineResult:
+        """Ends a combine. Work that is launched between the halves does not count as waiting."""
         self.engine.start_wait()
         result = self.op.combine_recv()
         self.engine.count_combine()

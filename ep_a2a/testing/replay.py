@@ -44,7 +44,7 @@ class CapturedStep:
     Args:
         op: the op that `body` calls.
         body: calls dispatch, `call(experts)` and combine. What is computed outside of `call` is not replayed on CPU.
-        beside: what else launches in `body` by its `engine` (CountedExchange).
+        beside: what else launches in `body` by its `engine` (InstrumentedOp).
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.memory.arena import Arena
-from ep_a2a.telemetry.counters import CountedExchange, StepCounters
+from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from ep_a2a.testing.replay import CapturedStep
 from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, same_bits
 from tests.cases.op_checks import synchronize
@@ -116,7 +116,7 @@ def counted(context: RankContext, case: Case) -> None:
     num_kept_steps = 2
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        exchanges = [CountedExchange(op, StepCounters(context.device, num_kept_steps)) for _ in range(2)]
+        exchanges = [InstrumentedOp(op, StepCounters(context.device, num_kept_steps)) for _ in range(2)]
         num_bytes = arena.num_bytes
         expected: list[list[dict[str, Any]]] = [[], []]
         for number in range(case.num_steps):
@@ -141,13 +141,13 @@ def counted_by_one_rank(context: RankContext, case: Case) -> None:
     """Ranks that count work with ranks that do not."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        exchange = CountedExchange(op, StepCounters(context.device, 4)) if context.rank == 0 else op
+        exchange = InstrumentedOp(op, StepCounters(context.device, 4)) if context.rank == 0 else op
         steps = []
         for number in range(3):
             everyone = [inputs_of(case, number, rank) for rank in range(case.world_size)]
             _step(exchange, case, number, _on(context, everyone[context.rank]), op.config.combined_dtype)
             steps.append(expected_values(case, everyone, context.rank))
-        if isinstance(exchange, CountedExchange):
+        if isinstance(exchange, InstrumentedOp):
             check_counted(exchange.counters.read(op.config), steps, 4)
 
 
@@ -156,7 +156,7 @@ def counted_replays(context: RankContext, case: Case) -> None:
     num_kept_steps, num_replays = 3, 5
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        exchange = CountedExchange(op, StepCounters(context.device, num_kept_steps))
+        exchange = InstrumentedOp(op, StepCounters(context.device, num_kept_steps))
         # the tensors that the capture reads keep their shapes
         same_sizes = replace(case, tokens=(case.tokens[0],))
         steps = [
@@ -189,7 +189,7 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
     """Those who wait for the late rank say so, and the late one does not."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        exchange = CountedExchange(op, StepCounters(context.device, 4))
+        exchange = InstrumentedOp(op, StepCounters(context.device, 4))
         given = _on(context, inputs_of(case, 0, context.rank))
         late = case.world_size - 1
         for place in ("", "dispatch", "combine"):

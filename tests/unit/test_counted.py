@@ -12,13 +12,14 @@ from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.vllm.counters import LayerCounters
 from ep_a2a.integrations.vllm.worker import RPC_METHOD, read_counters
+from ep_a2a.interface import DispatchCombineOp
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.counter_kernels import Counter
 from ep_a2a.kernels.layout import Region
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.op import EpDispatchCombineOp
-from ep_a2a.telemetry.counters import StepCounters, _variants
+from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _variants
 from ep_a2a.testing.offline_compile import compile_offline
 from ep_a2a.tuning.policy import Phase
 from tests.unit.test_config import config_of
@@ -192,9 +193,12 @@ def test_nothing_is_counted_unless_it_is_asked_for(monkeypatch):
 
 def test_layers_across_nodes_are_not_counted():
     """Forwarded rows would count where their tokens come from, not where they are sent."""
-    across = object.__new__(EpDispatchCombineOp)
-    across.config = config_of(kernel_type=EpDispatchCombineKernelType.InterNodeV1, world_size=4, gpu_per_node=2)
-    for op in (across, SimpleNamespace()):
+    for transport in ("peer_memory", "torch.distributed"):
+        op = object.__new__(EpDispatchCombineOp)
+        op.config = config_of(
+            kernel_type=EpDispatchCombineKernelType.InterNodeV1, world_size=4, gpu_per_node=2,
+            internode_transport=transport,
+        )  # fmt: skip
         with pytest.raises(UnsupportedError, match="EP_A2A_COUNTERS on one node"):
             LayerCounters(2).exchange_of(op, SimpleNamespace())
 
@@ -222,3 +226,15 @@ def test_layers_are_read_by_their_names_in_the_order_in_which_they_were_built():
 
 def test_the_method_has_the_name_that_the_documents_give():
     assert RPC_METHOD == "ep_a2a_counters"
+
+
+def test_an_instrumented_op_has_all_that_the_contract_names():
+    """What it does not count is the op's."""
+    op = EpDispatchCombineOp.__new__(EpDispatchCombineOp)
+    op.config, op.device = config_of(), CPU
+    instrumented = InstrumentedOp.__new__(InstrumentedOp)
+    instrumented.op = op
+    assert instrumented.config is op.config
+    for name in (each for each in vars(DispatchCombineOp) if not each.startswith("_")):
+        assert hasattr(InstrumentedOp, name) or hasattr(type(op), name)
+    assert instrumented.warmup_split == op.warmup_split

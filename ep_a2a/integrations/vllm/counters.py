@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.telemetry.counters import CountedExchange, StepCounters
+    from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 
 
 class LayerCounters:
@@ -34,7 +34,7 @@ class LayerCounters:
         num_kept_steps = env.COUNTERS.get()
         return cls(num_kept_steps) if num_kept_steps else None
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> CountedExchange:
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> InstrumentedOp:
         """Returns a wrapper of the op that counts the dispatches and combines of a layer.
 
         Args:
@@ -44,7 +44,7 @@ class LayerCounters:
             UnsupportedError: the op spans several nodes.
         """
         # Triton is loaded when the first op is made
-        from ep_a2a.telemetry.counters import CountedExchange, StepCounters
+        from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 
         # across nodes, counts of forwarded rows would name their source rank, not their destination
         if op.config.uses_rings:
@@ -55,7 +55,7 @@ class LayerCounters:
         counters = known[0] if known else StepCounters(op.device, self.num_kept_steps)
         if not known:
             self._layers.append((moe, op, counters))
-        return CountedExchange(op, counters)
+        return InstrumentedOp(op, counters)
 
     def clear(self) -> None:
         """Sets all counters to zero; must be called between two steps."""

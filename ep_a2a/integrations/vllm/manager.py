@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.ops.peer_failures import PeerFailures
-    from ep_a2a.telemetry.counters import CountedExchange
+    from ep_a2a.telemetry.counters import InstrumentedOp
 
 MIB = 1 << 20
 
@@ -121,7 +121,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         rendezvous.timeout_secs = _group_timeout_secs(self.cpu_group)
         return rendezvous
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | CountedExchange:
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | InstrumentedOp:
         """Returns what a layer dispatches and combines with: the op, or with EP_A2A_COUNTERS its counting wrapper.
 
         Args:

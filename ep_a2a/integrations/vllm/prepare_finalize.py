@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.telemetry.counters import CountedExchange
+    from ep_a2a.telemetry.counters import InstrumentedOp
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 
@@ -82,7 +82,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._combines_in_halves = manager.combines_in_halves
         self._wire: WireFormat = RAW
         self._op: EpDispatchCombineOp | None = None
-        self._exchange: EpDispatchCombineOp | CountedExchange | None = None
+        self._exchange: EpDispatchCombineOp | InstrumentedOp | None = None
 
     @property
     def activation_format(self) -> Any:
@@ -171,7 +171,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 self._op.close()
             raise
 
-    def _ready(self) -> EpDispatchCombineOp | CountedExchange:
+    def _ready(self) -> EpDispatchCombineOp | InstrumentedOp:
         if self._exchange is None:
             raise StateError("post_init_setup before a step", "none", "Build a FusedMoEKernel of this object.")
         return self._exchange
