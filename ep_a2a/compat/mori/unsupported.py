@@ -1,4 +1,4 @@
-"""What MORI has and this package has not: the names exist, and raise UnsupportedError with a remedy."""
+"""MORI's names without a counterpart in this package. Each raises UnsupportedError with a remedy."""
 
 from __future__ import annotations
 

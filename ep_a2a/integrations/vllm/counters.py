@@ -21,7 +21,7 @@ class LayerCounters:
     weights, keeps its counters: graphs hold their addresses.
 
     Args:
-        num_kept_steps: number of latest steps whose values are kept for each layer; at least 1.
+        num_kept_steps: number of steps, the last ones, whose values are kept for each layer; at least 1.
     """
 
     def __init__(self, num_kept_steps: int) -> None:
