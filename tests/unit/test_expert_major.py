@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,18 @@ import torch
 import triton
 from hypothesis import given, settings
 
-from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from ep_a2a.testing.offline_compile import compile_offline
+from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.unit.test_reference import Case, cases, make_experts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 AMPERE, HOPPER = 80, 90
@@ -83,14 +85,7 @@ def test_weights_are_needed() -> None:
         )
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    """DeepSeek-V3 on 8 GPUs."""
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16, "rank": 1, "world_size": 8, "hidden_dim": 7168, "scale_dim": 0,
-        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 32, "num_experts_per_token": 8, "layout": "expert_major", "expert_alignment": 128,
-    }  # fmt: skip
-    return EpDispatchCombineConfig(**{**values, **changes})
+config_of = functools.partial(deepseek_v3, rank=1, layout="expert_major", expert_alignment=128)
 
 
 def variants_of(config: EpDispatchCombineConfig) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:

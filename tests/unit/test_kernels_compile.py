@@ -20,6 +20,7 @@ from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeKernels
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
+from tests.cases.configs import deepseek_v3 as config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,23 +72,6 @@ WIDE = {
     ("none", "compact"): ("combine-ahead",),
     ("fp8_blockwise", "rank_major"): ("combine-quantized-scaled-ahead",),
 }
-
-
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    """DeepSeek-V3 on 8 GPUs."""
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "world_size": 8,
-        "hidden_dim": 7168,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 4,
-        "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 32,
-        "num_experts_per_token": 8,
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
 
 
 def variants_of(

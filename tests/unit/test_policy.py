@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
     INTERPRETED_PROGRAMS,
@@ -25,25 +23,13 @@ from ep_a2a.tuning.policy import (
     choose_launch,
     fit,
 )
+from tests.cases.configs import deepseek_v3
 
 H200_SMS = 132
 WITH_ROLES = [Phase.LL_DISPATCH, Phase.COMBINE]
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "world_size": 8,
-        "hidden_dim": 7168,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 2,
-        "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 32,
-        "num_experts_per_token": 8,
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
+config_of = functools.partial(deepseek_v3, max_token_type_size=2)
 
 
 def numbers(launch: Launch) -> tuple[int, int]:

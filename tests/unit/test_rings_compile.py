@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
+from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 
 if TYPE_CHECKING:
@@ -30,15 +32,11 @@ FORMS = {
 }  # fmt: skip
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    """DeepSeek-V3 on 2 nodes of 8."""
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16, "rank": 0, "world_size": 16, "hidden_dim": 7168, "scale_dim": 0,
-        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 16, "num_experts_per_token": 8, "gpu_per_node": 8, "layout": "rank_major",
-        "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "compiled_calls": "serving",
-    }  # fmt: skip
-    return EpDispatchCombineConfig(**{**values, **changes})
+# on 2 nodes of 8
+config_of = functools.partial(
+    deepseek_v3, world_size=16, num_experts_per_rank=16, gpu_per_node=8, layout="rank_major",
+    kernel_type=EpDispatchCombineKernelType.InterNodeV1, compiled_calls="serving",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.ops.staged import StagedKernels
 from ep_a2a.testing.offline_compile import compile_offline, resources
+from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 
 if TYPE_CHECKING:
@@ -26,15 +28,12 @@ FORMS = {
 }
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    """DeepSeek-V3 on 4 nodes of 8."""
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16, "rank": 0, "world_size": 32, "hidden_dim": 7168, "scale_dim": 0,
-        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096, "num_experts_per_rank": 8,
-        "num_experts_per_token": 8, "kernel_type": EpDispatchCombineKernelType.InterNodeV1, "gpu_per_node": 8,
-        "layout": "rank_major", "compiled_calls": "serving", "internode_transport": "torch.distributed",
-    }  # fmt: skip
-    return EpDispatchCombineConfig(**{**values, **changes})
+# on 4 nodes of 8
+config_of = functools.partial(
+    deepseek_v3, world_size=32, num_experts_per_rank=8, gpu_per_node=8, layout="rank_major",
+    kernel_type=EpDispatchCombineKernelType.InterNodeV1, compiled_calls="serving",
+    internode_transport="torch.distributed",
+)  # fmt: skip
 
 
 class MadeUp:

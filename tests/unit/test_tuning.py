@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ep_a2a
-from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import (
@@ -27,6 +27,10 @@ from ep_a2a.tuning.policy import (
     launch_shapes,
 )
 from ep_a2a.tuning.tables import Evidence, ShapeKey, Table, TableEntry, TunedLaunch, TunedTables, lookup
+from tests.cases.configs import deepseek_v3
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
 
 PROJECT = Path(ep_a2a.__file__).parent.parent
 H200_SMS = 132
@@ -41,21 +45,9 @@ def _clean_environment(monkeypatch):
     monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "world_size": 4,
-        "hidden_dim": 7168,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 2,
-        "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 64,
-        "num_experts_per_token": 8,
-        "quant_type": "fp8_per_1x128",
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
+config_of = functools.partial(
+    deepseek_v3, world_size=4, num_experts_per_rank=64, max_token_type_size=2, quant_type="fp8_per_1x128"
+)
 
 
 def entry(size: int, launch: TunedLaunch = COMBINE, **changes: Any) -> TableEntry:
