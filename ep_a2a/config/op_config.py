@@ -373,7 +373,7 @@ class EpDispatchCombineConfig:
         return max(first, self.timeout)
 
     def shared_fields(self) -> dict[str, str]:
-        """What all ranks must agree on, as text by field name."""
+        """Returns the fields that must be equal on all ranks, as text by name."""
         own = ("rank", "num_experts_per_rank")
         shared = {f.name: _text(getattr(self, f.name)) for f in fields(self) if f.name not in own}
         resolved = {"num_experts": self.total_experts, "timeout_secs": self.timeout}

@@ -47,7 +47,7 @@ class Cache:
         Args:
             kwargs: handle kwargs with hashable values; their order does not matter.
             func: makes a handle, which must allow weak references and not be None.
-            index: tells apart handles of equal kwargs, one per micro-batch whose steps overlap.
+            index: separates handles of equal kwargs, one per micro-batch whose steps overlap.
 
         Raises:
             ConfigError: a value cannot be hashed; the error names the kwarg and its type.
@@ -128,7 +128,7 @@ class All2AllManagerBase:
 
     @property
     def device(self) -> torch.device:
-        """Where ops put their memory: the current CUDA device, or CPU without one; settable before the first op.
+        """The device of the ops' memory: the current CUDA device, or CPU without one; settable before the first op.
 
         Raises:
             StateError: on setting it after an op has been made.
@@ -316,7 +316,7 @@ class All2AllManagerBase:
         self._release()
 
     def close(self) -> None:
-        """Does what `destroy` does."""
+        """Calls `destroy`."""
         self.destroy()
 
     def __enter__(self) -> Self:

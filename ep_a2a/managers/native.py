@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.base import DispatchedTokens
-    from ep_a2a.ops.factory import NativeOp
+    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
 INT32 = torch.iinfo(torch.int32)
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
         num_tokens: T of this rank.
     """
 
-    op: NativeOp
+    op: EpDispatchCombineOp
     lead: tuple[int, ...]
     counts: list[int]
     num_tokens: int
@@ -91,14 +91,14 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     @property
     def arena(self) -> Arena:
-        """Where ops get their memory; made on first use, which allocates nothing yet but must happen on every rank."""
+        """The arena of the ops' memory. The first access makes it, on every rank, and allocates nothing."""
         self._require_open()
         if self._arena is None:
             self._device_in_use = True
             self._arena = Arena(self.cpu_group, self.device)
         return self._arena
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> NativeOp:
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
         """Returns the op for these handle kwargs; see the base class. Kwargs of equal meaning share one op.
 
         Raises:
@@ -120,17 +120,17 @@ class NativeAll2AllManager(All2AllManagerBase):
             agree_on_config(None, self.arena.rendezvous, index, error)
             raise
 
-        def make(config: EpDispatchCombineConfig) -> NativeOp:
+        def make(config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
             if self._max_sms and "max_sms" not in kwargs:
                 config = replace(config, max_sms=self._max_sms)
             if self._factory is None:
                 self._factory = OpFactory(self.arena)
             return self._factory.make(config, topology, index)
 
-        op: NativeOp = self.handle_cache.get_or_create({"config": config}, make, index)
+        op: EpDispatchCombineOp = self.handle_cache.get_or_create({"config": config}, make, index)
         return op
 
-    def _live_handle(self) -> NativeOp:
+    def _live_handle(self) -> EpDispatchCombineOp:
         """The living op that `get_handle` returned last."""
         self._require_open()
         handles = self.handle_cache.handles()
@@ -139,7 +139,7 @@ class NativeAll2AllManager(All2AllManagerBase):
                 "a living op of this manager, whose config says how tokens travel", "none",
                 "Call op = manager.get_handle(kwargs) on every rank first, and hold the op.",
             )  # fmt: skip
-        op: NativeOp = handles[-1]
+        op: EpDispatchCombineOp = handles[-1]
         return op
 
     def _dispatch_topk(

@@ -62,7 +62,7 @@ class DeviceGroups:
         # different numbers of groups, because the new group's name counts them (torch 2.13).
         rank, world_size = dist.get_rank(self.cpu_group), dist.get_world_size(self.cpu_group)
         store = distributed_c10d._get_process_group_store(self.cpu_group)
-        # Two managers of one group each make their own; a number tells their keys apart.
+        # Two managers of one group each make their own; a number separates their keys.
         generation = store.add(f"ep_a2a/nccl/{rank}", 1)
         store = distributed_c10d.PrefixStore(f"ep_a2a/nccl/{generation}", store)
         group = dist.ProcessGroup(store, rank, world_size)

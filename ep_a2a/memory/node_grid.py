@@ -15,7 +15,7 @@ _REMEDY = "or use the allgather_reducescatter backend, which takes any topology.
 
 @dataclass(frozen=True)
 class NodeGrid:
-    """Where a rank stands among nodes of equally many ranks, numbered node by node.
+    """The place of a rank among nodes of equally many ranks, numbered node by node.
 
     Attributes:
         num_nodes, gpus_per_node: size of the grid; the group has num_nodes * gpus_per_node ranks.

@@ -30,7 +30,7 @@ COMPARE_GE = 5
 """NVSHMEM's number for >= (nvshmem_constants.h)."""
 HOST_LIBRARY = "libnvshmem_host.so.3"
 NVSHMEM_KIND = "NVSHMEM"
-"""Of symmetric memory."""
+"""`kind` of memory on NVSHMEM's heap."""
 INIT_WITH_UNIQUE_ID = 8
 IS_INITIALIZED = 2
 UNIQUE_ID_BYTES = 128
@@ -49,12 +49,12 @@ class _Attributes(ctypes.Structure):
 
 
 def _version(kind: type[ctypes.Structure] | int) -> int:
-    """What stands first in a structure of version 1."""
+    """First word of a structure of version 1."""
     return (1 << 16) + (kind if isinstance(kind, int) else ctypes.sizeof(kind))
 
 
 def library_folder() -> Path | None:
-    """Where the package nvidia-nvshmem has its libraries; None without it."""
+    """Returns the folder of nvidia-nvshmem's libraries; None without the package."""
     try:
         found = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:

@@ -106,13 +106,13 @@ class Rendezvous:
         Returns:
             None when all members have come; else the reason why some may not have. Raises nothing.
         """
-        said: list[str | None] = []
+        answers: list[str | None] = []
 
         def meet() -> None:
             try:
-                said.append(self._wait_for_leavers(time.monotonic() + patience_secs))
+                answers.append(self._wait_for_leavers(time.monotonic() + patience_secs))
             except RuntimeError as error:
-                said.append(f"{NO_ANSWER}: {str(error).partition(chr(10))[0]}")
+                answers.append(f"{NO_ANSWER}: {str(error).partition(chr(10))[0]}")
 
         # A store behind a cut link never answers and ignores its bound. A separate thread can be left behind.
         asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
@@ -121,7 +121,7 @@ class Rendezvous:
         except RuntimeError as error:
             return f"no thread could be started: {error}"
         asking.join(patience_secs + STORE_PATIENCE_SECS)
-        return said[0] if said else NO_ANSWER
+        return answers[0] if answers else NO_ANSWER
 
     def _wait_for_leavers(self, deadline: float) -> str | None:
         keys = [f"left/{self._generation}/{place}" for place in range(self.world_size)]

@@ -87,7 +87,7 @@ def _make_group(
     timeout: timedelta,
     store: distributed_c10d.Store | None,
 ) -> dist.ProcessGroup:
-    """Does what new_group does after it has named the group, without its barrier."""
+    """Makes the group as torch's new_group does, without its barrier."""
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
     arguments: dict[str, Any] = {
         "group_size": len(ranks),

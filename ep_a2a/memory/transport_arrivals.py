@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ASK_SECS = 5.0
-"""How long to wait for the store's answer: its host may be the one that cannot be reached."""
+"""Bound of a wait for the store, whose host may be the one that cannot be reached."""
 
 
 class Arrivals:

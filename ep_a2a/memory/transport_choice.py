@@ -1,4 +1,4 @@
-"""Which transport carries tokens between nodes, and over which network devices."""
+"""Chooses the transport between nodes, and names its network devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 
 def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
-    """Which transport carries tokens between nodes.
+    """Returns the transport that carries tokens between nodes, and the reason.
 
     Args:
         name: one in INTERNODE_TRANSPORTS; "auto" for what EP_A2A_INTERNODE_TRANSPORT says, where "auto" is what is

@@ -1,4 +1,4 @@
-"""What a caller gives to one dispatch or combine, and what its launches work on."""
+"""The arguments of a dispatch or combine: as the caller gives them, and as launches take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class Stages(NamedTuple):
-    """What a launch does; the interpreter, which runs programs in turn, cannot do both where programs wait for rows."""
+    """The halves of a call that a launch does.
+
+    The interpreter runs programs in turn, so that it takes two launches where programs wait for rows.
+    """
 
     send: bool
     receive: bool
@@ -30,12 +33,12 @@ RECEIVE = Stages(False, True)
 Copies = tuple[tuple["torch.Tensor", "torch.Tensor"], ...]
 """Pairs (target, source) to copy before a launch."""
 Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]
-"""What combine adds to its sums, [num_tokens, H] each."""
+"""bias_0 and bias_1 of combine, [num_tokens, H] each."""
 NO_BIASES: Biases = (None, None)
 
 
 class StepInputs(NamedTuple):
-    """What dispatch was given, or what of it travels.
+    """The arguments of a dispatch, and after the checks those that travel.
 
     Attributes:
         tokens: [T, H] of data_type, or of wire_dtype where they have been cast.
@@ -61,7 +64,7 @@ class StepInputs(NamedTuple):
 
 
 class CombineInputs(NamedTuple):
-    """What combine was given; `interface.DispatchCombineOp.combine` says what fits."""
+    """The arguments of a combine; `interface.DispatchCombineOp.combine` has their shapes."""
 
     rows: torch.Tensor
     weights: torch.Tensor | None
@@ -71,7 +74,7 @@ class CombineInputs(NamedTuple):
 
 
 class DispatchArguments(NamedTuple):
-    """What one dispatch launch works on; see bulk_dispatch_kernel for the shapes."""
+    """The operands of one dispatch launch; bulk_dispatch_kernel has their shapes."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -85,7 +88,7 @@ class DispatchArguments(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """What one combine works on.
+    """The operands of one combine.
 
     Attributes:
         rows: received rows' results, [R, H] of combined_dtype in received order.

@@ -1,4 +1,4 @@
-"""What all ops of this package share, whatever moves their tokens: sizes, and agreement of the ranks."""
+"""Sizes of a step's results, and the agreement of all ranks on a config; for every op."""
 
 from __future__ import annotations
 

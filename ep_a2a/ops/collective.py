@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Route:
-    """What combine must know of the dispatch before it.
+    """The routing of a dispatch, kept for its combine.
 
     Attributes:
         counts: tokens of every rank.
@@ -163,7 +163,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     @property
     def expert_recv_count(self) -> torch.Tensor:
-        """Not here: collectives do not have layout expert_major."""
+        """Raises UnsupportedError: collectives do not have layout expert_major."""
         raise UnsupportedError("layout expert_major", self.config.layout, "Use the backend 'ep_a2a' with that layout.")
 
     @property
@@ -177,7 +177,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         return self._buffers.combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token."""
+        """Returns the source of each received row: int32 [total_recv], source rank * (W * M) + token."""
         return self._positions
 
     def set_timeout(self, timeout_secs: float) -> None:
@@ -186,7 +186,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
 
 def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
-    """Why this op cannot be built, or None."""
+    """Returns the error that keeps this op from being built, or None."""
     if config.layout == Layout.EXPERT_MAJOR:
         return UnsupportedError(
             "layout 'compact' or 'rank_major'", "'expert_major', which collectives do not have",

@@ -81,12 +81,12 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         return self._exchange.num_bytes
 
     def record_spans(self) -> None:
-        """See EpDispatchCombineOp.record_spans."""
+        """Takes kernels that note times from now on. Local."""
         super().record_spans()
         self._exchange.record_spans()
 
     def reset(self) -> None:
-        """See EpDispatchCombineOp.reset."""
+        """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         # epochs begin anew, so no word of the earlier ones may be left
         self.arena.together("clearing the inbox of weights", self._exchange.clear)
         super().reset()

@@ -1,4 +1,4 @@
-"""Which transport and which memory serve an op's configuration on a topology, and what ops across nodes share."""
+"""Chooses an op's transport and arena by its config and the topology; owns the arenas of ops across nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
-    NativeOp = EpDispatchCombineOp
 
 logger = logging.getLogger(__name__)
 

@@ -157,7 +157,7 @@ CAST_BIT = 1 << 26
 
 
 def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
-    """What all ranks must agree on in one step, as one word that travels with the counts."""
+    """Packs the choices of a step that all ranks must share into one word, which travels with the counts."""
     bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
     return max_num_tokens | bits
 

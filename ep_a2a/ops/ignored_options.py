@@ -1,4 +1,4 @@
-"""What ops that are no kernels of this package take for the sake of one interface, and do not use: said once."""
+"""Warns once of options that an op accepts for the common interface and ignores."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def warn_of_max_sms(op_name: str, max_sms: int) -> None:
 
 @functools.cache
 def _warn_once(op_name: str, names: tuple[str, ...]) -> None:
-    """Once per process; the same argument comes with every layer and every step."""
+    """Warns once per process: every layer and every step brings the same argument."""
     logger.warning("without effect on %s: %s; the backend 'ep_a2a' goes by them", op_name, ", ".join(names))

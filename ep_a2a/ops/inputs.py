@@ -44,7 +44,7 @@ SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch
 
 
 def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
-    """Why this rank cannot build the op, or None."""
+    """Returns the error that keeps this rank from building the op, or None."""
     if arena.closed:
         return ClosedError("an open arena", "a closed one")
     if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
@@ -90,7 +90,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
 
 
 def signature(*tensors: object) -> Hashable:
-    """What the checks here ask of tensors, but for their addresses; equal to no other where one is no tensor."""
+    """Returns a key of dtypes, devices, shapes and contiguity; a key of something else than tensors equals no other."""
     found: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:

@@ -135,7 +135,7 @@ class IntraNodeKernels:
         return launch.num_programs, self.num_channel_programs, launch.num_warps
 
     def dispatch_phase(self, max_num_tokens: int) -> Phase:
-        """Which dispatch a step takes; the same on all ranks, since all agree on max_num_tokens."""
+        """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
         return dispatch_phase(self.config, max_num_tokens)
 
     def dispatch(
@@ -220,7 +220,7 @@ class IntraNodeKernels:
         if self._interpreted:
             return
         if self._tables is None:
-            # not before: what is wrong with a table is told to the other ranks here
+            # here, because the other ranks learn of an error in this method
             self.use_tables(load_tables(arch_name(self._capability), self.config.world_size))
         variants = [each for stages in self._compiled_stages for each in self.variants(stages)]
         first = self.config.rank % len(variants)

@@ -1,4 +1,4 @@
-"""What a call of an op launches: kernels, launch numbers and programs, worked out once for all calls like it."""
+"""Makes the launches of one call shape: kernels, launch numbers and programs."""
 
 from __future__ import annotations
 

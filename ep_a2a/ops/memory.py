@@ -33,7 +33,7 @@ STEP_SHIFT = 16
 
 
 def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
-    """What an op takes from an arena when it is built, in bytes. Pure arithmetic."""
+    """Returns the bytes that an op takes from an arena when it is built. Pure arithmetic."""
     layout = OpLayout.of(config)
     return BlockSizes(
         own=layout.control.num_bytes,
@@ -219,7 +219,7 @@ class BoundMemory:
         return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
 
     def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
-        """Where each rank's flags of a phase (1 dispatch, 2 combine) stand here now, by kind, as uint32 in rank order.
+        """Returns each rank's epoch in the flags of a phase (1 dispatch, 2 combine), by kind, as uint32 in rank order.
 
         Nothing while a graph is captured. The device should have come to rest.
         """

@@ -178,7 +178,7 @@ class EpDispatchCombineOp(ValidatedOp):
         return self.memory.combine_input()
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where each received row comes from: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
+        """Returns the source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
         return source_positions(self.memory, self._prepared.max_num_tokens, self.recv_counts.tolist())
 
     def get_launch_config(

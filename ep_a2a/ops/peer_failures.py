@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 RANK_BITS = 16
-"""Of a poison word, code << 16 | accused rank; see primitives.py."""
+"""Low bits of a poison word, code << 16 | accused rank, that hold the rank (kernels/primitives.py)."""
 
 
 class PeerFailures:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PreparedDispatch(NamedTuple):
-    """What all dispatches with like arguments have in common.
+    """The checked facts and result views that dispatches of one argument signature share.
 
     Attributes:
         num_tokens: T. max_num_tokens: the step's. wire_word: what the ranks compare. row_limit: R.

@@ -23,12 +23,12 @@ MANY_TOKENS = 256
 
 
 def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
-    """Which rank of the op owns each expert."""
+    """Returns the linear ownership of experts by the op's ranks."""
     return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.num_owners, config.first_rank, 1)))
 
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
-    """What all kernels of an op have in common."""
+    """Returns the constants that all kernels of an op share."""
     return Shape(
         *map(tl.constexpr, (
             config.world_size, padded(config.world_size), config.topk, padded(config.topk),
@@ -61,7 +61,7 @@ def scale_line(num_bytes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ResultRows:
-    """What combine's rows are on their way: fp8 if they are cast, else of their own dtype.
+    """Dtypes of combine's rows on the wire: fp8 if they are cast, else their own.
 
     Attributes:
         dtype, plain_element: Triton's, of results and of integers of their width. integers: torch's of that width.
@@ -76,7 +76,7 @@ class ResultRows:
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> ResultRows:
-        """Those of a config."""
+        """Returns the dtypes for a config."""
         dtype = config.combined_dtype
         return cls(
             TRITON_DTYPES[dtype], *((tl.int16, torch.int16) if dtype.itemsize == 2 else (tl.int32, torch.int32)),

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run: facts, which ranks form a node, and versions that can work together."""
+"""Finds the nodes of a group: facts about each rank, ranks that form a node, versions that can work together."""
 
 from ep_a2a.topology.classification import Topology, classify
 from ep_a2a.topology.facts import RankFacts, TopologyReport, gather_report, in_the_same_node_as

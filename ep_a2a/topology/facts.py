@@ -42,7 +42,7 @@ class RankFacts:
         boot_id: random id of the running kernel, equal exactly for processes on one host.
         pid: process id, in the rank's own pid namespace.
         device_kind: "cpu" or "cuda".
-        gpu_name, gpu_uuid: the rank's GPU; the uuid tells GPUs apart that all ranks see as cuda:0.
+        gpu_name, gpu_uuid: the rank's GPU; the uuid separates GPUs that all ranks see as cuda:0.
         visible_device_index: CUDA device index among the devices that the rank sees.
         sm_count: multiprocessors of the rank's GPU.
         errors: what went wrong while asking, as text.
@@ -78,7 +78,7 @@ class TopologyReport:
     probe_failures: tuple[tuple[str, ...], ...]
 
     def probe_failure(self, one: int, other: int) -> str:
-        """Why two ranks do not share memory, in whichever direction it failed; "" if they do."""
+        """The reason why two ranks do not share memory, in whichever direction it failed; "" if they do."""
         return self.probe_failures[one][other] or self.probe_failures[other][one]
 
     def share_memory(self, one: int, other: int) -> bool:
@@ -91,7 +91,7 @@ class TopologyReport:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Everything that went wrong while asking, each naming its rank."""
+        """Errors met while asking, each with its rank."""
         return tuple(f"rank {facts.rank}: {error}" for facts in self.ranks for error in facts.errors)
 
 
@@ -212,7 +212,7 @@ def _remove(offer: _Offer) -> None:
 
 
 def _try_to_open(offer: _Offer) -> str:
-    """Why the offered file cannot be read here; "" if it can."""
+    """Returns the reason why the offered file cannot be read here; "" if it can."""
     if offer.failure:
         return offer.failure
     try:

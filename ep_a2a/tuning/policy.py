@@ -33,7 +33,7 @@ MOST_BULK_SENDERS = 64
 they take multiprocessors from programs that add."""
 BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
-"""Like SEND_ROW_ELEMENTS, for programs that also cast: BULK_CASTERS of them, with fewer registers each."""
+"""SEND_ROW_ELEMENTS of programs that also cast: BULK_CASTERS of them, with fewer registers each."""
 WIDE_SENDER_SHARE = 0.3
 """Share of a combine's programs that send, where its multiprocessors are bounded."""
 MAX_WARPS = 32
