@@ -18,6 +18,8 @@ TOKEN_X, ROW_X, EXPERTS_X, SUM_X, RESULT_X = 82, 308, 426, 642, 862
 BOX_WIDTH, SUM_WIDTH, BOX_HEIGHT, EXPERT_SIZE = 84, 112, 34, 34
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
+TITLE = "A token's path over four ranks: one copy per rank that owns one of its experts, one sum back from each"
+
 
 @dataclass(frozen=True)
 class Theme:
@@ -55,6 +57,8 @@ class Picture:
     """Collects the elements of one picture."""
 
     theme: Theme
+    title: str
+    height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, text: str, *, size: int = 14, fill: str = "", anchor: str = "middle",
@@ -79,11 +83,10 @@ class Picture:
 
     def svg(self) -> str:
         """The whole picture."""
-        title = "A token's path over four ranks: one copy per rank that owns one of its experts, one sum back from each"
         font = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif\""
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" {font}>'
-        page = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{self.theme.page}"/>'
-        return "\n".join([head, f"<title>{title}</title>", page, *self.parts, "</svg>", ""])
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" role="img" {font}>'
+        page = f'<rect width="{WIDTH}" height="{self.height}" rx="10" fill="{self.theme.page}"/>'
+        return "\n".join([head, f"<title>{self.title}</title>", page, *self.parts, "</svg>", ""])
 
 
 def draw_lane(picture: Picture, rank: int) -> None:
@@ -113,7 +116,7 @@ def draw_visit(picture: Picture, rank: int) -> None:
 
 def draw(theme: Theme) -> str:
     """The picture for one theme."""
-    picture = Picture(theme)
+    picture = Picture(theme, TITLE)
     for rank in range(NUM_RANKS):
         draw_lane(picture, rank)
     for rank in reversed(range(NUM_RANKS)):

@@ -1,0 +1,91 @@
+"""Draws round trips over tokens per rank from rows of `ep-a2a bench`, as SVG for light and dark pages.
+
+python tools/draw_round_trips.py bench/results/2026-11-22_h200x4.jsonl docs/pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from draw_token_path import THEMES, Picture, Theme
+
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 436, 170, 910, 72, 380
+MIN_US, MAX_US = 5.0, 1200.0
+TICKS_US = (10, 100, 1000)
+SHAPE = {"quant_type": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
+LABELS = {"nccl_agrs": "NCCL", "flashinfer": "FlashInfer", "ep_a2a": "ep_a2a", "wire_limit": "wire limit"}
+LABEL_SHIFT = {"ep_a2a": -7, "wire_limit": 9}
+"""Pixels by which the labels of two near lines are moved apart."""
+TITLE = "Round trip of dispatch and combine on four H200s: µs over tokens per rank"
+SUBTITLE = "DeepSeek-V3 shape, cast to fp8 inside dispatch, bf16 combine, CUDA graph; both axes logarithmic"
+
+
+def read_lines(path: Path) -> dict[str, dict[int, float]]:
+    """Microseconds by contender and tokens per rank."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if row.get("status") == "ok" and all(row[name] == SHAPE[name] for name in SHAPE)]
+    found: dict[str, dict[int, float]] = {name: {} for name in LABELS}
+    for row in rows:
+        if row["contender"] in found:
+            found[row["contender"]][row["num_tokens"]] = row["round_trip_us"]
+    return found
+
+
+def colour_of(theme: Theme, name: str) -> str:
+    """The colour of a contender's line."""
+    return {"ep_a2a": theme.dispatch, "flashinfer": theme.experts, "nccl_agrs": theme.combine}.get(name, theme.faint)
+
+
+def place(num_tokens: int, micros: float, most: int) -> tuple[float, float]:
+    """Where a measurement lies in the picture."""
+    across = math.log(num_tokens) / math.log(most)
+    up = math.log(micros / MIN_US) / math.log(MAX_US / MIN_US)
+    return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
+
+
+def draw(theme: Theme, lines: dict[str, dict[int, float]]) -> str:
+    """The picture for one theme."""
+    picture = Picture(theme, TITLE, HEIGHT)
+    picture.text(24, 24, TITLE, size=17, anchor="start", weight=600)
+    picture.text(24, 48, SUBTITLE, size=13, anchor="start", fill=theme.faint)
+    sizes = sorted({tokens for line in lines.values() for tokens in line})
+    for micros in TICKS_US:
+        y = place(1, micros, sizes[-1])[1]
+        picture.parts.append(f'<path d="M{LEFT},{y:.1f} H{RIGHT}" stroke="{theme.faint}" opacity="0.35"/>')
+        picture.text(RIGHT + 8, y, f"{micros}", size=12, anchor="start", fill=theme.faint)
+    for tokens in sizes:
+        picture.text(place(tokens, MIN_US, sizes[-1])[0], BOTTOM + 18, f"{tokens}", size=12, fill=theme.faint)
+    picture.text((LEFT + RIGHT) / 2, BOTTOM + 42, "tokens per rank", size=13, fill=theme.faint)
+    for name, line in lines.items():
+        colour = colour_of(theme, name)
+        points = [place(tokens, micros, sizes[-1]) for tokens, micros in sorted(line.items())]
+        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="6 4"' if name == "wire_limit" else ""
+        picture.parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dash}/>')
+        if not dash:
+            picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]
+        x, y = points[0]
+        label = f"{LABELS[name]} {line[sizes[0]]:.1f}"
+        weight = 700 if name == "ep_a2a" else 500
+        picture.text(x - 12, y + LABEL_SHIFT.get(name, 0), label, size=14, anchor="end", fill=colour, weight=weight)
+    return picture.svg()
+
+
+def main() -> None:
+    """Writes round_trips_light.svg and round_trips_dark.svg into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="JSON lines of `ep-a2a bench`")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    lines = read_lines(options.rows)
+    for theme in THEMES:
+        path = options.folder / f"round_trips_{theme.name}.svg"
+        path.write_text(draw(theme, lines))
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
