@@ -6,14 +6,10 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; see ep_a2a.cli.app. `ep-a2a doctor` runs without typer and rich, too."""
+    """Runs the command line; see ep_a2a.cli.app."""
     # Processes that a command starts import this package too and need nothing of the application.
     try:
         from ep_a2a.cli.app import run
     except ImportError as error:
-        if sys.argv[1:2] == ["doctor"]:
-            from ep_a2a.commands.doctor.command import main as see_doctor
-
-            sys.exit(see_doctor(sys.argv[2:]))
-        sys.exit(f"ep-a2a cannot start: {error}. `ep-a2a doctor` says what is missing.")
+        sys.exit(f"ep-a2a cannot start: {error}. To install what it needs: pip install typer rich")
     run()

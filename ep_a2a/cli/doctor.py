@@ -38,13 +38,18 @@ def command(
 
     The exit code is 1 where something prevents use. The command runs where torch is absent or broken.
     """
-    from ep_a2a.commands.doctor.command import DoctorOptions, counts, execute
+    from ep_a2a.commands.doctor.backend_verdict import Request
+    from ep_a2a.commands.doctor.command import execute
 
-    try:
-        nodes = counts(ranks_per_node) if ranks_per_node is not None else ()
-    except ValueError:
-        raise typer.BadParameter(f"{ranks_per_node!r} is no list of numbers", param_hint="--ranks-per-node") from None
-    options = DoctorOptions(
-        as_json, ask_secs, backend, config, nodes, hidden, max_tokens, quant, selftest, pair_secs, plot
+    request = Request(backend, config, _counts(ranks_per_node), hidden, quant.value, max_tokens)
+    raise typer.Exit(
+        execute(request, as_json=as_json, ask_secs=ask_secs, selftest=selftest, pair_secs=pair_secs, plot=plot)
     )
-    raise typer.Exit(execute(options))
+
+
+def _counts(text: str | None) -> tuple[int, ...]:
+    """Returns the numbers between commas, each 1 or more; () without a text."""
+    parts = () if text is None else tuple(part.strip() for part in text.split(","))
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint="--ranks-per-node")
+    return tuple(map(int, parts))

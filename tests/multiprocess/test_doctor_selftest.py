@@ -11,7 +11,7 @@ import pytest
 from ep_a2a.commands.bench import wire_push
 from ep_a2a.commands.doctor import selftest_rank
 from ep_a2a.commands.doctor.diagnostic import Level
-from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest, table
+from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_pair
 from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -105,7 +105,7 @@ def test_each_pair_stands_for_itself():
     (diagnostic,) = [each for each in judge(result) if each.prevents_use]
     assert diagnostic.subject == "ranks 0, 1"
     assert diagnostic.remedy
-    assert "failed" in table(result)
+    assert "failed" in result.table
 
 
 def measured(rate: float) -> PairResult:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 from typing import Any
 
 import pytest
 
-from ep_a2a.cli import doctor as doctor_cli
+from ep_a2a.cli.app import make_app
 from ep_a2a.commands.doctor import command
 from tests.machines import CPU_HOST, changed
 
@@ -22,7 +20,9 @@ def doctor(monkeypatch, capsys):
 
     def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
         monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: machine)
-        return command.main(arguments), capsys.readouterr().out
+        with pytest.raises(SystemExit) as ended:
+            make_app()(["doctor", *arguments])
+        return ended.value.code, capsys.readouterr().out
 
     return run
 
@@ -56,7 +56,8 @@ def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
     monkeypatch.setattr(command, "plan_bytes", lambda *sizes: 1 << 20)
     for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
         monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: asked.append(backend) or CPU_HOST)
-        command.main(arguments)
+        with pytest.raises(SystemExit):
+            make_app()(["doctor", *arguments])
     assert asked == ["ep_a2a", "mori_high_throughput", ""]
     assert "not known for mori_high_throughput" in capsys.readouterr().out
 
@@ -89,18 +90,9 @@ def test_a_picture_that_cannot_be_drawn_is_said_before_anything_is_started(docto
     assert "*.png" in printed
 
 
-def test_the_command_line_has_the_options_of_the_fallback_without_typer():
-    parameters = inspect.signature(doctor_cli.command).parameters
-    names = {"as_json": "json"}
-    options = {field.name: field.default for field in dataclasses.fields(command.DoctorOptions)}
-    assert {names.get(name, name): parameter.default or None for name, parameter in parameters.items()} == {
-        name: default or None for name, default in options.items()
-    }
-
-
 @pytest.mark.parametrize("counts", ["0", "2,", "two"])
-def test_numbers_of_ranks_are_numbers(doctor, counts, capsys):
-    with pytest.raises(SystemExit) as caught:
-        doctor("--ranks-per-node", counts)
-    assert caught.value.code == 2
+def test_numbers_of_ranks_are_numbers(counts, capsys):
+    with pytest.raises(SystemExit) as ended:
+        make_app()(["doctor", "--ranks-per-node", counts])
+    assert ended.value.code == 2
     assert "--ranks-per-node" in capsys.readouterr().err

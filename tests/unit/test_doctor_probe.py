@@ -12,7 +12,7 @@ import pytest
 
 from ep_a2a.commands.doctor import report, subprocess_probe
 from ep_a2a.commands.doctor.checks_backend import stands_on_library
-from ep_a2a.commands.doctor.diagnostic import error, note, ok, warning
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic
 from ep_a2a.commands.doctor.probe import find_backend, find_variable_problems
 from ep_a2a.commands.doctor.probe_host import find_folder, find_rdma_ports
 from ep_a2a.commands.doctor.probe_nvidia import read_links, read_query
@@ -24,7 +24,7 @@ from tests.cases.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"
-NEEDS_OTHERS = {"probe_torch.py", "probe_triton.py", "selftest.py", "selftest_rank.py"}
+NEEDS_OTHERS = {"selftest.py", "selftest_rank.py"}
 
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -71,7 +71,7 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     # without the real one, which comes before a folder that is no package
     done = subprocess.run(
-        [sys.executable, "-S", "-P", str(DOCTOR / "probe_torch.py")], env={"PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-S", "-P", str(DOCTOR / "probe_programs.py"), "torch"], env={"PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "stands in its place" in done.stdout
@@ -135,7 +135,7 @@ def test_commands_that_fail_say_nothing():
 
 
 def test_the_doctor_needs_the_standard_library_only():
-    """But for the self-test, and the programs that ask torch and Triton."""
+    """But for the self-test. probe_programs.py imports torch and Triton inside functions."""
     allowed = sys.stdlib_module_names | {"ep_a2a"}
     for path in DOCTOR.glob("*.py"):
         if path.name in NEEDS_OTHERS:
@@ -276,14 +276,19 @@ def test_folders_of_others_are_not_trusted(tmp_path):
 
 def test_the_report_says_what_to_do_and_counts():
     sections = {
-        "software": [ok("torch", "2.13.0"), error("triton", "not installed", "pip install triton")],
+        "software": [
+            Diagnostic("torch", OK, "2.13.0"), Diagnostic("triton", ERROR, "not installed", "pip install triton")
+        ],
         "nothing": [],
-        "memory": [warning("/dev/shm", "60 of 64 MiB free", "--shm-size"), note("RDMA", "no devices " * 30)],
-    }
+        "memory": [
+            Diagnostic("/dev/shm", WARNING, "60 of 64 MiB free", "--shm-size"),
+            Diagnostic("RDMA", NOTE, "no devices " * 30),
+        ],
+    }  # fmt: skip
     text = report.render("0.1.0", sections)
     assert "  ERROR    triton" in text
     assert "> pip install triton" in text
     assert "nothing" not in text
     assert max(map(len, text.splitlines())) <= report.WIDTH
     assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
-    assert report.render("0.1.0", {"software": [ok("torch", "2")]}).endswith(f"{report.NO_TROUBLE}\n")
+    assert report.render("0.1.0", {"software": [Diagnostic("torch", OK, "2")]}).endswith(f"{report.NO_TROUBLE}\n")

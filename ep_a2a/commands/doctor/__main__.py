@@ -1,8 +1,8 @@
-"""Runs `ep-a2a doctor` as `python -m ep_a2a.commands.doctor`."""
+"""`python -m ep_a2a.commands.doctor`: the same as `ep-a2a doctor`, where that program is not on the path."""
 
+import runpy
 import sys
 
-from ep_a2a.commands.doctor.command import main
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.argv[1:1] = ["doctor"]
+    runpy.run_module("ep_a2a.cli", run_name="__main__")

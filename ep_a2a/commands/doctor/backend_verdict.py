@@ -9,13 +9,16 @@ from ep_a2a import env
 from ep_a2a.commands.doctor.checks_backend import COLLECTIVE_BACKENDS, check_needs
 from ep_a2a.commands.doctor.checks_gpu import FP8_CAPABILITY
 from ep_a2a.commands.doctor.checks_links import pairs_text
-from ep_a2a.commands.doctor.diagnostic import Diagnostic, error, note, ok, warning
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic, every, first, refused
+from ep_a2a.commands.doctor.system_info import dotted
 from ep_a2a.config.enums import picked_kernel
 from ep_a2a.config.file import DEFAULT_BACKEND, choose_backend, read_config_file
 from ep_a2a.errors import EpA2AError
 from ep_a2a.managers.registry import check_backend_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ep_a2a.commands.doctor.system_info import Backend, SystemInfo
 
 CPU_RANKS = 4
@@ -69,33 +72,24 @@ class BackendVerdict:
 
 def judge_backend(info: SystemInfo, request: Request) -> BackendVerdict:
     """Judges a configuration by the rules of init_dist_env and the managers, from the facts about this machine."""
-    on_gpus = bool(info.torch.num_gpus)
+    device = "cuda" if info.torch.num_gpus else "cpu"
     ranks = requested_ranks(info, request)
     try:
         name, reason = _backend(request)
     except EpA2AError as problem:
-        diagnostics = [error("backend", f"expected {problem.expected}; got {problem.got}", problem.remedy)]
-        return BackendVerdict("", "", "", "", "cuda" if on_gpus else "cpu", ranks, tuple(diagnostics))
+        return BackendVerdict("", "", "", "", device, ranks, (refused("backend", problem),))
     kernel, why = _kernel(name, ranks, request.max_tokens, info.backend)
     where = f"{sum(ranks)} ranks on {len(ranks)} node{'s' if len(ranks) > 1 else ''}"
-    diagnostics = [
-        ok("backend", f"{name}: {reason}"),
-        ok("kernel", f"{kernel}: {why}, {where}, on {'GPUs' if on_gpus else 'CPU processes'}"),
-        *_shape_problems(request, info),
-    ]
-    if name == DEFAULT_BACKEND:
-        diagnostics += [*_node_problems(ranks, on_gpus=on_gpus), *(_gpu_problems(info) if on_gpus else [])]
-    elif name == info.backend.name:
-        diagnostics += check_needs(info, ranks, request.hidden_dim, request.max_tokens, request.quant)
-    if on_gpus and max(ranks) > info.torch.num_gpus:
-        diagnostics.append(
-            error("ranks", f"{max(ranks)} on a node, {info.torch.num_gpus} GPUs here", "Start one rank per GPU.")
-        )
-    if name == DEFAULT_BACKEND:
-        diagnostics += _memory_problems(info, request, ranks, on_gpus=on_gpus)
-    elif request.max_tokens is not None:
-        diagnostics.append(note("memory", f"not known for {name}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes"))
-    return BackendVerdict(name, reason, kernel, why, "cuda" if on_gpus else "cpu", ranks, tuple(diagnostics))
+    diagnostics = (
+        Diagnostic("backend", OK, f"{name}: {reason}"),
+        Diagnostic("kernel", OK, f"{kernel}: {why}, {where}, on {'GPUs' if device == 'cuda' else 'CPU processes'}"),
+        *_check_shape(info, request),
+        *(_check_reach(info, ranks) if name == DEFAULT_BACKEND else ()),
+        *(check_needs(info, request, ranks) if name == info.backend.name else ()),
+        *_check_ranks(info, ranks),
+        *(_check_memory(info, request, ranks, name) if request.max_tokens is not None else ()),
+    )
+    return BackendVerdict(name, reason, kernel, why, device, ranks, diagnostics)
 
 
 def requested_ranks(info: SystemInfo, request: Request) -> tuple[int, ...]:
@@ -133,60 +127,54 @@ def _kernel(name: str, ranks: tuple[int, ...], max_tokens: int | None, backend: 
     return kernel, f"{name} runs {backend.library}'s kernels"
 
 
-def _node_problems(ranks: tuple[int, ...], *, on_gpus: bool) -> list[Diagnostic]:
-    diagnostics = []
-    if len(set(ranks)) > 1:
-        diagnostics.append(
-            error("nodes", f"unlike numbers of ranks: {', '.join(map(str, ranks))}",
-                  f"Start as many ranks on each node, or use {PORTABLE}.")
-        )  # fmt: skip
-    if len(ranks) > 1 and on_gpus:
-        diagnostics.append(
-            warning(
-                "nodes", "ep_a2a between nodes has run on CPU processes only, not yet on GPUs", f"Or use {PORTABLE}."
-            )
-        )
-    return diagnostics
+def _check_shape(info: SystemInfo, request: Request) -> Iterator[Diagnostic]:
+    hidden, casts = request.hidden_dim or 0, request.quant != "none"
+    row_bytes = hidden * (1 if casts else 2)
+    yield from every("hidden size",
+        (ERROR, row_bytes % ROW_ALIGNMENT_BYTES,
+         f"{hidden}: rows of {row_bytes} bytes, not a multiple of {ROW_ALIGNMENT_BYTES}", "Pad the hidden size."),
+        (ERROR, request.quant == "fp8_per_1x128" and hidden % GROUP_ELEMENTS,
+         f"{hidden} is no multiple of {GROUP_ELEMENTS}", "Use fp8_per_token."))  # fmt: skip
+    old = "".join([gpu.name for gpu in info.driver.gpus if gpu.capability and gpu.capability < FP8_CAPABILITY][:1])
+    yield from first("fp8",
+        (ERROR, casts and old, f"no fp8 casts on {old}, which need compute capability {dotted(FP8_CAPABILITY)}",
+         "Use no cast."))  # fmt: skip
 
 
-def _gpu_problems(info: SystemInfo) -> list[Diagnostic]:
-    return [
-        error(way, f"missing between GPUs {pairs_text(pairs)}; ep_a2a's kernels need it (NVLink)", USE_PORTABLE)
-        for way, pairs in info.driver.unreached().items() if pairs
-    ]  # fmt: skip
+def _check_reach(info: SystemInfo, ranks: tuple[int, ...]) -> Iterator[Diagnostic]:
+    """Checks what ep_a2a's own kernels need of nodes, and between GPUs."""
+    num_gpus = info.torch.num_gpus
+    yield from every("nodes",
+        (ERROR, len(set(ranks)) > 1, f"unlike numbers of ranks: {', '.join(map(str, ranks))}",
+         f"Start as many ranks on each node, or use {PORTABLE}."),
+        (WARNING, len(ranks) > 1 and num_gpus, "ep_a2a between nodes has run on CPU processes only, not yet on GPUs",
+         f"Or use {PORTABLE}."))  # fmt: skip
+    for way, pairs in info.driver.unreached().items():
+        yield from first(way,
+            (ERROR, num_gpus and pairs,
+             f"missing between GPUs {pairs_text(pairs)}; ep_a2a's kernels need it (NVLink)", USE_PORTABLE))  # fmt: skip
 
 
-def _shape_problems(request: Request, info: SystemInfo) -> list[Diagnostic]:
-    diagnostics = []
-    hidden, casts = request.hidden_dim, request.quant != "none"
-    row_bytes = (hidden or 0) * (1 if casts else 2)
-    if row_bytes % ROW_ALIGNMENT_BYTES:
-        diagnostics.append(
-            error("hidden size", f"{hidden}: rows of {row_bytes} bytes, not a multiple of {ROW_ALIGNMENT_BYTES}",
-                  "Pad the hidden size.")
-        )  # fmt: skip
-    if request.quant == "fp8_per_1x128" and (hidden or 0) % GROUP_ELEMENTS:
-        diagnostics.append(error("hidden size", f"{hidden} is no multiple of {GROUP_ELEMENTS}", "Use fp8_per_token."))
-    old = [gpu.name for gpu in info.driver.gpus if gpu.capability and gpu.capability < FP8_CAPABILITY]
-    if casts and old:
-        diagnostics.append(error("fp8", f"no fp8 casts on {old[0]}, which need compute capability 8.9", "Use no cast."))
-    return diagnostics
+def _check_ranks(info: SystemInfo, ranks: tuple[int, ...]) -> list[Diagnostic]:
+    num_gpus = info.torch.num_gpus
+    return first("ranks",
+        (ERROR, 0 < num_gpus < max(ranks), f"{max(ranks)} on a node, {num_gpus} GPUs here",
+         "Start one rank per GPU."))  # fmt: skip
 
 
-def _memory_problems(info: SystemInfo, request: Request, ranks: tuple[int, ...], *, on_gpus: bool) -> list[Diagnostic]:
-    needed = request.needed_bytes
-    if request.max_tokens is None:
-        return []
-    if needed is None:
-        return [note("memory", "`ep-a2a plan` gives no answer for these sizes", "Run it: it says why.")]
-    if on_gpus:
-        free = min((gpu.free_bytes for gpu in info.driver.gpus if gpu.free_bytes is not None), default=None)
-        place, total = "free on the fullest GPU", needed
+def _check_memory(info: SystemInfo, request: Request, ranks: tuple[int, ...], name: str) -> list[Diagnostic]:
+    needed, free, place, of = request.needed_bytes or 0, info.host.shared_memory.free_bytes, "in /dev/shm", "this host"
+    if info.torch.num_gpus:
+        # -1: not known.
+        free = min((gpu.free_bytes for gpu in info.driver.gpus if gpu.free_bytes is not None), default=-1)
+        place, of = "on the fullest GPU", "each GPU"
     else:
-        free, place, total = info.host.shared_memory.free_bytes, "free in /dev/shm", needed * max(ranks)
-    text = f"{total:,} bytes needed on {'each GPU' if on_gpus else 'this host'}"
-    if free is None:
-        return [note("memory", text)]
-    if total > free:
-        return [error("memory", f"{text}, {free:,} {place}", "Lower max_num_inp_token_per_rank, or free memory.")]
-    return [ok("memory", f"{text}, {free:,} {place}")]
+        needed *= max(ranks)
+    text = f"{needed:,} bytes needed on {of}"
+    return first("memory",
+        (NOTE, name != DEFAULT_BACKEND, f"not known for {name}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes"),
+        (NOTE, request.needed_bytes is None, "`ep-a2a plan` gives no answer for these sizes", "Run it: it says why."),
+        (NOTE, free < 0, text),
+        (ERROR, needed > free, f"{text}, {free:,} free {place}",
+         "Lower max_num_inp_token_per_rank, or free memory."),
+        (OK, True, f"{text}, {free:,} free {place}"))  # fmt: skip

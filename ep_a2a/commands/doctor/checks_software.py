@@ -2,60 +2,66 @@
 
 from __future__ import annotations
 
-from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always
-from ep_a2a.commands.doctor.system_info import version_numbers
+from typing import TYPE_CHECKING
+
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic, first
+from ep_a2a.commands.doctor.system_info import dotted, version_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.commands.doctor.system_info import SystemInfo
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""NEWEST: the newest that this package has been run with. Newer versions are accepted, with a note."""
+"""NEWEST: the newest that this package has run with. Newer versions get a note."""
 REINSTALL_TORCH = "Install torch anew in this environment: pip install --force-reinstall torch"
-TORCH_FAILS = "import torch fails: {it.problem}"
+UNTRIED = "newer than any that this package has been run with"
 
-SOFTWARE = (
-    Check("python", lambda info: (info.host,),
-        Case(ERROR, lambda it: it.python[:2] < OLDEST_PYTHON, "{it.python:dotted}", "Use Python 3.11 or later."),
-        Case(OK, always, "{it.python:dotted}")),
-    Check("system", lambda info: (info.host,),
-        Case(ERROR, lambda it: it.system != "Linux", "{it.system}", "Use Linux: ranks share memory by /dev/shm."),
-        Case(OK, always, "{it.system}")),
-    Check("ep_a2a", lambda info: (info.installation,),
-        Case(NOTE, lambda it: it.installed_version is None, "{it.version}, not installed: imported from a folder",
-             "Engines find it only where it is installed: pip install ep-a2a"),
-        Case(WARNING, lambda it: it.installed_version != it.version,
-             "the code is {it.version}, but {it.installed_version} is installed",
-             "Another copy comes first on the import path, or an editable install is stale: install it anew."),
-        Case(OK, always, "{it.version}")),
-    Check("torch", lambda info: (info.torch,),
-        Case(ERROR, lambda it: it.version is None, "not installed", "pip install torch"),
-        Case(ERROR, lambda it: "undefined symbol" in it.problem or "version `" in it.problem, TORCH_FAILS,
-             "A library of another version is loaded in place of torch's own: unset LD_LIBRARY_PATH and LD_PRELOAD. "
-             f"If that does not help: {REINSTALL_TORCH}"),
-        Case(ERROR, lambda it: "cannot open shared object" in it.problem, TORCH_FAILS,
-             f"A library that this build needs is missing. {REINSTALL_TORCH}"),
-        Case(ERROR, lambda it: "had not answered" in it.problem, TORCH_FAILS,
-             "Look at the disk that it lies on, or give it time: --ask-secs."),
-        Case(ERROR, lambda it: it.problem, TORCH_FAILS, REINSTALL_TORCH),
-        Case(ERROR, lambda it: version_numbers(it.version)[:2] < OLDEST_TORCH, "{it.build}",
-             "Install torch 2.11 or later."),
-        Case(NOTE, lambda it: version_numbers(it.version)[:2] > NEWEST_TORCH,
-             "{it.build}, newer than any that this package has been run with"),
-        Case(OK, always, "{it.build}")),
-    Check("gloo", lambda info: (info.torch,),
-        Case(ERROR, lambda it: it.works and not it.has_gloo, "not in this torch",
-             f"Ranks meet through gloo. {REINSTALL_TORCH}")),
-    Check("triton", lambda info: (info.triton,),
-        Case(ERROR, lambda it: it.version is None, "not installed",
-             "pip install triton; the kernels are Triton, on CPU too"),
-        Case(ERROR, lambda it: it.problem, "import triton fails: {it.problem}",
-             "Install the version that your torch names: pip install --force-reinstall torch triton"),
-        Case(ERROR, lambda it: version_numbers(it.version)[:2] < OLDEST_TRITON, "{it.version}",
-             "Install Triton 3.6 or later, and the torch that goes with it."),
-        Case(NOTE, lambda it: version_numbers(it.version)[:2] > NEWEST_TRITON,
-             "{it.version}, newer than any that this package has been run with"),
-        Case(OK, always, "{it.version}")),
-    Check("packages", lambda info: (info.installation,),
-        Case(ERROR, lambda it: it.missing_packages, "not installed: {it.missing_packages}",
-             "pip install {it.missing_packages}"),
-        Case(OK, always, "{it.packages_text}")),
-)  # fmt: skip
+
+def check_software(info: SystemInfo) -> Iterator[Diagnostic]:
+    """Checks versions, and whether torch and Triton can be imported."""
+    host, installed, torch, triton = info.host, info.installation, info.torch, info.triton
+    yield from first("python",
+        (ERROR, host.python[:2] < OLDEST_PYTHON, dotted(host.python), "Use Python 3.11 or later."),
+        (OK, True, dotted(host.python)))  # fmt: skip
+    yield from first("system",
+        (ERROR, host.system != "Linux", host.system, "Use Linux: ranks share memory by /dev/shm."),
+        (OK, True, host.system))  # fmt: skip
+    yield from first("ep_a2a",
+        (NOTE, installed.installed_version is None, f"{installed.version}, not installed: imported from a folder",
+         "Engines find it only where it is installed: pip install ep-a2a"),
+        (WARNING, installed.installed_version != installed.version,
+         f"the code is {installed.version}, but {installed.installed_version} is installed",
+         "Another copy comes first on the import path, or an editable install is stale: install it anew."),
+        (OK, True, installed.version))  # fmt: skip
+    fails, version = f"import torch fails: {torch.problem}", version_numbers(torch.version or "")[:2]
+    yield from first("torch",
+        (ERROR, torch.version is None, "not installed", "pip install torch"),
+        (ERROR, "undefined symbol" in torch.problem or "version `" in torch.problem, fails,
+         "A library of another version is loaded in place of torch's own: unset LD_LIBRARY_PATH and LD_PRELOAD. "
+         f"If that does not help: {REINSTALL_TORCH}"),
+        (ERROR, "cannot open shared object" in torch.problem, fails,
+         f"A library that this build needs is missing. {REINSTALL_TORCH}"),
+        (ERROR, "had not answered" in torch.problem, fails,
+         "Look at the disk that it lies on, or give it time: --ask-secs."),
+        (ERROR, torch.problem, fails, REINSTALL_TORCH),
+        (ERROR, version < OLDEST_TORCH, torch.build, "Install torch 2.11 or later."),
+        (NOTE, version > NEWEST_TORCH, f"{torch.build}, {UNTRIED}"),
+        (OK, True, torch.build))  # fmt: skip
+    yield from first("gloo",
+        (ERROR, torch.works and not torch.has_gloo, "not in this torch",
+         f"Ranks meet through gloo. {REINSTALL_TORCH}"))  # fmt: skip
+    found, version = triton.version or "", version_numbers(triton.version or "")[:2]
+    yield from first("triton",
+        (ERROR, triton.version is None, "not installed", "pip install triton; the kernels are Triton, on CPU too"),
+        (ERROR, triton.problem, f"import triton fails: {triton.problem}",
+         "Install the version that your torch names: pip install --force-reinstall torch triton"),
+        (ERROR, version < OLDEST_TRITON, found, "Install Triton 3.6 or later, and the torch that goes with it."),
+        (NOTE, version > NEWEST_TRITON, f"{found}, {UNTRIED}"),
+        (OK, True, found))  # fmt: skip
+    missing = installed.missing_packages
+    yield from first("packages",
+        (ERROR, missing, f"not installed: {missing}", f"pip install {missing}"),
+        (OK, True, installed.packages_text))  # fmt: skip

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Case, Check, always
-from ep_a2a.config.file import read_config_file
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic, first, refused
+from ep_a2a.config.file import DEFAULT_BACKEND, read_config_file
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS
 from ep_a2a.errors import EpA2AError, did_you_mean
 from ep_a2a.managers.registry import check_backend_name
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.doctor.system_info import SystemInfo
 
-LEVELS = ", ".join(logging.getLevelNamesMapping())
+LEVELS = tuple(logging.getLevelNamesMapping())
 VLLM_STEP = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 VLLM_STEP_SECS = 300
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""
@@ -35,141 +34,82 @@ OTHERS = {
 """Variables that slow things down, or let steps wait for each other, where they are 1."""
 
 
-@dataclass(frozen=True)
-class SetVariable:
-    """A variable EP_A2A_* that is set, on its machine."""
-
-    name: str
-    value: str
-    info: SystemInfo
-
-    def of(self, variable: env.Variable[Any]) -> str:
-        """The value, where it is this variable; else ""."""
-        return self.value if self.name in (variable.name, variable.former_name) else ""
-
-    @property
-    def present_name(self) -> str:
-        """The variable's name, where this one is its former name; else ""."""
-        return next((each.name for each in env.VARIABLES if each.former_name == self.name), "")
-
-    @property
-    def problem(self) -> str:
-        """Why its text cannot be used; "" where it can."""
-        return self.info.variable_problems.get(self.name, "")
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether this version has no such variable."""
-        return not self.present_name and self.name not in {variable.name for variable in env.VARIABLES}
-
-    @property
-    def nearest(self) -> str:
-        """What to use in place of a variable that is unknown."""
-        return did_you_mean(self.name, [variable.name for variable in env.VARIABLES]) or "docs/env.md lists them all."
-
-    @functools.cached_property
-    def refusal(self) -> EpA2AError | None:
-        """The error that a backend's name, or the one in a config file, leads to."""
-        try:
-            if self.of(env.CONFIG):
-                check_backend_name(read_config_file(self.value).all2all_backend or "ep_a2a")
-            elif self.of(env.BACKEND):
-                check_backend_name(self.value)
-        except EpA2AError as problem:
-            return problem
-        return None
-
-    @property
-    def devices(self) -> str:
-        """The RDMA devices of this host."""
-        return ", ".join(sorted({port.device for port in self.info.rdma})) or "none"
-
-    @property
-    def unknown_devices(self) -> str:
-        """RDMA devices that it names, none to be left out, and that this host lacks."""
-        named = [] if self.value.startswith("^") else self.of(env.RDMA_DEVICES).strip().split(",")
-        return ", ".join(name for name in named if name and name.strip() not in self.devices.split(", "))
-
-    @property
-    def secs(self) -> float:
-        """The value as seconds."""
-        return float(self.value)
-
-    @property
-    def vllm_secs(self) -> int | None:
-        """vLLM's bound of a step, where there is a vLLM and its variable can be read."""
-        return None if self.info.vllm.version is None else _vllm_step_secs(self.info)
+def check_variables(info: SystemInfo) -> Iterator[Diagnostic]:
+    """Checks the variables that are set."""
+    variables = info.environment
+    own = dict.fromkeys(info.variable_problems, "")
+    own |= {name: value for name, value in variables.items() if name.startswith("EP_A2A_")}
+    problems = [problem for name, value in own.items() for problem in _own_variable(info, name, value)]
+    yield from problems or [Diagnostic("variables", OK, _listed(own) or "no EP_A2A_* is set")]
+    for name, effect in OTHERS.items():
+        yield from first(name,
+            (WARNING, variables.get(name) == "1" and info.has_gpus, f"{name}=1: {effect}",
+             "Unset it, unless it is meant."))  # fmt: skip
+    yield from first(VLLM_STEP,
+        (WARNING if info.vllm.version is None else ERROR, math.isnan(_vllm_step_secs(info)),
+         f"{VLLM_STEP}={variables.get(VLLM_STEP)} is no whole number: vLLM cannot read it, and ends",
+         "Correct or unset it."))  # fmt: skip
+    others = _listed({n: v for n, v in variables.items() if not n.startswith("EP_A2A_") and n not in OTHERS})
+    yield from first("other variables", (NOTE, others, others))
 
 
-def _own(info: SystemInfo) -> Iterator[SetVariable]:
-    """This package's variables, those with problems first."""
-    ours = dict.fromkeys(info.variable_problems, "")
-    ours |= {name: value for name, value in info.environment.items() if name.startswith("EP_A2A_")}
-    yield from (SetVariable(name, value, info) for name, value in ours.items())
+def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
+    """Checks one EP_A2A_* variable."""
+
+    def of(variable: env.Variable[Any]) -> str:
+        return value if name in (variable.name, variable.former_name) else ""
+
+    known = [variable.name for variable in env.VARIABLES]
+    present_name = next((variable.name for variable in env.VARIABLES if variable.former_name == name), "")
+    text, problem = f"{name}={value}", info.variable_problems.get(name, "")
+    if not problem and (refusal := _backend_refusal(of(env.CONFIG), of(env.BACKEND))):
+        return [refused(name, refusal)]
+    devices = ", ".join(sorted({port.device for port in info.rdma})) or "none"
+    named = "" if value.startswith("^") else of(env.RDMA_DEVICES).strip()
+    absent = ", ".join(each for each in named.split(",") if each and each.strip() not in devices.split(", "))
+    # NaN: not known, and no comparison with it holds.
+    secs = float(value) if of(env.TIMEOUT_SECS) and not problem else math.nan
+    vllm_secs = math.nan if info.vllm.version is None else _vllm_step_secs(info)
+    hca = info.environment.get("NCCL_IB_HCA")
+    return first(name,
+        (ERROR, problem, f"{text}: {problem}", "Correct or unset it; docs/env.md lists them all."),
+        (WARNING, name not in known and not present_name, f"{text} is no variable of this version: it does nothing",
+         did_you_mean(name, known) or "docs/env.md lists them all."),
+        (ERROR, of(env.INTERNODE_TRANSPORT) and value not in INTERNODE_TRANSPORTS, f"{text} is not in this version",
+         f"Use one of {', '.join(INTERNODE_TRANSPORTS)}."),
+        (ERROR, of(env.INTERNODE_TRANSPORT) == "nvshmem" and not info.installation.has_nvshmem,
+         f"{text}, and no package nvidia-nvshmem", "pip install nvidia-nvshmem-cu13."),
+        (ERROR, of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(value).is_dir(), f"{text} is no folder",
+         "Make it, or unset the variable."),
+        (ERROR, of(env.LOG_LEVEL) and value.upper() not in LEVELS, f"{text} is no level",
+         f"One of {', '.join(LEVELS)}."),
+        (ERROR, absent, f"no device {absent} on this host; there are: {devices}", "Correct it."),
+        (WARNING, of(env.RDMA_DEVICES) and hca, f"does not count: NCCL_IB_HCA={hca} is set", "Unset one of the two."),
+        (WARNING, present_name, f"{name} is the former name of {present_name}", f"Set {present_name}."),
+        (WARNING, secs >= vllm_secs,
+         f"{secs:g} s: vLLM gives a step up after {vllm_secs:g} s, and cannot say which rank was missing",
+         f"Lower it below {vllm_secs:g}."))  # fmt: skip
 
 
-def _vllm_step_secs(info: SystemInfo) -> int | None:
-    """vLLM's own bound of a step; None where vLLM cannot read the variable."""
+def _backend_refusal(config_file: str, backend: str) -> EpA2AError | None:
+    """Returns the error that a backend's name, or the one in a config file, leads to."""
+    try:
+        if config_file:
+            backend = read_config_file(config_file).all2all_backend or DEFAULT_BACKEND
+        if backend:
+            check_backend_name(backend)
+    except EpA2AError as problem:
+        return problem
+    return None
+
+
+def _vllm_step_secs(info: SystemInfo) -> float:
+    """Returns vLLM's own bound of a step; NaN where vLLM cannot read the variable."""
     try:
         return int(info.environment.get(VLLM_STEP, VLLM_STEP_SECS))
     except ValueError:
-        return None
+        return math.nan
 
 
-def _unreadable_step(info: SystemInfo) -> tuple[SystemInfo, ...]:
-    return (info,) if _vllm_step_secs(info) is None else ()
-
-
-def _slowing(info: SystemInfo) -> Iterator[tuple[str, str]]:
-    for name, effect in OTHERS.items():
-        if info.environment.get(name) == "1" and info.has_gpus:
-            yield name, effect
-
-
-def _other_variables(info: SystemInfo) -> Iterator[str]:
-    rest = {n: v for n, v in info.environment.items() if not n.startswith("EP_A2A_") and n not in OTHERS}
-    if rest:
-        yield ", ".join(f"{name}={value}" for name, value in rest.items())
-
-
-check_own_variables = Check("{it.name}", _own,
-    Case(ERROR, lambda it: it.problem, "{it.name}={it.value}: {it.problem}",
-         "Correct or unset it; docs/env.md lists them all."),
-    Case(WARNING, lambda it: it.is_unknown, "{it.name}={it.value} is no variable of this version: it does nothing",
-         "{it.nearest}"),
-    Case(ERROR, lambda it: it.refusal, "expected {it.refusal.expected}; got {it.refusal.got}", "{it.refusal.remedy}"),
-    Case(ERROR, lambda it: it.of(env.INTERNODE_TRANSPORT) and it.value not in INTERNODE_TRANSPORTS,
-         "{it.name}={it.value} is not in this version",
-         f"Use one of {', '.join(INTERNODE_TRANSPORTS)}."),
-    Case(ERROR, lambda it: it.of(env.INTERNODE_TRANSPORT) == "nvshmem" and not it.info.installation.has_nvshmem,
-         "{it.name}={it.value}, and no package nvidia-nvshmem", "pip install nvidia-nvshmem-cu13."),
-    Case(ERROR, lambda it: it.of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(it.value).is_dir(),
-         "{it.name}={it.value} is no folder", "Make it, or unset the variable."),
-    Case(ERROR, lambda it: it.of(env.LOG_LEVEL) and it.value.upper() not in LEVELS.split(", "),
-         "{it.name}={it.value} is no level", f"One of {LEVELS}."),
-    Case(ERROR, lambda it: it.unknown_devices,
-         "no device {it.unknown_devices} on this host; there are: {it.devices}", "Correct it."),
-    Case(WARNING, lambda it: it.of(env.RDMA_DEVICES) and it.info.environment.get("NCCL_IB_HCA"),
-         "does not count: NCCL_IB_HCA={it.info.environment[NCCL_IB_HCA]} is set", "Unset one of the two."),
-    Case(WARNING, lambda it: it.present_name, "{it.name} is the former name of {it.present_name}",
-         "Set {it.present_name}."),
-    Case(WARNING, lambda it: it.of(env.TIMEOUT_SECS) and it.vllm_secs is not None and it.secs >= it.vllm_secs,
-         "{it.secs:g} s: vLLM gives a step up after {it.vllm_secs:g} s, and cannot say which rank was missing",
-         "Lower it below {it.vllm_secs:g}."))  # fmt: skip
-
-VARIABLES = (
-    check_own_variables,
-    Check("variables", lambda info: () if [*_own(info)] else (info,), Case(OK, always, "no EP_A2A_* is set")),
-    Check("variables", lambda info: (
-            [", ".join(f"{each.name}={each.value}" for each in _own(info))]
-            if [*_own(info)] and not check_own_variables(info) else []
-        ),
-        Case(OK, always, "{it}")),
-    Check("{it[0]}", _slowing, Case(WARNING, always, "{it[0]}=1: {it[1]}", "Unset it, unless it is meant.")),
-    Check(VLLM_STEP, _unreadable_step,
-        Case(WARNING, lambda it: it.vllm.version is None, f"{VLLM_STEP}={{it.environment[{VLLM_STEP}]}} is no whole "
-             "number: vLLM cannot read it, and ends", "Correct or unset it."),
-        Case(ERROR, always, f"{VLLM_STEP}={{it.environment[{VLLM_STEP}]}} is no whole number: vLLM cannot read it, and "
-             "ends", "Correct or unset it.")),
-    Check("other variables", _other_variables, Case(NOTE, always, "{it}")),
-)  # fmt: skip
+def _listed(variables: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())

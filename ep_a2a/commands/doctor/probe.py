@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import ep_a2a
 from ep_a2a import env
@@ -32,12 +30,14 @@ def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> Syste
     with ThreadPoolExecutor() as asking:
         found_backend = asking.submit(find_backend, backend, probe_secs)
         torch, triton, driver = asking.map(lambda name: run_probe(name, probe_secs), ("torch", "triton", "driver"))
-    found_triton = _made(Triton, triton)
+    found_triton = Triton(**triton)
+    # A program that crashes leaves "?" for a version; nvidia-smi knows the driver's.
+    gpus = tuple(Gpu(**gpu) for gpu in driver.get("gpus", ()))
     return SystemInfo(
         installation=find_installation(),
-        torch=_made(Torch, torch),
+        torch=Torch(**torch),
         triton=found_triton,
-        driver=add_nvidia_smi(_driver(driver)),
+        driver=add_nvidia_smi(Driver(**{**driver, "version": None, "gpus": gpus})),
         host=find_host(found_triton.cache_directory),
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
@@ -49,19 +49,17 @@ def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> Syste
 
 
 def find_backend(name: str, probe_secs: float = PROBE_SECS) -> Backend:
-    """Describes a backend; processes of their own ask its manager and its library."""
+    """Describes a backend from what its manager declares and what its library says."""
     if not stands_on_library(name):
         return Backend(name)
     folder = str(Path(ep_a2a.__file__).parent)
     with ThreadPoolExecutor() as asking:
         declared, library = asking.map(
-            lambda what: run_probe("backend", probe_secs, folder, name, what), ("declared", "library")
+            lambda probe: run_probe(probe, probe_secs, folder, name), ("declaration", "library")
         )
     if "capabilities" not in declared:
         return Backend(name, declaration_problem=declared["problem"])
-    capabilities = _made(Capabilities, declared["capabilities"])
-    found: Backend = _made(Backend, {**declared, **library, "name": name, "capabilities": capabilities})
-    return found
+    return Backend(name, **{**declared, **library, "capabilities": Capabilities(**declared["capabilities"])})
 
 
 def find_variable_problems() -> dict[str, str]:
@@ -73,17 +71,3 @@ def find_variable_problems() -> dict[str, str]:
         except EnvironmentVariableError as error:
             problems[variable.name] = f"expected {error.expected}; got {error.got}"
     return problems
-
-
-def _driver(found: dict[str, Any]) -> Driver:
-    gpus = tuple(replace(_made(Gpu, gpu), capability=tuple(gpu["capability"])) for gpu in found.get("gpus", []))
-    driver: Driver = _made(Driver, found)
-    cuda = tuple(found["cuda"]) if "cuda" in found else None
-    access, atomics = (tuple(map(tuple, found.get(name, []))) for name in ("access", "atomics"))
-    return replace(driver, version=None, cuda=cuda, gpus=gpus, access=access, atomics=atomics)
-
-
-def _made(kind: type[Any], found: dict[str, Any]) -> Any:
-    """Makes a description of those facts that it has fields for; lists become tuples."""
-    names = {field.name for field in fields(kind)}
-    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items() if key in names})

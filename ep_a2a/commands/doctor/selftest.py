@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.doctor.diagnostic import Diagnostic, error, note, ok, warning
+from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -51,6 +51,17 @@ class SelfTest:
     step_us: float = 0.0
 
     @property
+    def measured(self) -> list[PairResult]:
+        """Results of the pairs that did not fail."""
+        return [result for result in self.pairs.values() if isinstance(result, PairResult)]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why ranks failed, by their names in the report."""
+        named = {f"ranks {a}, {b}": result for (a, b), result in self.pairs.items() if isinstance(result, str)}
+        return named | ({"all ranks": self.together} if self.together else {})
+
+    @property
     def gb_per_s(self) -> list[list[float]]:
         """`[a][b]`: 1e9 bytes per second from rank a to rank b; 0 where that is not known."""
         matrix = [[0.0] * self.num_ranks for _ in range(self.num_ranks)]
@@ -59,15 +70,24 @@ class SelfTest:
                 matrix[a][b], matrix[b][a] = result.gb_per_s
         return matrix
 
+    @property
+    def table(self) -> str:
+        """The matrix of rates as text."""
+        lines = [
+            "GB/s from rank (down) to rank (across)",
+            "      " + "".join(f"{rank:>9}" for rank in range(self.num_ranks)),
+        ]
+        for source, row in enumerate(self.gb_per_s):
+            cells = ["-" if source == place else f"{rate:.3g}" if rate else "failed" for place, rate in enumerate(row)]
+            lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
+        return "\n".join(lines) + "\n"
+
     def as_json_object(self) -> dict[str, Any]:
-        """Everything that was measured."""
+        """Returns everything that was measured."""
         pairs = [
-            {"ranks": list(pair), "error": result}
-            if isinstance(result, str)
-            else {"ranks": list(pair), "error": "", "step_us": result.step_us, "num_pushes": result.num_pushes,
-                  "num_steps": result.num_steps}
+            {"ranks": list(pair)} | ({"error": result} if isinstance(result, str) else result.as_json_object())
             for pair, result in self.pairs.items()
-        ]  # fmt: skip
+        ]
         return {
             "device": self.device,
             "note": CPU_NOTE if self.device == "cpu" else "",
@@ -115,35 +135,21 @@ def run_selftest(
 
 
 def judge(test: SelfTest) -> list[Diagnostic]:
-    """Findings about what the self-test measured."""
-    diagnostics = []
-    for (a, b), result in test.pairs.items():
-        if isinstance(result, str):
-            diagnostics.append(error(f"ranks {a}, {b}", result, _remedy(result)))
-    if test.together:
-        diagnostics.append(error("all ranks", test.together, _remedy(test.together)))
+    """Returns the diagnostics of what the self-test measured."""
+    diagnostics = [
+        Diagnostic(who, ERROR, words, REMEDIES.get(words.partition(":")[0], OTHER_REMEDY))
+        for who, words in test.failures.items()
+    ]
     diagnostics += _slow_links(test)
     if test.num_ranks < 2:
-        diagnostics.append(note("self-test", "one rank has no peers: nothing was pushed"))
+        diagnostics.append(Diagnostic("self-test", NOTE, "one rank has no peers: nothing was pushed"))
     if not diagnostics:
-        measured = [result for result in test.pairs.values() if isinstance(result, PairResult)]
-        pushes, steps = sum(r.num_pushes for r in measured), sum(r.num_steps for r in measured)
-        diagnostics.append(
-            ok("self-test", f"{len(measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right")
-        )
+        pushes, steps = (sum(getattr(each, name) for each in test.measured) for name in ("num_pushes", "num_steps"))
+        done = f"{len(test.measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
+        diagnostics.append(Diagnostic("self-test", OK, done))
     if test.device == "cpu":
-        diagnostics.append(note("self-test", CPU_NOTE))
+        diagnostics.append(Diagnostic("self-test", NOTE, CPU_NOTE))
     return diagnostics
-
-
-def table(test: SelfTest) -> str:
-    """Returns the matrix of rates as text."""
-    title = "GB/s from rank (down) to rank (across)"
-    lines = [title, "      " + "".join(f"{rank:>9}" for rank in range(test.num_ranks))]
-    for source, row in enumerate(test.gb_per_s):
-        cells = ["-" if source == place else f"{rate:.3g}" if rate else "failed" for place, rate in enumerate(row)]
-        lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(lines) + "\n"
 
 
 def _slow_links(test: SelfTest) -> list[Diagnostic]:
@@ -152,8 +158,8 @@ def _slow_links(test: SelfTest) -> list[Diagnostic]:
         return []
     usual = statistics.median(rates)
     return [
-        warning(f"ranks {a}, {b}", f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
-                "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.")
+        Diagnostic(f"ranks {a}, {b}", WARNING, f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
+                   "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.")
         for a, row in enumerate(test.gb_per_s) for b, rate in enumerate(row) if 0 < rate < SLOW * usual
     ]  # fmt: skip
 
@@ -165,7 +171,3 @@ def _words(failure: RankFailure) -> str:
         first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
         return f"{type(first).__name__}: {first}"
     return failure.summary
-
-
-def _remedy(words: str) -> str:
-    return REMEDIES.get(words.partition(":")[0], OTHER_REMEDY)

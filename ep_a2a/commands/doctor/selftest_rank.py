@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,6 +48,10 @@ class PairResult:
     step_us: float
     num_pushes: int
     num_steps: int
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Returns all but the rates, which the report has as one matrix."""
+        return {"error": "", "step_us": self.step_us, "num_pushes": self.num_pushes, "num_steps": self.num_steps}
 
 
 def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:

@@ -1,4 +1,4 @@
-"""Runs the programs `probe_*.py` and `ep-a2a plan`, each with a time limit."""
+"""Runs probe_programs.py and `ep-a2a plan`, each with a time limit."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ep_a2a.commands.doctor.probe_programs import MARK
 from ep_a2a.commands.programs import command_output
-
-MARK = "ep_a2a_facts:"
 
 
 def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
-    """Returns the facts that `probe_<name>.py` prints; where it prints none, `problem` says why.
+    """Returns the facts that a probe prints, with tuples for lists; where it prints none, `problem` says why.
 
     Args:
-        name: torch, triton, driver or backend.
+        name: torch, triton, driver, declaration or library.
         timeout_secs: seconds to wait.
-        arguments: of the program.
+        arguments: of the probe.
     """
-    program = Path(__file__).with_name(f"probe_{name}.py")
+    program = Path(__file__).with_name("probe_programs.py")
     # -P: this folder must not be on the import path, where its modules could stand for others.
     flags = ["-P"] + ["-S"] * bool(sys.flags.no_site) + ["-E"] * bool(sys.flags.ignore_environment)
     try:
         done = subprocess.run(
-            [sys.executable, *flags, str(program), *arguments], capture_output=True, text=True, errors="replace",
+            [sys.executable, *flags, str(program), name, *arguments], capture_output=True, text=True, errors="replace",
             timeout=timeout_secs, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"version": "?", "problem": f"it had not answered within {timeout_secs:g} s"}
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
-            found: dict[str, Any] = json.loads(line[len(MARK) :])
-            return found
+            return {key: _tuples(value) for key, value in json.loads(line[len(MARK) :]).items()}
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing on stderr")
     return {"version": "?", "problem": f"the process {_end(done.returncode)}: {last.strip()}"}
 
@@ -48,10 +46,14 @@ def plan_bytes(num_ranks: int, max_tokens: int, hidden_dim: int | None, quant: s
     return int(json.loads(printed)["bytes_per_gpu"]["total"]) if printed else None
 
 
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(each) for key, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def _end(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
