@@ -11,13 +11,15 @@ import torch
 
 from ep_a2a.commands.log import set_up_logging
 from ep_a2a.errors import StateError, UnsupportedError
-from ep_a2a.testing.launch import RankFailure
+from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ep_a2a.testing.launch import RankPool
     from ep_a2a.testing.worker import RankContext
+
+RUN_TIMEOUT_SECS = 600.0
+"""Seconds that one call may take on all ranks."""
 
 
 def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
@@ -32,6 +34,19 @@ def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
     if asked == "cpu" or num_gpus == 0:
         return "cpu", num_ranks
     return "cuda", min(num_ranks, num_gpus)
+
+
+@contextlib.contextmanager
+def joined_pool(num_ranks: int, device: str) -> Iterator[RankPool]:
+    """Starts processes for the ranks, and ends them at last; their logging goes to stderr, as does what they print.
+
+    Raises:
+        EpA2AError: as `call_ranks`.
+    """
+    with RankPool(num_ranks, device=device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
+        with stdout_to_stderr():
+            call_ranks(pool, join)
+        yield pool
 
 
 def join(context: RankContext) -> None:

@@ -11,13 +11,13 @@ from ep_a2a.cli.app import show_error
 from ep_a2a.commands import plotting as plot
 from ep_a2a.commands.demo import model as demo_model
 from ep_a2a.commands.demo import settings as demo_settings
-from ep_a2a.commands.demo.model import SwigluExperts, embed, expert_weights, read_text, route
+from ep_a2a.commands.demo.model import embed, expert_weights, read_text, route
 from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
 from ep_a2a.commands.options import Quant
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.config import DISPATCH_QUANT_TYPES
 from ep_a2a.errors import ConfigError, MissingPackageError, ShapeError, TopKError, UnsupportedError
-from ep_a2a.reference import expert_mlp_rows
+from ep_a2a.reference import dense_moe, expert_mlp_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +76,7 @@ def test_experts_equal_the_reference_on_received_rows() -> None:
     x = embed(WORDS, 0, 32)
     ids = torch.tensor([[0, 3], [1, 2], [2, 2], [-1, 1], [3, 9], [0, -5]], dtype=torch.int32)
     weights = torch.rand(6, 2)
-    got = SwigluExperts(range(1, 3), 32, torch.device("cpu"))(x.float(), weights, ids)
+    got = dense_moe(x.float(), weights, ids - 1, *expert_weights(range(1, 3), 32))
     expected = expert_mlp_rows(x.float(), ids, weights, *expert_weights(range(4), 32), 1, 2)
     torch.testing.assert_close(got, expected)
     assert not got[0].any()

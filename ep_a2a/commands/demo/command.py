@@ -1,4 +1,4 @@
-"""Runs the demo with a progress bar, and prints its report."""
+"""Runs the demo's ranks and prints the report."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ep_a2a.commands.demo.launcher import NUM_PHASES, run_demo_ranks
 from ep_a2a.commands.demo.report import make_report
 from ep_a2a.commands.demo.view import show_report
+from ep_a2a.commands.demo.worker import NUM_STEPS, run_rank
 from ep_a2a.commands.plotting import check_can_plot, plot_traffic
+from ep_a2a.commands.ranks import call_ranks, joined_pool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ep_a2a.commands.demo.model import DemoText
-    from ep_a2a.commands.demo.report import DemoReport
     from ep_a2a.commands.demo.settings import DemoSettings
 
 EXIT_MISMATCH = 1
@@ -48,34 +47,22 @@ def execute(
     if plot is not None:
         check_can_plot(plot)
     settings.check()
-    report = _run(settings, text, ranks_asked_for, corrupt_rank, show_progress=not as_json)
+    # On stderr, whose ends the ranks share; shown only to somebody who watches both.
+    progress = Console(stderr=True)
+    progress.quiet = as_json or not (progress.is_interactive and sys.stdout.isatty())
+    with progress.status(f"starting {settings.num_ranks} processes") as status:
+        with joined_pool(settings.num_ranks, settings.device) as pool:
+            status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
+            results = call_ranks(pool, run_rank, settings, text.tokens, corrupt_rank)
+        status.update("comparing with the dense layer")
+        report = make_report(settings, text, ranks_asked_for, results)
     if plot is not None:
-        plot_traffic(report.rows, f"{report.backend}, {sum(report.tokens_per_rank)} tokens, top-{report.topk}", plot)
+        plot_traffic(report["rows"], f"{report['backend']}, {settings.num_tokens} tokens, top-{settings.topk}", plot)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_json_object(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         console = Console()
         show_report(console, report)
         if plot is not None:
             console.print(f"heat map: {plot}", markup=False)
-    return 0 if report.matches else EXIT_MISMATCH
-
-
-def _run(
-    settings: DemoSettings, text: DemoText, ranks_asked_for: int, corrupt_rank: int | None, *, show_progress: bool
-) -> DemoReport:
-    # On stderr, whose ends the ranks share; shown only to somebody who watches both.
-    console = Console(stderr=True)
-    visible = show_progress and console.is_interactive and sys.stdout.isatty()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
-        # One more than the ranks' phases: the comparison.
-        bar = progress.add_task("", total=NUM_PHASES + 1)
-
-        def on_phase(description: str) -> None:
-            task = progress.tasks[bar]
-            progress.update(bar, description=description, completed=task.completed + bool(task.description))
-
-        results, seconds = run_demo_ranks(settings, text.tokens, on_phase, corrupt_rank)
-        on_phase("comparing with the dense layer")
-        return make_report(settings, text, ranks_asked_for, results, seconds)
+    return 0 if report["matches"] else EXIT_MISMATCH

@@ -116,36 +116,6 @@ def expert_weights(experts: range, hidden_dim: int) -> tuple[torch.Tensor, torch
     return gate_up, down
 
 
-class SwigluExperts:
-    """The experts of one rank, computed in float32.
-
-    Args:
-        experts: global ids of this rank's experts.
-        hidden_dim: H.
-        device: where they compute.
-    """
-
-    def __init__(self, experts: range, hidden_dim: int, device: torch.device) -> None:
-        self.experts = experts
-        gate_up, down = expert_weights(experts, hidden_dim)
-        self._gate_up, self._down = gate_up.to(device), down.to(device)
-
-    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """For each row the sum of this rank's experts that it names, times their router weights: float32 `[N, H]`.
-
-        Args:
-            rows: received tokens, float32 `[N, H]`.
-            weights: router weights `[N, K]` of all the token's experts. ids: their global ids `[N, K]`.
-        """
-        result = torch.zeros_like(rows)
-        for expert, gate_up, down in zip(self.experts, self._gate_up, self._down):
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            gate, up = (rows[token] @ gate_up.to(torch.float32).T).chunk(2, dim=1)
-            hidden = torch.nn.functional.silu(gate) * up
-            result.index_add_(0, token, weights[token, slot, None] * (hidden @ down.to(torch.float32).T))
-        return result
-
-
 def _generator(name: str) -> torch.Generator:
     digest = hashlib.blake2b(f"{SEED} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

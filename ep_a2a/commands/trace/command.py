@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_a2a.commands.bench.native import make_config
-from ep_a2a.commands.ranks import call_ranks, join, stdout_to_stderr
+from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.trace.steps import trace_steps
 from ep_a2a.commands.trace.timeline import last_step, plot_timeline
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES
 from ep_a2a.telemetry.trace import write_trace
-from ep_a2a.testing.launch import RankPool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
 
-RUN_TIMEOUT_SECS = 600.0
 WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
 """Names of the files that the command writes."""
 
@@ -31,9 +29,7 @@ WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
 def execute(workload: Workload, device: str, num_steps: int, folder: Path, *, plot: bool) -> None:
     """Runs the steps on all ranks, writes the traces and prints what is in them."""
     make_config(workload, 0)
-    with RankPool(workload.world_size, device=device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
-        with stdout_to_stderr():
-            call_ranks(pool, join)
+    with joined_pool(workload.world_size, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
     removed = remove_earlier(folder)
     for rank, own in spans.items():
