@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
 
-    It needs no GPU and starts nothing. The sum is what the op allocates when it is built, to the byte.
+    It needs no GPU and starts nothing. The total is exactly what the op allocates when it is built.
 
     With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
     such predictions are off, instead.
@@ -83,14 +83,10 @@ def command(
         "markdown": markdown, "plot": plot,
     }  # fmt: skip
     if nodes is not None or published:
-        from ep_a2a.commands.plan import nodes as plan_nodes
+        from ep_a2a.commands.plan.nodes import show_nodes
 
         refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
-        files = plan_nodes.Files(markdown, plot, as_json=as_json)
-        if published:
-            plan_nodes.show_published({**between, **for_op, **for_both}, files)
-        else:
-            plan_nodes.show_predictions({**between, **for_op, **for_both}, files)
+        show_nodes({**between, **for_op, **for_both}, is_published=published, as_json=as_json)
         return
     refuse(between, "without --nodes", "Say --nodes.")
     assumed: list[str] = []

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from rich.text import Text
 
 from ep_a2a.commands.markdown import table_lines
+from ep_a2a.commands.tables import new_table
 from ep_a2a.managers.availability import problems
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from rich.table import Table
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
@@ -75,9 +77,7 @@ def registered_backends(*, looks_here: bool) -> list[Backend]:
 
 def available_view(backends: Iterable[Backend]) -> Table:
     """Returns a table of the backends that can be used here, and why the others cannot."""
-    table = Table(title="Backends on this machine", title_justify="left")
-    for column in ("backend", "also called", "here", "why not"):
-        table.add_column(column)
+    table = new_table("Backends on this machine", ("backend", "also called", "here", "why not"))
     for each in backends:
         here = "yes" if not each.problems else "no"
         table.add_row(*(Text(text) for text in (each.name, ", ".join(each.aliases), here, "; ".join(each.problems))))
@@ -88,9 +88,7 @@ def capability_views(backends: Sequence[Backend]) -> list[Table]:
     """Returns one table for each of TABLES."""
     views = []
     for name, title in TABLES.items():
-        table = Table(title=title, title_justify="left")
-        for column in ("backend", *backends[0].cells(name)):
-            table.add_column(column)
+        table = new_table(title, ("backend", *backends[0].cells(name)))
         for each in backends:
             table.add_row(*(Text(text) for text in (each.name, *each.cells(name).values())))
         views.append(table)

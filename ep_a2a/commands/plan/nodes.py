@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import json
+import sys
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from ep_a2a.commands.options import check_folder, given, numbers, refuse
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.commands.plan.nodes_view import Report
     from ep_a2a.commands.simulation.predict import Prediction
 
 GPUS_PER_NODE = 8
 CASTS = ("none", "fp8_per_1x128")
 """Casts of dispatch that the simulator knows; combine's rows are bf16."""
-USED_OPTIONS = (
-    "nodes", "ranks", "gpus_per_node", "nic_gbps", "chunk_tokens", "num_credits", "max_tokens", "hidden_dim", "topk",
-    "experts", "cast",
-)  # fmt: skip
-"""Parameters of `predictions`."""
 
 
 def predictions(
@@ -53,67 +49,43 @@ def predictions(
     return [predict(cluster, shape, copies) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 
-@dataclass(frozen=True)
-class Files:
-    """The outputs: files, or None, and the terminal, as JSON or as a table."""
-
-    markdown: Path | None
-    plot: Path | None
-    as_json: bool
-
-    def check(self) -> None:
-        """Raises, before the simulation, what would keep the files from being written."""
-        from ep_a2a.commands.plotting import check_can_plot
-
-        check_folder(self.markdown)
-        if self.plot is not None:
-            check_can_plot(self.plot)
-
-    def show(self, report: Report, values: dict[str, Any]) -> None:
-        """Prints and writes a report; `values` is the same for --json."""
-        import json
-
-        import typer
-        from rich.console import Console
-
-        if self.markdown is not None:
-            self.markdown.write_text(report.as_markdown(), encoding="utf-8")
-        if self.as_json:
-            typer.echo(json.dumps(values, indent=2))
-        else:
-            Console().print(report.as_table())
+USED_OPTIONS = tuple(inspect.signature(predictions).parameters)
 
 
-def show_predictions(options: dict[str, Any], files: Files) -> None:
-    """Shows the predictions for options of `ep-a2a plan`; those of files are in `files`.
+def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) -> None:
+    """Prints and writes predictions, or published times of other libraries beside the simulator's.
+
+    Args:
+        options: of `ep-a2a plan`, None where not given.
+        is_published: show published times. as_json: print JSON.
 
     Raises:
-        ConfigError: as `predictions`, or an option is given that the simulator does not know.
+        ConfigError: as `predictions`, or an option is given that has no effect.
     """
     from ep_a2a.commands.plan.nodes_plot import plot_predictions
-    from ep_a2a.commands.plan.nodes_view import report_of
-
-    known = (*USED_OPTIONS, "markdown", "plot")
-    unknown = {name: value for name, value in options.items() if name not in known}
-    refuse(unknown, "with --nodes", "Leave it out: the simulator does not know it.")
-    files.check()
-    found = predictions(**given({name: options[name] for name in USED_OPTIONS}))
-    if files.plot is not None:
-        plot_predictions(found, files.plot)
-    files.show(report_of(found), {"predictions": [each.as_json_object() for each in found]})
-
-
-def show_published(options: dict[str, Any], files: Files) -> None:
-    """Shows published times of other libraries beside the simulator's.
-
-    Raises:
-        ConfigError: any option but --markdown and --json is given.
-    """
-    from ep_a2a.commands.plan.nodes_view import report_of_published
+    from ep_a2a.commands.plan.nodes_view import report_of, report_of_published
+    from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.simulation.published import compare, published_tables
 
-    others = {name: value for name, value in options.items() if name != "markdown"}
-    refuse(others, "with --published", "Leave it out: the published tables decide it.")
-    files.check()
-    found = [compared for published in published_tables() for compared in compare(published)]
-    files.show(report_of_published(found), {"compared": [each.as_json_object() for each in found]})
+    known, when, why = (*USED_OPTIONS, "markdown", "plot"), "--nodes", "the simulator does not know it."
+    if is_published:
+        known, when, why = ("markdown",), "--published", "the published tables decide it."
+    refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
+    markdown, plot = options["markdown"], options["plot"]
+    check_folder(markdown)
+    if plot is not None:
+        check_can_plot(plot)
+    if is_published:
+        compared = [each for published in published_tables() for each in compare(published)]
+        report, values = report_of_published(compared), {"compared": [each.as_json_object() for each in compared]}
+    else:
+        found = predictions(**given({name: options[name] for name in USED_OPTIONS}))
+        report, values = report_of(found), {"predictions": [each.as_json_object() for each in found]}
+        if plot is not None:
+            plot_predictions(found, plot)
+    if markdown is not None:
+        markdown.write_text(report.as_markdown(), encoding="utf-8")
+    if as_json:
+        sys.stdout.write(json.dumps(values, indent=2) + "\n")
+    else:
+        Console().print(report.as_table())

@@ -42,26 +42,26 @@ class Report:
     notes: tuple[str, ...]
 
     def as_table(self) -> RenderableType:
-        """For a terminal."""
+        """Returns the report for a terminal."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.title, title_justify="left")
-        for heading, first in zip(self.headings, self.rows[0]):
-            table.add_column(heading, justify="right" if first[-1:].isdigit() else "left", overflow="fold")
+        from ep_a2a.commands.tables import new_table
+
+        numbers = (heading for heading, first in zip(self.headings, self.rows[0]) if first[-1:].isdigit())
+        table = new_table(self.title, self.headings, right=numbers)
         for row in self.rows:
             table.add_row(*row)
         return Group(Text(PREDICTED, style="bold yellow"), table, *(Text(note) for note in self.notes))
 
     def as_markdown(self) -> str:
-        """For a file."""
+        """Returns the report as markdown."""
         lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *table_lines(self.headings, self.rows), ""]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)]) + "\n"
 
 
 def report_of(found: Sequence[Prediction]) -> Report:
-    """Predictions, one row for each."""
+    """Returns the table of predictions, a row for each."""
     cluster, shape = found[0].cluster, found[0].shape
     cast = "cast to fp8 (1x128)" if shape.casts else "bf16"
     return Report(
@@ -91,7 +91,7 @@ def report_of(found: Sequence[Prediction]) -> Report:
 
 
 def report_of_published(found: Sequence[Compared]) -> Report:
-    """Published times beside predicted ones, a row for dispatch and one for combine."""
+    """Returns the table of published times beside predicted ones, a row for dispatch and one for combine."""
     errors = [each.error_percent for each in found]
     by_library: dict[str, list[float]] = {}
     for each in found:

@@ -20,35 +20,26 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.layout import Field
 
 WEIGHT_BYTES = 4
-PART_OF_REGION = {
-    Region.TOKENS: "dispatch_rows",
-    Region.SCALES: "scales_and_weights",
-    Region.WEIGHTS: "scales_and_weights",
-    Region.FLAGGED_ROWS: "flagged_region",
-    Region.FLAGGED_SIDES: "flagged_region",
-    Region.COMBINE_ROWS: "combine_rows",
-    Region.COMBINE_SCALES: "combine_rows",
-    Region.COMBINE_WEIGHTS: "combine_rows",
-    Region.RESULT: "result",
-    Region.RESULT_WEIGHTS: "result",
-    Region.EXPERT_ROWS: "expert_rows",
-    Region.EXPERT_SCALES: "expert_rows",
-    Region.EXPERT_WEIGHTS: "expert_rows",
-    Region.EXPERT_SLOTS: "reduced_rows",
-    Region.REDUCED_ROWS: "reduced_rows",
-    Region.CHUNKS: "rings",
-    Region.CHUNKS_BACK: "rings",
-    Region.STAGED_CHUNKS: "rings",
-    Region.CHUNKS_SENT_BACK: "rings",
+PARTS: dict[str, tuple[Region, ...]] = {
+    "dispatch_rows": (Region.TOKENS,),
+    "scales_and_weights": (Region.SCALES, Region.WEIGHTS),
+    "flagged_region": (Region.FLAGGED_ROWS, Region.FLAGGED_SIDES),
+    "control": (),
+    "combine_rows": (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS),
+    "result": (Region.RESULT, Region.RESULT_WEIGHTS),
+    "expert_rows": (Region.EXPERT_ROWS, Region.EXPERT_SCALES, Region.EXPERT_WEIGHTS),
+    "reduced_rows": (Region.EXPERT_SLOTS, Region.REDUCED_ROWS),
+    "rings": (Region.CHUNKS, Region.CHUNKS_BACK, Region.STAGED_CHUNKS, Region.CHUNKS_SENT_BACK),
+    "lines_sent": (Region.STAGED_CHUNKS,),
+    "lines_received": (Region.CHUNKS,),
+    "sums_between_nodes": (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK),
+    "local": (),
 }
-"""Regions of the control and the local block that are not named here are parts of their own."""
-PART_BY_HOST = {
-    Region.STAGED_CHUNKS: "lines_sent",
-    Region.CHUNKS: "lines_received",
-    Region.CHUNKS_BACK: "sums_between_nodes",
-    Region.CHUNKS_SENT_BACK: "sums_between_nodes",
-}
-"""Where the host moves chunks between nodes: these regions hold what all nodes send in a step, and are no rings."""
+"""Regions of each part, in the order of the table; those of no part belong to their block's, control or local."""
+RINGS, LINES = frozenset({"rings"}), frozenset({"lines_sent", "lines_received", "sums_between_nodes"})
+"""Parts without their counterparts: LINES where the host moves chunks between nodes, all of a step; else RINGS."""
+OWN_PARTS = frozenset({"flagged_region", "control", "local"})
+"""Parts that an op shares with no other."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +116,17 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
             allocated later.
     """
     config, layout = configs[0], OpLayout.of(configs[0])
-    made_of: dict[str, list[Field]] = {name: [] for name in _descriptions(config)}
-    part_of = PART_OF_REGION | (PART_BY_HOST if Rings.of(config).by_host else {})
-    for name in ("control", "dispatch", "combine", "result", "expert", "local"):
-        for field in getattr(layout, name).fields:
-            made_of[part_of.get(field.region, name)].append(field)
+    absent = RINGS if Rings.of(config).by_host else LINES
+    part_of = {region: name for name, regions in PARTS.items() if name not in absent for region in regions}
+    made_of: dict[str, list[Field]] = {name: [] for name in PARTS}
+    for block in ("control", "dispatch", "combine", "result", "expert", "local"):
+        for field in getattr(layout, block).fields:
+            made_of[part_of.get(field.region, block)].append(field)
+    holds = _descriptions(config, layout)
     parts = tuple(
-        Part(name, num_bytes, holds, is_shared, tuple(made_of[name]))
-        for name, (holds, is_shared) in _descriptions(config).items()
-        if (num_bytes := sum(field.padded_bytes for field in made_of[name]))
+        Part(name, num_bytes, holds[name], name not in OWN_PARTS, tuple(fields))
+        for name, fields in made_of.items()
+        if (num_bytes := sum(field.padded_bytes for field in fields))
     )
     by_rank = tuple(block_sizes(each).num_bytes for each in configs)
     return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
@@ -157,28 +150,28 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
     }
 
 
-def _descriptions(config: EpDispatchCombineConfig) -> dict[str, tuple[str, bool]]:
-    """Returns, by part in the order of the table, its content, and whether ops of one index share it."""
-    layout = OpLayout.of(config)
+def _descriptions(config: EpDispatchCombineConfig, layout: OpLayout) -> dict[str, str]:
+    """Returns the content of each of PARTS, in words."""
     scales = f"{config.num_scales} scales and " if config.num_scales else ""
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
     by_source = " of every rank" if config.world_size > 1 else ""
     rings = Rings.of(config)
+    slots = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
     lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
     return {
-        "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), True),
-        "scales_and_weights": (f"{scales}{config.topk} weights for each", True),
-        "flagged_region": (f"steps of at most {config.flagged_tokens} tokens{by_source}", False),
-        "control": ("and source positions, of received rows", False),
-        "combine_rows": (rows_of(layout.combine[Region.COMBINE_ROWS]) + f"{combine_scales}, with weights", True),
-        "result": (rows_of(layout.result[Region.RESULT]) + ", with weights", True),
-        "expert_rows": (rows_of(layout.expert[Region.EXPERT_ROWS]) + ", by expert", True),
-        "reduced_rows": (rows_of(layout.expert[Region.REDUCED_ROWS]) + ", the experts' sums", True),
-        "rings": (_rings(rings), True),
-        "lines_sent": (f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes", True),
-        "lines_received": (f"{lines}, of {rings.num_nodes} nodes", True),
-        "sums_between_nodes": (f"{lines}, sent back and received, with weights", True),
-        "local": ("counters and the routing record", False),
+        "dispatch_rows": rows_of(layout.dispatch[Region.TOKENS]),
+        "scales_and_weights": f"{scales}{config.topk} weights for each",
+        "flagged_region": f"steps of at most {config.flagged_tokens} tokens{by_source}",
+        "control": "and source positions, of received rows",
+        "combine_rows": f"{rows_of(layout.combine[Region.COMBINE_ROWS])}{combine_scales}, with weights",
+        "result": f"{rows_of(layout.result[Region.RESULT])}, with weights",
+        "expert_rows": f"{rows_of(layout.expert[Region.EXPERT_ROWS])}, by expert",
+        "reduced_rows": f"{rows_of(layout.expert[Region.REDUCED_ROWS])}, the experts' sums",
+        "rings": f"{slots} of {rings.chunk_tokens} tokens, to experts and back",
+        "lines_sent": f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes",
+        "lines_received": f"{lines}, of {rings.num_nodes} nodes",
+        "sums_between_nodes": f"{lines}, sent back and received, with weights",
+        "local": "counters and the routing record",
     }
 
 
@@ -197,14 +190,9 @@ def _later(config: EpDispatchCombineConfig) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _rings(rings: Rings) -> str:
-    count = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
-    return f"{count} of {rings.chunk_tokens} tokens, to experts and back"
-
-
 def rows_of(field: Field) -> str:
     """Returns a field's shape and dtype, in words."""
-    return f"{field.shape[0]} x {field.shape[1]} {_name(field.dtype)}"
+    return f"{' x '.join(map(str, field.shape))} {_name(field.dtype)}"
 
 
 def _name(dtype: torch.dtype) -> str:

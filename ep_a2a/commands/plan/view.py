@@ -5,35 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from ep_a2a.commands.plan.sizes import op_facts
+from ep_a2a.commands.plan.sizes import PARTS, op_facts, rows_of
+from ep_a2a.commands.tables import new_table
 from ep_a2a.compat.deep_ep_sizes import known_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from ep_a2a.commands.plan.sizes import Part, Plan
-    from ep_a2a.kernels.layout import Field
 
 MIB = 1 << 20
-TITLES = {
-    "dispatch_rows": "dispatch rows",
-    "scales_and_weights": "scales and weights",
-    "flagged_region": "flagged region",
+TITLES = {name: name.replace("_", " ") for name in PARTS} | {
     "control": "flags, counts, ids",
-    "combine_rows": "combine rows",
-    "result": "result",
     "expert_rows": "rows by expert",
-    "reduced_rows": "reduced rows",
-    "rings": "rings",
-    "local": "local",
     "lines_sent": "lines to nodes",
     "lines_received": "lines from nodes",
-    "sums_between_nodes": "sums between nodes",
     "combine_input": "combine input buffer",
     "combine_rows_copy": "copy of the rows",
     "combine_weights_copy": "copy of the weights",
@@ -65,16 +56,13 @@ def _op(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(title="an op's memory on each GPU", title_justify="left")
-    table.add_column("")
-    table.add_column("MiB", justify="right")
-    table.add_column("holds", overflow="fold")
-    table.add_column("shared")
+    table = new_table("an op's memory on each GPU", ("", "MiB", "holds", "shared"), right=("MiB",))
     for part in plan.parts:
         table.add_row(*_cells(part))
         for field in part.fields if len(part.fields) > 1 else ():
             if field.num_bytes:
-                table.add_row(f"  {_words(field.name)}", _mib(field.padded_bytes), _shape(field), style="dim")
+                name, holds = field.name.replace("_", " "), f"{rows_of(field)}, {field.padded_bytes:,} bytes"
+                table.add_row(f"  {name}", _mib(field.padded_bytes), holds, style="dim")
     table.add_section()
     fewest, most = min(plan.bytes_by_rank), max(plan.bytes_by_rank)
     differs = f"; down to {_mib(fewest)} on ranks with fewer experts" if fewest < most else ""
@@ -90,11 +78,8 @@ def _table(plan: Plan) -> Table:
 
 def _deep_ep_table(plan: Plan) -> Table:
     hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    table = Table(title="DeepEP for the same shape, by its formulas of early 2025", title_justify="left")
-    table.add_column("")
-    table.add_column("MiB", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("for", overflow="fold")
+    title = "DeepEP for the same shape, by its formulas of early 2025"
+    table = new_table(title, ("", "MiB", "bytes", "for"), right=("MiB", "bytes"))
     no_config = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
     between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
     for title, num_bytes, holds in (
@@ -107,15 +92,6 @@ def _deep_ep_table(plan: Plan) -> Table:
         else:
             table.add_row(title, _mib(num_bytes), f"{num_bytes:,}", holds)
     return table
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _shape(field: Field) -> str:
-    dtype = str(field.dtype).removeprefix("torch.")
-    return f"{' x '.join(map(str, field.shape))} {dtype}, {field.padded_bytes:,} bytes"
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 import ep_a2a
 from ep_a2a import env
+from ep_a2a.commands.tables import new_table
 from ep_a2a.errors import ConfigError
 from ep_a2a.tuning import tables
 from ep_a2a.tuning.parse import LAUNCH_FIELDS
@@ -39,11 +39,8 @@ def default_output() -> Path:
 
 def show(outcomes: Sequence[Outcome]) -> None:
     """Prints analytic and best launches and their times."""
-    table = Table(title="round trips, µs")
-    for heading in ("max tokens", "phase", "analytic", "best"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("analytic µs", "best µs", "saved", "trials"):
-        table.add_column(heading, justify="right")
+    numbers = ("analytic µs", "best µs", "saved", "trials")
+    table = new_table("round trips, µs", ("max tokens", "phase", "analytic", "best", *numbers), right=numbers)
     for outcome in outcomes:
         saved = f"{1 - outcome.best_us / outcome.default_us:.1%}"
         trials = f"{outcome.num_trials}{'' if outcome.is_complete else ', out of time'}"
