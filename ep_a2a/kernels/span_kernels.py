@@ -1,4 +1,4 @@
-"""Device helpers that note when a program begins and ends a part of a step, for traces (telemetry/span_recorder.py)."""
+"""Device helpers that note when a program begins and ends a part of a step, for traces (telemetry/profiler.py)."""
 
 import triton.language as tl
 

@@ -35,7 +35,7 @@ class ExpertMajorKernels:
         config: the op's.
         table: address table on the device, int64 [regions, W].
         device: where the kernels run; CPU means Triton's interpreter.
-        spans: kernels note when their programs begin and end (telemetry/span_recorder.py).
+        spans: kernels note when their programs begin and end (telemetry/profiler.py).
     """
 
     def __init__(

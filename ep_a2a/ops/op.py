@@ -196,7 +196,7 @@ class EpDispatchCombineOp(ValidatedOp):
         self.engine.warmup_split()
 
     def record_spans(self) -> None:
-        """Takes kernels that note times from now on; called by SpanRecorder, which reads them. Local."""
+        """Takes kernels that note times from now on; called by StepProfiler, which reads them. Local."""
         self.engine.record_spans()
 
     def set_timeout(self, timeout_secs: float) -> None:

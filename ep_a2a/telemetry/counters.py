@@ -1,4 +1,4 @@
-"""Dispatch and combine that are counted on the device: tokens, rows, bytes, skew of ranks, and waits of each step."""
+"""Counts dispatch and combine on the device: tokens, rows, bytes, skew of ranks, and waits of each step."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class StepCounters:
         self.lines = outside_pools(lambda: torch.zeros(shape, dtype=torch.int64, device=device), device)
 
     def clear(self) -> None:
-        """Begins anew, on the current stream; between two steps."""
+        """Sets all counters to 0, on the current stream; between two steps."""
         self.lines.zero_()
 
     def read(self, config: EpDispatchCombineConfig) -> dict[str, Any]:
-        """What has been counted so far, as numbers by name. Waits for the current stream.
+        """Returns the counts so far, as numbers by name. Waits for the current stream.
 
-        A row is a token on its way to one rank; it is kept when that is its own rank. All ranks' rows are known to
-        each: rank_rows is their mean per rank, skew_rows by how much the rank that received most is above it. Bytes are
-        those of rows and their scales, of dispatch and combine together; ids, weights and flags are not among them.
+        A row is a token on its way to one rank; it is kept when that is its own rank. Each rank knows all ranks' rows.
+        rank_rows is their mean per rank; skew_rows is the excess of the rank that received most over that mean. Bytes
+        are those of rows and their scales, of dispatch and combine together, without ids, weights and flags.
 
         Args:
             config: of the op that is counted.
@@ -96,14 +96,14 @@ def _values(line: list[int], config: EpDispatchCombineConfig) -> dict[str, Any]:
 
 
 class InstrumentedOp:
-    """An op's dispatch and combine for one layer, counted; ranks that count may work with ranks that do not.
+    """Counts the dispatches and combines of one layer. Ranks that count may work with ranks that do not.
 
-    Both calls are made in halves with a time stamp between them. A wait is the time of the receiving half: until the
-    last row of any rank has come and everything is read, a launch included; with nothing to wait for some microseconds
-    remain. (The sending half waits for nobody but in layout compact.)
+    Both calls run in halves with a time stamp between them. A wait is the time of the receiving half: its launch, and
+    until the last row of any rank has come and is read. With nothing to wait for it takes some microseconds. The
+    sending half waits for other ranks only in layout compact.
 
     Args:
-        op: what carries the tokens; several layers may share it.
+        op: carries the tokens; several layers may share it.
         counters: of this layer, on the op's device.
     """
 
@@ -140,7 +140,7 @@ class InstrumentedOp:
 
 
 class _CounterKernels:
-    """The launches that count; each is one program."""
+    """Launches the counting kernels; each is one program."""
 
     def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
         self._device, self._lines, self._num_kept = op.device, counters.lines, counters.num_kept_steps
@@ -172,7 +172,7 @@ class _CounterKernels:
 
 @functools.cache
 def _variants(world_size: int, device: torch.device) -> tuple[CompiledKernel, CompiledKernel, CompiledKernel]:
-    """Compiled once for all layers; a compiled kernel belongs to a device."""
+    """Returns the kernels that start a wait, count a dispatch, count a combine: one set per device, for all layers."""
     world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size)}
     return (
         CompiledKernel(start_wait_kernel, {}, num_warps=1),

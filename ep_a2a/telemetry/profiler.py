@@ -1,4 +1,4 @@
-"""Collects the spans of an op on this rank, on the host's clock."""
+"""Records the spans of an op on this rank: those that its kernels note in device memory, and the host's calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ep_a2a.kernels.layout import SPAN_STEPS
-from ep_a2a.telemetry.span_recorder import SpanRecorder, clock_offset
+import torch
+
+from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
+from ep_a2a.memory.allocator_isolation import outside_pools
+from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import DISPATCH_NAMES, HOST, PARTS, TraceSpan
 
 if TYPE_CHECKING:
@@ -16,23 +19,38 @@ if TYPE_CHECKING:
 
     from ep_a2a.ops.op import EpDispatchCombineOp
 
+START, END, STEP = range(3)
+"""Words of a span's line."""
+
 
 class StepProfiler:
-    """Records what an op's kernels do and how long the host takes to call them. Local; see SpanRecorder.
+    """Makes an op's kernels note times from now on, and times the host's calls. Local: other ranks need not do so.
+
+    Kernels note the first SPAN_PROGRAMS programs of each launch and the latest SPAN_STEPS steps. Kernels that note are
+    variants of their own, compiled here; an op without a profiler has none of them. Graphs captured before go on
+    without notes. `clear` must follow the op's `reset`, which counts steps anew.
 
     Args:
         op: between two steps.
-        lane: told apart by this in a trace with several ops.
+        lane: tells the ops of a trace apart.
     """
 
     def __init__(self, op: EpDispatchCombineOp, lane: str = "") -> None:
-        self._recorder, self._lane = SpanRecorder(op), lane
+        self._op, self._lane = op, lane
         self._calls: deque[TraceSpan] = deque(maxlen=2 * SPAN_STEPS)
         self._num_calls = {"dispatch": 0, "combine": 0}
+        memory = op.memory.acquired
+        if memory.spans is None:
+            shape = (SPAN_STEPS, SPAN_PROGRAMS, len(Span), SPAN_WORDS)
+            memory.spans = outside_pools(lambda: torch.zeros(shape, dtype=torch.int64, device=op.device), op.device)
+        self._lines = memory.spans
+        self.clear()
+        op.memory.spans_address.fill_(self._lines.data_ptr())
+        op.record_spans()
 
     @contextlib.contextmanager
     def call(self, phase: str) -> Iterator[None]:
-        """Around a call of the op: records the host's time. phase: "dispatch" or "combine"."""
+        """Records the host's time of a call of the op, made inside. phase: "dispatch" or "combine"."""
         start_ns = time.monotonic_ns()
         yield
         end_ns = time.monotonic_ns()
@@ -41,17 +59,20 @@ class StepProfiler:
         self._calls.append(TraceSpan(phase, "call", phase, step, HOST, start_ns, end_ns, self._lane))
 
     def clear(self) -> None:
-        """Forgets what was recorded; between two steps."""
-        self._recorder.clear()
+        """Forgets all spans, on the current stream; between two steps."""
+        self._lines.zero_()
         self._calls.clear()
 
     def spans(self) -> list[TraceSpan]:
-        """What was recorded of the latest steps. Waits for the device."""
-        offset_ns = clock_offset(self._recorder.op.device).offset_ns
-        found = list(self._calls)
-        for each in self._recorder.read():
-            name, part = PARTS[each.span]
+        """Returns the spans of the latest steps: the host's, then the kernels' by start. Waits for the device."""
+        offset_ns, lines = clock_offset(self._op.device).offset_ns, self._lines.cpu()
+        last = int(lines[..., STEP].max())
+        whole = (lines[..., START] > 0) & (lines[..., END] >= lines[..., START])
+        noted = whole & (lines[..., STEP] > max(0, last - SPAN_STEPS))
+        found = []
+        for (_, program, span), words in zip(noted.nonzero().tolist(), lines[noted].tolist()):
+            name, part = PARTS[Span(span)]
             phase = "dispatch" if name in DISPATCH_NAMES else "combine"
-            start_ns, end_ns = each.start_ns + offset_ns, each.end_ns + offset_ns
-            found.append(TraceSpan(name, part, phase, each.step, each.program, start_ns, end_ns, self._lane))
-        return found
+            times_ns = (words[START] + offset_ns, words[END] + offset_ns)
+            found.append(TraceSpan(name, part, phase, words[STEP], program, *times_ns, self._lane))
+        return [*self._calls, *sorted(found, key=lambda each: each.start_ns)]

@@ -1,4 +1,4 @@
-"""Traces as Chrome's trace events in JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Writes traces as Chrome's trace events in JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NS_PER_US = 1000
 
 
 def trace_events(spans: Sequence[TraceSpan], rank: int) -> list[dict[str, Any]]:
-    """Trace events of one rank: a process per rank, a thread per program, and one for the host."""
+    """Returns the trace events of one rank: a process per rank, a thread per program, and one for the host."""
     lanes = sorted({(each.lane, each.program) for each in spans})
     threads = {lane: number for number, lane in enumerate(lanes)}
     named = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}

@@ -28,7 +28,7 @@ def test_without_profiling(ranks: Any, tmp_path: Path) -> None:
 
 
 def clock_widths(context: RankContext) -> int:
-    from ep_a2a.telemetry.span_recorder import clock_offset
+    from ep_a2a.telemetry.device_clock import clock_offset
 
     return clock_offset(context.device).width_ns
 

@@ -21,7 +21,7 @@ from ep_a2a.errors import TopKError
 from ep_a2a.kernels.jit import PortableFunction
 from ep_a2a.kernels.layout import Span
 from ep_a2a.ops.intra_node import IntraNodeKernels
-from ep_a2a.telemetry.span_recorder import clock_offset
+from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
 from ep_a2a.telemetry.trace import trace_events, write_trace
 from tests.unit.test_kernels_compile import HOPPER, NUM_SMS, compiled, config_of, kind_of, resources

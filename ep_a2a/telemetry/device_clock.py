@@ -1,0 +1,50 @@
+"""Measures how a device's clock, which kernels read, stands to the host's."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.counter_kernels import LINE_WORDS, Counter, start_wait_kernel
+
+NUM_CLOCK_READINGS = 64
+CLOCK_TIMEOUT_SECS = 10.0
+
+
+class ClockOffset(NamedTuple):
+    """Offset of a device's clock from time.monotonic_ns of its host."""
+
+    offset_ns: int  # to be added to the device's times
+    width_ns: int  # the true offset is at most this much lower
+
+
+def clock_offset(device: torch.device) -> ClockOffset:
+    """Compares a device's clock with the host's: 0 on CPU, where kernels read the host's clock.
+
+    On a GPU a program writes its time into host memory, which the host watches. The host sees the time after it was
+    taken. So the smallest of many differences is closest to the truth, about equally close on every GPU of a host.
+
+    Raises:
+        TimeoutError: the GPU is busy for longer than CLOCK_TIMEOUT_SECS.
+    """
+    if device.type == "cpu":
+        return ClockOffset(0, 0)
+    words = torch.zeros(LINE_WORDS, dtype=torch.int64, pin_memory=True)
+    seen, variant = words.numpy(), CompiledKernel(start_wait_kernel, {}, num_warps=1)
+    variant.compile((words,))
+    highest_ns, lowest_ns = [], []
+    for _ in range(NUM_CLOCK_READINGS):
+        torch.cuda.synchronize(device)
+        seen[Counter.STARTED_NS] = 0
+        before_ns = time.monotonic_ns()
+        variant.launch(1, (words,), device)
+        while not seen[Counter.STARTED_NS]:
+            if time.monotonic_ns() - before_ns > CLOCK_TIMEOUT_SECS * 1e9:
+                raise TimeoutError(f"the GPU did not tell its time within {CLOCK_TIMEOUT_SECS:g} s")
+        after_ns, device_ns = time.monotonic_ns(), int(seen[Counter.STARTED_NS])
+        highest_ns.append(after_ns - device_ns)
+        lowest_ns.append(before_ns - device_ns)
+    return ClockOffset(min(highest_ns), min(highest_ns) - max(lowest_ns))
