@@ -72,23 +72,23 @@ def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.con
 @portable
 def place_weights_of(
     table, inbox, source, stride, tokens_per_rank, epoch, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Waits for the weights of all rows that came from `source` and writes them to WEIGHTS. Returns the poison word."""
-    count = tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + source)
-    positions = address(table, SOURCE_POSITIONS, rank, WORLD_SIZE, tl.int32)
-    targets = address(table, WEIGHTS, rank, WORLD_SIZE, tl.int32)
-    topk = tl.arange(0, TOPK_LANES)
+    count = tl.load(address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + source)
+    positions = address(table, SOURCE_POSITIONS, rank, S.WORLD_SIZE, tl.int32)
+    targets = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.int32)
+    topk = tl.arange(0, S.TOPK_LANES)
     poison = tl.full((), 0, tl.int32)
     for first in range(0, count, BLOCK_ROWS):
         if poison == 0:
             index = first + tl.arange(0, BLOCK_ROWS)
             rows = tl.cast(source * stride + index, tl.int64)
-            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (WORLD_SIZE * tokens_per_rank)
-            wanted = (index < count)[:, None] & (topk < TOPK)[None, :]
-            words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * TOPK + topk[None, :]
-            words, poison = await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE)
-            tl.store(targets + rows[:, None] * TOPK + topk[None, :], payload_of(words), mask=wanted)
+            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * tokens_per_rank)
+            wanted = (index < count)[:, None] & (topk < S.TOPK)[None, :]
+            words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * S.TOPK + topk[None, :]
+            words, poison = await_words(table, words_at, wanted, epoch, source, rank, S.WORLD_SIZE)
+            tl.store(targets + rows[:, None] * S.TOPK + topk[None, :], payload_of(words), mask=wanted)
     return poison
 
 
@@ -97,8 +97,7 @@ def place_weights_of(
 )
 def exchange_weights_kernel(
     weights, inboxes, table, num_tokens, stride, tokens_per_rank, rank,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
+    S: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
 
@@ -110,26 +109,24 @@ def exchange_weights_kernel(
         weights: this rank's own, [num_tokens, TOPK] float32 as int32.
         inboxes: by rank, the address of its inbox: flagged words [W, tokens_per_rank, TOPK].
         stride: max_num_tokens of the step, rows per source. tokens_per_rank: M.
-        BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
+        S: Shape. BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
         SPANS: programs note when they begin and end.
     """
-    begin_span(SPANS, table, EXCHANGE_WEIGHTS, WORLD_SIZE)
+    begin_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)
     peer = tl.program_id(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
+    epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     # other weights than those of this step's tokens would leave peers waiting
-    sent_tokens = tl.load(address(table, STATE, rank, WORLD_SIZE, tl.int32) + NUM_TOKENS)
+    sent_tokens = tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS)
     out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
-    answer = ask_poison(address(table, POISON, rank, WORLD_SIZE, tl.int32), BLOCK_WORDS)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, WORLD_SIZE, WORLD_LANES)
-    inbox_words = tl.cast(tokens_per_rank, tl.int64) * TOPK
+    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
+    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    inbox_words = tl.cast(tokens_per_rank, tl.int64) * S.TOPK
     if poison == 0:
         theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words
-        push_weights(weights, theirs, num_tokens * TOPK, epoch, BLOCK_WORDS)
+        push_weights(weights, theirs, num_tokens * S.TOPK, epoch, BLOCK_WORDS)
         own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words
-        poison = place_weights_of(
-            table, own, peer, stride, tokens_per_rank, epoch, rank, TOPK, TOPK_LANES, WORLD_SIZE, BLOCK_ROWS
-        )
+        poison = place_weights_of(table, own, peer, stride, tokens_per_rank, epoch, rank, S, BLOCK_ROWS)
         if poison != 0:
-            late = (tl.arange(0, WORLD_LANES) == peer).to(tl.int32)
-            fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, WORLD_SIZE, WORLD_LANES)
-    end_span(SPANS, table, EXCHANGE_WEIGHTS, WORLD_SIZE)
+            late = (tl.arange(0, S.WORLD_LANES) == peer).to(tl.int32)
+            fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    end_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)

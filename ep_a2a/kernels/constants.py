@@ -145,6 +145,22 @@ class Combine(NamedTuple):
     READ_AHEAD: tl.constexpr
 
 
+class Expand(NamedTuple):
+    """How received rows are copied to their experts' rows.
+
+    ROW_WORDS: words of a row, of which a program copies BLOCK_WORDS at once. SCALE_WIDTH: elements of SCALE_DTYPE in a
+    row's scales, 0 for none. ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end
+    of its block.
+    """
+
+    ROW_WORDS: tl.constexpr
+    BLOCK_WORDS: tl.constexpr
+    SCALE_WIDTH: tl.constexpr
+    SCALE_LANES: tl.constexpr
+    SCALE_DTYPE: tl.constexpr
+    ALIGNMENT: tl.constexpr
+
+
 class Ring(NamedTuple):
     """Rings of one direction, and the chunks in them (kernels/ring_shape.py). The same on all ranks.
 

@@ -34,33 +34,33 @@ WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
 
 
 @portable
-def source_counts(table, rank, WORLD_SIZE: tl.constexpr):
+def source_counts(table, rank, S: tl.constexpr):
     """Rows received from each source: a tuple, so that all loads are in flight together."""
-    counts_at = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
+    counts_at = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
     counts = ()
-    for source in tl.static_range(WORLD_SIZE):
+    for source in tl.static_range(S.WORLD_SIZE):
         counts = counts + (tl.load(counts_at + source),)
     return counts
 
 
 @portable
-def row_of(index, counts, stride, WORLD_SIZE: tl.constexpr):
+def row_of(index, counts, stride, S: tl.constexpr):
     """Where the received row number `index` lies, with `stride` rows for each source."""
-    row = index + stride * 0
-    end = stride * 0
-    for source in tl.static_range(WORLD_SIZE - 1):
+    row = like(stride, index)
+    end = like(stride, 0)
+    for source in tl.static_range(S.WORLD_SIZE - 1):
         end = end + counts[source]
         row = row + tl.where(index >= end, stride - counts[source], 0)
     return row
 
 
 @portable
-def rows_of(index, table, stride, rank, WORLD_SIZE: tl.constexpr):
+def rows_of(index, table, stride, rank, S: tl.constexpr):
     """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
-    counts_at = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    rows = index + stride * 0
+    counts_at = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    rows = index + like(stride, 0)
     end = tl.full((), 0, tl.int32)
-    for source in range(WORLD_SIZE - 1):
+    for source in range(S.WORLD_SIZE - 1):
         count = tl.load(counts_at + source)
         end += count
         rows += tl.where(index >= end, stride - count, 0)
@@ -80,32 +80,32 @@ def topk_of(values, row, TOPK: tl.constexpr):
 @portable(do_not_specialize=["stride", "rank", "first_expert", "num_local_experts"])
 def number_expert_rows_kernel(
     table, stride, rank, first_expert, num_local_experts,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_SLOTS and EXPERT_RECV_COUNT of one step, one program per local expert.
 
     Each program looks at all received rows in order, so that an expert's rows are numbered by (source, token). Slots
-    are rows of [num_local_experts, WORLD_SIZE * stride], and -1 where the id is none of this rank's.
+    are rows of [num_local_experts, W * stride], and -1 where the id is none of this rank's.
 
     Args:
         stride: max_num_tokens, rows per source. first_expert: id of this rank's expert 0.
         BLOCK_ROWS: received rows looked at at once.
         SPANS: programs note when they begin and end, here and below.
     """
-    begin_span(SPANS, table, NUMBER_ROWS, WORLD_SIZE)
+    begin_span(SPANS, table, NUMBER_ROWS, S.WORLD_SIZE)
     expert = tl.program_id(0)
-    ids = tl.multiple_of(address(table, INDICES, rank, WORLD_SIZE, tl.int32), 16)
-    slots_out = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32)
-    total = tl.load(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32))
-    topk = tl.arange(0, TOPK_LANES)
-    next_slot = expert * (WORLD_SIZE * stride)
+    ids = tl.multiple_of(address(table, INDICES, rank, S.WORLD_SIZE, tl.int32), 16)
+    slots_out = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
+    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    topk = tl.arange(0, S.TOPK_LANES)
+    next_slot = expert * (S.WORLD_SIZE * stride)
     found = tl.full((), 0, tl.int32)
     for start in range(0, total, BLOCK_ROWS):
         index = start + tl.arange(0, BLOCK_ROWS)
-        rows = rows_of(index, table, stride, rank, WORLD_SIZE)
-        where = tl.cast(rows, tl.int64)[:, None] * TOPK + topk[None, :]
-        inside = (index < total)[:, None] & (topk < TOPK)[None, :]
+        rows = rows_of(index, table, stride, rank, S)
+        where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + topk[None, :]
+        inside = (index < total)[:, None] & (topk < S.TOPK)[None, :]
         local = tl.load(ids + where, mask=inside, other=-1) - first_expert
         hits = (local == expert) & inside
         has_row = reduce_max(hits.to(tl.int32), 1)
@@ -113,112 +113,118 @@ def number_expert_rows_kernel(
         tl.store(slots_out + where, slots[:, None] + like(topk, 0)[None, :], mask=hits)
         if expert == 0:
             elsewhere = (local < 0) | (local >= num_local_experts)
-            tl.store(slots_out + where, tl.full((BLOCK_ROWS, TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
+            tl.store(slots_out + where, tl.full((BLOCK_ROWS, S.TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
-    tl.store(address(table, EXPERT_RECV_COUNT, rank, WORLD_SIZE, tl.int32) + expert, found)
-    end_span(SPANS, table, NUMBER_ROWS, WORLD_SIZE)
+    tl.store(address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32) + expert, found)
+    end_span(SPANS, table, NUMBER_ROWS, S.WORLD_SIZE)
 
 
 @portable
 def copy_words(
     table, source_region: tl.constexpr, target_region: tl.constexpr, row, slots, first, rank,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Copies elements first ... first + LANES - 1 of a received line of WIDTH elements to all its experts' rows."""
     aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 1
     offsets = first + tl.arange(0, LANES)
-    source = address(table, source_region, rank, WORLD_SIZE, DTYPE) + tl.cast(row, tl.int64) * WIDTH
+    source = address(table, source_region, rank, S.WORLD_SIZE, DTYPE) + tl.cast(row, tl.int64) * WIDTH
     words = tl.load(tl.multiple_of(source, aligned) + offsets, mask=offsets < WIDTH, other=0)
-    targets = address(table, target_region, rank, WORLD_SIZE, DTYPE)
-    for k in tl.static_range(TOPK):
+    targets = address(table, target_region, rank, S.WORLD_SIZE, DTYPE)
+    for k in tl.static_range(S.TOPK):
         if slots[k] >= 0:
             target = targets + tl.cast(slots[k], tl.int64) * WIDTH
             tl.store(tl.multiple_of(target, aligned) + offsets, words, mask=offsets < WIDTH)
 
 
 @portable
-def place_weights(table, row, slots, rank, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def place_weights(table, row, slots, rank, S: tl.constexpr):
     """Writes the weight of each of a received row's expert rows: the sum over the ids that name the expert."""
-    topk = tl.arange(0, TOPK_LANES)
-    slots_at = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32) + tl.cast(row, tl.int64) * TOPK
-    own_slots = tl.load(slots_at + topk, mask=topk < TOPK, other=-1)
-    weights = topk_of(address(table, WEIGHTS, rank, WORLD_SIZE, tl.float32), row, TOPK)
-    sums = tl.full((TOPK_LANES,), 0.0, tl.float32)
-    for k in tl.static_range(TOPK):
+    topk = tl.arange(0, S.TOPK_LANES)
+    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(row, tl.int64) * S.TOPK
+    own_slots = tl.load(slots_at + topk, mask=topk < S.TOPK, other=-1)
+    weights = topk_of(address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32), row, S.TOPK)
+    sums = tl.full((S.TOPK_LANES,), 0.0, tl.float32)
+    for k in tl.static_range(S.TOPK):
         sums += tl.where(own_slots == slots[k], weights[k], 0.0)
-    target = address(table, EXPERT_WEIGHTS, rank, WORLD_SIZE, tl.float32)
+    target = address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
     tl.store(target + tl.cast(own_slots, tl.int64), sums, mask=own_slots >= 0)
 
 
 @portable
 def clear_row(
-    table, region: tl.constexpr, slot, rank, WIDTH: tl.constexpr, LANES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    table, region: tl.constexpr, slot, rank, WIDTH: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Zeros in a line of WIDTH elements."""
     aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 1
-    target = address(table, region, rank, WORLD_SIZE, DTYPE) + tl.cast(slot, tl.int64) * WIDTH
+    target = address(table, region, rank, S.WORLD_SIZE, DTYPE) + tl.cast(slot, tl.int64) * WIDTH
     for first in tl.static_range(0, WIDTH, LANES):
         offsets = first + tl.arange(0, LANES)
         tl.store(tl.multiple_of(target, aligned) + offsets, tl.full((LANES,), 0, DTYPE), mask=offsets < WIDTH)
 
 
+@portable
+def copy_block(table, row, slots, block, rank, S: tl.constexpr, E: tl.constexpr):
+    """Copies a block of a received row to its experts' rows; with the first one, its scales and weights, too."""
+    copy_words(
+        table, TOKENS, EXPERT_ROWS, row, slots, block * E.BLOCK_WORDS, rank, E.ROW_WORDS, E.BLOCK_WORDS, S, tl.int32
+    )
+    if block == 0:
+        if E.SCALE_WIDTH > 0:
+            copy_words(
+                table, SCALES, EXPERT_SCALES, row, slots, 0, rank, E.SCALE_WIDTH, E.SCALE_LANES, S, E.SCALE_DTYPE
+            )
+        place_weights(table, row, slots, rank, S)
+
+
+@portable
+def clear_padding(table, stride, rank, num_local_experts, program, num_programs, S: tl.constexpr, E: tl.constexpr):
+    """This program's share of the rows of zeros behind each expert's rows."""
+    recv_count = address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32)
+    block_rows = S.WORLD_SIZE * stride
+    for unit in range(program, num_local_experts * (E.ALIGNMENT - 1), num_programs):
+        expert = unit % num_local_experts
+        count = tl.load(recv_count + expert)
+        index = count + unit // num_local_experts
+        end = tl.minimum((count + (E.ALIGNMENT - 1)) // E.ALIGNMENT * E.ALIGNMENT, block_rows)
+        if index < end:
+            slot = expert * block_rows + index
+            clear_row(table, EXPERT_ROWS, slot, rank, E.ROW_WORDS, E.BLOCK_WORDS, S, tl.int32)
+            if E.SCALE_WIDTH > 0:
+                clear_row(table, EXPERT_SCALES, slot, rank, E.SCALE_WIDTH, E.SCALE_LANES, S, E.SCALE_DTYPE)
+            tl.store(address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32) + slot, 0.0)
+
+
 @portable(do_not_specialize=["stride", "rank", "num_local_experts"])
 def expand_kernel(
-    table, stride, rank, num_local_experts,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SCALE_WIDTH: tl.constexpr, SCALE_LANES: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SPANS: tl.constexpr,
+    table, stride, rank, num_local_experts, S: tl.constexpr, E: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
     """Copies every received row, read once, to its experts' rows, with scales and weights; any number of programs.
 
     Args:
         stride: max_num_tokens, rows per source.
-        SCALE_WIDTH: elements of SCALE_DTYPE in a row's scales; 0 for none.
-        ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end of its block.
+        S: Shape. E: Expand.
     """
-    begin_span(SPANS, table, COPY_ROWS, WORLD_SIZE)
+    begin_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_blocks: tl.constexpr = (ROW_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
-    total = tl.load(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32))
-    counts = source_counts(table, rank, WORLD_SIZE)
-    slots_at = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32)
+    num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
+    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    counts = source_counts(table, rank, S)
+    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
     for unit in range(program, total * num_blocks, num_programs):
-        row = row_of(unit // num_blocks, counts, stride, WORLD_SIZE)
-        slots = topk_of(slots_at, row, TOPK)
-        first = (unit % num_blocks) * BLOCK_WORDS
-        copy_words(
-            table, TOKENS, EXPERT_ROWS, row, slots, first, rank, ROW_WORDS, BLOCK_WORDS, TOPK, WORLD_SIZE, tl.int32
-        )
-        if unit % num_blocks == 0:
-            if SCALE_WIDTH > 0:
-                copy_words(
-                    table, SCALES, EXPERT_SCALES, row, slots, 0, rank, SCALE_WIDTH, SCALE_LANES, TOPK, WORLD_SIZE,
-                    SCALE_DTYPE,
-                )  # fmt: skip
-            place_weights(table, row, slots, rank, TOPK, TOPK_LANES, WORLD_SIZE)
-    if ALIGNMENT > 1:
-        recv_count = address(table, EXPERT_RECV_COUNT, rank, WORLD_SIZE, tl.int32)
-        block_rows = WORLD_SIZE * stride
-        for unit in range(program, num_local_experts * (ALIGNMENT - 1), num_programs):
-            expert = unit % num_local_experts
-            count = tl.load(recv_count + expert)
-            index = count + unit // num_local_experts
-            end = tl.minimum((count + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT, block_rows)
-            if index < end:
-                slot = expert * block_rows + index
-                clear_row(table, EXPERT_ROWS, slot, rank, ROW_WORDS, BLOCK_WORDS, WORLD_SIZE, tl.int32)
-                if SCALE_WIDTH > 0:
-                    clear_row(table, EXPERT_SCALES, slot, rank, SCALE_WIDTH, SCALE_LANES, WORLD_SIZE, SCALE_DTYPE)
-                tl.store(address(table, EXPERT_WEIGHTS, rank, WORLD_SIZE, tl.float32) + slot, 0.0)
-    end_span(SPANS, table, COPY_ROWS, WORLD_SIZE)
+        row = row_of(unit // num_blocks, counts, stride, S)
+        slots = topk_of(slots_at, row, S.TOPK)
+        copy_block(table, row, slots, unit % num_blocks, rank, S, E)
+    if E.ALIGNMENT > 1:
+        clear_padding(table, stride, rank, num_local_experts, program, num_programs, S, E)
+    end_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
 
 
 @portable(do_not_specialize=["stride", "rank"])
 def reduce_experts_kernel(
     rows_in, table, stride, rank,
-    TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    S: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     """REDUCED_ROWS: for every received row the weighted sum of its experts' rows; any number of programs.
@@ -226,23 +232,23 @@ def reduce_experts_kernel(
     Added in ascending order of the token's ids, in float32 from 0, each product rounded, and the sum rounded to DTYPE.
 
     Args:
-        rows_in: what the experts made, [num_local_experts, WORLD_SIZE * stride, HIDDEN] of DTYPE.
+        rows_in: what the experts made, [num_local_experts, W * stride, HIDDEN] of DTYPE.
         stride: max_num_tokens, rows per source.
     """
-    begin_span(SPANS, table, WEIGH_ROWS, WORLD_SIZE)
+    begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    total = tl.load(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32))
-    counts = source_counts(table, rank, WORLD_SIZE)
-    slots_at = address(table, EXPERT_SLOTS, rank, WORLD_SIZE, tl.int32)
-    weights_at = address(table, WEIGHTS, rank, WORLD_SIZE, tl.float32)
-    reduced = address(table, REDUCED_ROWS, rank, WORLD_SIZE, DTYPE)
+    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    counts = source_counts(table, rank, S)
+    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
+    weights_at = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
+    reduced = address(table, REDUCED_ROWS, rank, S.WORLD_SIZE, DTYPE)
     for unit in range(tl.program_id(0), total * num_blocks, tl.num_programs(0)):
-        row = row_of(unit // num_blocks, counts, stride, WORLD_SIZE)
-        slots = topk_of(slots_at, row, TOPK)
-        weights = topk_of(weights_at, row, TOPK)
+        row = row_of(unit // num_blocks, counts, stride, S)
+        slots = topk_of(slots_at, row, S.TOPK)
+        weights = topk_of(weights_at, row, S.TOPK)
         offsets = (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         sums = tl.full((BLOCK,), 0.0, tl.float32)
-        for k in tl.static_range(TOPK):
+        for k in tl.static_range(S.TOPK):
             line = tl.multiple_of(rows_in + tl.cast(slots[k], tl.int64) * HIDDEN, 16)
             # masked instead of branched over, so that all loads are in flight together; a vector of the slot number:
             # the interpreter mistypes a scalar condition that meets a vector
@@ -251,4 +257,4 @@ def reduce_experts_kernel(
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
-    end_span(SPANS, table, WEIGH_ROWS, WORLD_SIZE)
+    end_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)

@@ -15,6 +15,7 @@ from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.ops.failures import WEIGHTS_BIT
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.row_constants import shape_of
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -163,8 +164,6 @@ def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> Compile
     """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {
-        "TOPK": config.topk, "TOPK_LANES": lanes,
-        "WORLD_SIZE": config.world_size, "WORLD_LANES": padded(config.world_size),
-        "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
+        "S": shape_of(config), "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
     }  # fmt: skip
     return CompiledKernel(exchange_weights_kernel, constants, EXCHANGE_WARPS)

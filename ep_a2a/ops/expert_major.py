@@ -8,8 +8,10 @@ import torch
 import triton.language as tl
 
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, CompiledKernel
+from ep_a2a.kernels.constants import Expand, constants
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
+from ep_a2a.ops.row_constants import shape_of
 from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
@@ -43,34 +45,36 @@ class ExpertMajorKernels:
     ) -> None:
         self.config, self.table, self.device = config, table, device
         self._first_expert = config.first_expert
-        common = {"TOPK": config.topk, "WORLD_SIZE": config.world_size, "SPANS": spans}
-        lanes = {"TOPK_LANES": padded(config.topk)}
-        block_rows = max(1, NUMBERED_IDS // lanes["TOPK_LANES"])
+        self._row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+        common = {"S": shape_of(config), "SPANS": spans}
+        block_rows = max(1, NUMBERED_IDS // padded(config.topk))
         most_rows = padded(config.world_size * config.max_num_inp_token_per_rank)
         self._number = CompiledKernel(
-            number_expert_rows_kernel, common | lanes | {"BLOCK_ROWS": min(block_rows, most_rows)}, NUMBER_WARPS
+            number_expert_rows_kernel, common | {"BLOCK_ROWS": min(block_rows, most_rows)}, NUMBER_WARPS
         )
         self._expand = {
-            has_scales: CompiledKernel(expand_kernel, common | lanes | self._row_constants(has_scales), EXPAND_WARPS)
+            has_scales: CompiledKernel(expand_kernel, common | {"E": self._expand_constants(has_scales)}, EXPAND_WARPS)
             for has_scales in ((False, True) if config.num_scales else (False,))
         }
         block = min(padded(config.hidden_dim), REDUCE_ELEMENTS)
+        self._num_row_blocks = -(-self._row_words // min(padded(self._row_words), MAX_EXPAND_WORDS))
+        self._num_sum_blocks = -(-config.hidden_dim // block)
         dtype = TRITON_DTYPES[config.combined_dtype]
         self._reduce = CompiledKernel(
             reduce_experts_kernel, common | {"HIDDEN": config.hidden_dim, "BLOCK": block, "DTYPE": dtype}, REDUCE_WARPS
         )
 
-    def _row_constants(self, has_scales: bool) -> dict[str, Any]:
+    def _expand_constants(self, has_scales: bool) -> Expand:
         config = self.config
-        row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
         width = config.num_scales * config.scale_bytes if has_scales else 0
         in_words = width % WORD_BYTES == 0
         width = width // WORD_BYTES if in_words else width
-        return {
-            "ROW_WORDS": row_words, "BLOCK_WORDS": min(padded(row_words), MAX_EXPAND_WORDS),
+        values = {
+            "ROW_WORDS": self._row_words, "BLOCK_WORDS": min(padded(self._row_words), MAX_EXPAND_WORDS),
             "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
             "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": config.expert_alignment,
         }  # fmt: skip
+        return constants(Expand, values)
 
     def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
         """Launches what writes rows by expert from the rows that have been received.
@@ -86,12 +90,12 @@ class ExpertMajorKernels:
         # a rank without experts receives nothing, and a launch needs a program
         self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self.device)
         expand = self._expand[has_scales]
-        self._run(expand, (*values, num_experts), "ROW_WORDS", "BLOCK_WORDS", max_num_tokens, num_sms, max_sms)
+        self._run(expand, (*values, num_experts), self._num_row_blocks, max_num_tokens, num_sms, max_sms)
 
     def reduce(self, rows: torch.Tensor, max_num_tokens: int, num_sms: int, max_sms: int) -> None:
         """Launches what weighs and adds the experts' rows, [E, W * max_num_tokens, H], into REDUCED_ROWS."""
         values = (rows, *self._values(max_num_tokens))
-        self._run(self._reduce, values, "HIDDEN", "BLOCK", max_num_tokens, num_sms, max_sms)
+        self._run(self._reduce, values, self._num_sum_blocks, max_num_tokens, num_sms, max_sms)
 
     def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
@@ -105,11 +109,10 @@ class ExpertMajorKernels:
         return self.table, max_num_tokens, self.config.rank
 
     def _run(
-        self, variant: CompiledKernel, values: tuple[Any, ...], width: str, block: str, max_num_tokens: int,
-        num_sms: int, max_sms: int,
+        self, variant: CompiledKernel, values: tuple[Any, ...], num_blocks: int, max_num_tokens: int, num_sms: int,
+        max_sms: int,
     ) -> None:  # fmt: skip
         """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
-        num_blocks = -(-variant.constants[width] // variant.constants[block])
         most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
         if 0 < max_sms < num_sms:
             most = max_sms  # the GPU spreads programs over all it has
