@@ -1,4 +1,4 @@
-"""Checks of a backend that stands on another project's library: the library, the GPUs, the sizes, the network."""
+"""Checks of a backend that runs another project's kernels: its library, GPUs, sizes and network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_library(info: SystemInfo) -> list[Diagnostic]:
     it = info.backend
     return first("library",
         (NOTE, it.declaration_problem and not info.torch.works,
-         f"that of {it.name} has not been asked for: it needs torch"),
+         f"not probed: {it.name} needs torch, which cannot be imported"),
         (ERROR, it.declaration_problem, f"{it.name}: {it.declaration_problem}", USE_ANOTHER),
         (ERROR, it.problem, f"{it.name}: {it.problem}", f"To install it: {it.install}."),
         (OK, stands_on_library(it.name), f"{it.library} {it.version or 'of unknown version'}"))  # fmt: skip

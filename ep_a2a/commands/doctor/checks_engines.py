@@ -27,7 +27,7 @@ def check_engines(info: SystemInfo) -> Iterator[Diagnostic]:
          "Install a supported vLLM, or use another --all2all-backend."),
         (ERROR, vllm.differences, f"{vllm.version}, in which {', '.join(vllm.differences)}",
          "Install a supported vLLM, or an ep-a2a that knows this one."),
-        (OK, True, f"{vllm.version}; all that the plugin stands on is as it knows it"))  # fmt: skip
+        (OK, True, f"{vllm.version}; the plugin supports this version"))  # fmt: skip
     if vllm.version is not None and not vllm.version_problem:
         yield from first("vLLM's plugins",
             (ERROR, not installed.vllm_entry_point,

@@ -113,7 +113,7 @@ def _each_gpu(info: SystemInfo) -> Iterator[Diagnostic]:
     exclusive = numbers(lambda gpu: gpu.compute_mode.startswith("Exclusive"))
     yield from first("capability",
         (WARNING, len({gpu.capability for gpu in gpus}) > 1, "GPUs differ",
-         "Let ranks of one group have equal GPUs."))  # fmt: skip
+         "Use equal GPUs for the ranks of one group."))  # fmt: skip
     yield from first("MIG",
         (ERROR, divided, f"GPUs {divided} are divided: instances do not reach each other's memory",
          "Turn MIG off (nvidia-smi -mig 0), or use the allgather_reducescatter backend."))  # fmt: skip
@@ -125,7 +125,7 @@ def _each_gpu(info: SystemInfo) -> Iterator[Diagnostic]:
         if gpu.total_bytes and gpu.free_bytes is not None and gpu.free_bytes < LITTLE_FREE * gpu.total_bytes:
             yield Diagnostic("GPU memory", WARNING,
                 f"GPU {number} has {gibibytes(gpu.free_bytes)} of {gibibytes(gpu.total_bytes)} free",
-                "End what holds it (nvidia-smi); `ep-a2a plan` says what an op needs.")  # fmt: skip
+                "End the processes that hold it (nvidia-smi); `ep-a2a plan` says what an op needs.")  # fmt: skip
 
 
 def _compilation(info: SystemInfo) -> Iterator[Diagnostic]:

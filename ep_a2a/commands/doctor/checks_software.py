@@ -17,7 +17,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """NEWEST: the newest that this package has run with. Newer versions get a note."""
 REINSTALL_TORCH = "Install torch anew in this environment: pip install --force-reinstall torch"
-UNTRIED = "newer than any that this package has been run with"
+UNTRIED = "newer than any version that this package has run with"
 
 
 def check_software(info: SystemInfo) -> Iterator[Diagnostic]:

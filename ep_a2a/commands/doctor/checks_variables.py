@@ -25,13 +25,13 @@ VLLM_STEP = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 VLLM_STEP_SECS = 300
 """vLLM's own bound of a step, unless VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says otherwise."""
 OTHERS = {
-    "CUDA_LAUNCH_BLOCKING": "every launch is waited for: steps are slow, and two that overlap on one rank cannot",
+    "CUDA_LAUNCH_BLOCKING": "each launch blocks: steps are slow, and two steps on one rank cannot overlap",
     "CUDA_DEVICE_MAX_CONNECTIONS": "one queue for all streams: steps of two ops that overlap may wait for each other",
-    "NCCL_P2P_DISABLE": "NCCL goes by way of the host; ep_a2a's own kernels do not heed it",
+    "NCCL_P2P_DISABLE": "NCCL goes by way of the host; ep_a2a's own kernels ignore it",
     "NCCL_IB_DISABLE": "NCCL does not use RDMA between nodes",
     "NCCL_SHM_DISABLE": "NCCL does not use shared memory inside a node",
 }
-"""Variables that slow things down, or let steps wait for each other, where they are 1."""
+"""Effects of variables that are 1: slow steps, or steps that wait for each other."""
 
 
 def check_variables(info: SystemInfo) -> Iterator[Diagnostic]:
@@ -47,7 +47,7 @@ def check_variables(info: SystemInfo) -> Iterator[Diagnostic]:
              "Unset it, unless it is meant."))  # fmt: skip
     yield from first(VLLM_STEP,
         (WARNING if info.vllm.version is None else ERROR, math.isnan(_vllm_step_secs(info)),
-         f"{VLLM_STEP}={variables.get(VLLM_STEP)} is no whole number: vLLM cannot read it, and ends",
+         f"{VLLM_STEP}={variables.get(VLLM_STEP)} is no whole number: vLLM cannot read it and exits",
          "Correct or unset it."))  # fmt: skip
     others = _listed({n: v for n, v in variables.items() if not n.startswith("EP_A2A_") and n not in OTHERS})
     yield from first("other variables", (NOTE, others, others))

@@ -28,10 +28,10 @@ REMEDIES = {
     "RankTimeoutError": "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics.",
     "PeerAccessError": "They do not reach each other's memory: use the allgather_reducescatter backend.",
     "HostMemoryError": "Enlarge /dev/shm (--shm-size, --ipc=host).",
-    "DeviceMemoryError": "End what holds the GPUs' memory (nvidia-smi).",
-    "CheckFailedError": "Bytes change on the way: nvidia-smi -q -d ECC; dmesg | grep -i xid; exchange the part.",
+    "DeviceMemoryError": "End the processes that hold the GPUs' memory (nvidia-smi).",
+    "CheckFailedError": "Bytes change on the way: nvidia-smi -q -d ECC; dmesg | grep -i xid; replace the part.",
 }
-OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and look at the ranks' own words above."
+OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and read the ranks' messages above."
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def run_selftest(
 ) -> SelfTest:
     """Tests all pairs of ranks one after another, then all ranks together.
 
-    A pair that fails ends the processes; the next one gets new ones, so that each stands for itself.
+    A pair that fails ends the processes; the next one gets new ones, so that failures do not spread.
 
     Args:
         device: "cpu" or "cuda", with a GPU for each rank.
         num_ranks: processes.
         pair_secs: how long to measure a pair.
-        on_pair: told of each pair before it is tested.
+        on_pair: called with each pair before its test.
         body: what a rank does for a pair.
     """
     pairs: dict[Pair, PairResult | str] = {}
@@ -123,14 +123,14 @@ def run_selftest(
             try:
                 results = pool.run(body, pair, pair_secs)
             except RankFailure as failure:
-                pairs[pair] = _words(failure)
+                pairs[pair] = _error_text(failure)
             else:
                 pairs[pair] = results[pair[0]]
         step_us, together = 0.0, ""
         try:
             step_us = pool.run(check_op, ALL_SECS)[0][0]
         except RankFailure as failure:
-            together = _words(failure)
+            together = _error_text(failure)
     return SelfTest(device, num_ranks, pairs, together, step_us)
 
 
@@ -164,7 +164,7 @@ def _slow_links(test: SelfTest) -> list[Diagnostic]:
     ]  # fmt: skip
 
 
-def _words(failure: RankFailure) -> str:
+def _error_text(failure: RankFailure) -> str:
     """Returns the first failing rank's error in a line; ConfigMismatchErrors only repeat another rank's."""
     errors = [*failure.errors.values()]
     if errors:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ep_a2a.managers.capabilities import Capabilities
 
 NEEDED_PACKAGES = ("numpy", "typer", "rich")
-"""What this package imports beside torch and Triton."""
+"""Packages that this one imports beside torch and Triton."""
 GIB = 1 << 30
 AMD, NVIDIA = "AMD", "NVIDIA"
 """Makers of GPUs, as the capabilities of backends name them."""
@@ -35,14 +35,14 @@ def gibibytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says in a process of its own.
+    """Facts that a subprocess reads from torch.
 
     Attributes:
         version: None where it is not installed.
         problem: why `import torch` fails; "" where it does not.
         cuda_build: CUDA version that it was built for; None for a CPU or ROCm build.
         hip_build: ROCm version that it was built for, or None.
-        num_gpus: GPUs that it sees. gpu_problem: what it says where it sees none though it was built for them.
+        num_gpus: GPUs that it sees. gpu_problem: why a build for GPUs sees none.
         architectures: GPU architectures that it has code for, "sm_90" and the like.
         nccl: version of the NCCL that it uses, None without one.
         nccl_built: version of the NCCL that it was built with, None where that is not known.
@@ -76,7 +76,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Triton:
-    """What Triton says in a process of its own.
+    """Facts that a subprocess reads from Triton.
 
     Attributes:
         version: None where it is not installed. problem: why `import triton` fails.
@@ -95,7 +95,7 @@ class Triton:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the CUDA driver or nvidia-smi tells it; None where it was not told.
+    """One GPU, as the CUDA driver and nvidia-smi describe it; None where neither does.
 
     Attributes:
         name: its model. capability: compute capability. num_sms: multiprocessors.
@@ -113,7 +113,7 @@ class Gpu:
 
     @property
     def summary(self) -> str:
-        """What is known of its model and size."""
+        """Its model, capability and memory, as far as they are known."""
         capability = self.capability and f"compute capability {dotted(self.capability)}"
         memory = None if self.total_bytes is None else gibibytes(self.total_bytes)
         return ", ".join(filter(None, [self.name, capability, memory]))
@@ -121,7 +121,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """What the CUDA driver library and nvidia-smi say.
+    """Facts from the CUDA driver library and nvidia-smi.
 
     Attributes:
         problem: why the driver cannot be used; "" where it can.
@@ -272,7 +272,7 @@ class Vllm:
     Attributes:
         version: None where there is none.
         version_problem: why the version cannot be used; "" where it can.
-        differences: what our plugin stands on and this version has otherwise.
+        differences: symbols that the plugin needs and that this version changes.
     """
 
     version: str | None = None
@@ -294,18 +294,18 @@ class Atom:
 
     @property
     def versions(self) -> str:
-        """What is installed of the two."""
+        """Versions of the two, of those that are installed."""
         found = (("ATOM", self.version), ("AITER", self.aiter))
         return ", ".join(f"{name} {version}" for name, version in found if version)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend that is asked for; but for its name all of it is of backends that stand on a library.
+    """The requested backend; all fields but `name` describe backends that run another project's kernels.
 
     Attributes:
-        name: "" where none is named that there is.
-        declaration_problem: why nothing is known of it; "" where the following is.
+        name: "" where the request names none, or one that does not exist.
+        declaration_problem: why its manager cannot be asked; "" where the other fields are known.
         library, install: the package it needs, and how to get it.
         version: of the installed package, None where no metadata says it.
         problem: why the library cannot be used; "" where it can.
@@ -326,11 +326,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """All that the checks look at.
+    """A machine, as the checks see it.
 
     Attributes:
-        backend: the one that is asked for, as it is found here.
-        environment: variables of this package and of libraries that it stands on, by name.
+        backend: the requested one, as this machine has it.
+        environment: variables of this package and of the libraries that it uses, by name.
         variable_problems: by name, why a variable of this package cannot be used.
     """
 
@@ -363,7 +363,7 @@ class SystemInfo:
 
     @property
     def why_no_gpus(self) -> str:
-        """What torch or NVIDIA's driver says where torch sees no GPU."""
+        """The reason of torch, else of NVIDIA's driver, why torch sees no GPU."""
         driver_problem = "" if self.torch.hip_build else self.driver.problem
         return self.torch.gpu_problem or driver_problem or "it gives no reason"
 
