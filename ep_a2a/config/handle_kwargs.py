@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,25 +35,12 @@ CONFIG_FIELD_OF_KWARG = {
 
 REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
 OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
+NO_KWARGS = ("num_owner_ranks", "first_rank")
+"""Config fields for an op of one node of a larger group, which no engine makes."""
 EXTRA_KWARGS = (
-    "layout",
-    "timeout_secs",
-    "first_timeout_secs",
-    "num_experts",
-    "launch",
-    "max_sms",
-    "dispatch_quant_type",
-    "scale_format",
-    "combine_dtype",
-    "max_total_recv_tokens",
-    "use_external_inp_buf",
-    "expert_alignment",
-    "flagged_max_tokens",
-    "compiled_calls",
-    "chunk_tokens",
-    "ring_chunks",
-    "internode_transport",
-)
+    "max_total_recv_tokens", "use_external_inp_buf",
+    *(each.name for each in fields(EpDispatchCombineConfig) if each.kw_only and each.name not in NO_KWARGS),
+)  # fmt: skip
 """Kwargs of this package, which set the config field of the same name."""
 
 WARPS_PER_BLOCK = 16
