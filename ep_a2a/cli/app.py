@@ -30,7 +30,7 @@ def run() -> None:
 
 
 def make_app() -> typer.Typer:
-    """The application with all commands."""
+    """Returns the application with all commands."""
     app = typer.Typer(name="ep-a2a", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_common_options)
     for name in COMMANDS:

@@ -11,7 +11,7 @@ def command(
         bool, typer.Option("--markdown", help="Print the tables of capabilities, without what is found here.")
     ] = False,
 ) -> None:
-    """What each backend can do, and which can be used here."""
+    """Show what each backend can do, and which can be used here."""
     import json
 
     from rich.console import Console

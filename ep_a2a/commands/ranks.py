@@ -23,7 +23,7 @@ RUN_TIMEOUT_SECS = 600.0
 
 
 def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
-    """Device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
+    """Returns device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
 
     Raises:
         UnsupportedError: GPUs are asked for and there are none.
@@ -55,7 +55,7 @@ def join(context: RankContext) -> None:
 
 
 def call_ranks(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`pool.run`, with errors as a command shows them.
+    """Runs a function on all ranks, with errors as a command shows them.
 
     Raises:
         EpA2AError: the ranks met an expected error.
@@ -74,7 +74,7 @@ def call_ranks(pool: RankPool, function: Callable[..., Any], *args: Any) -> list
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Processes started meanwhile print to stderr: libraries may greet on stdout, which belongs to the report."""
+    """Lets processes started meanwhile print to stderr: libraries may greet on stdout, which is the report's."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

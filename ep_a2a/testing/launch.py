@@ -32,7 +32,7 @@ STOP_TIMEOUT_SECS = 10.0
 STACKS_TIMEOUT_SECS = 2.0
 
 PRELOADED = ("torch.distributed", "triton.language")
-"""What takes a rank seconds to import."""
+"""Modules that take a rank seconds to import."""
 
 _DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -247,7 +247,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **pool_
 
 
 def _process_context(device: str) -> SpawnContext | ForkServerContext:
-    """How ranks start: CUDA does not survive a fork, and on CPU a fork saves each rank seconds of imports."""
+    """Returns how ranks start: CUDA does not survive a fork; on CPU a fork saves each rank seconds of imports."""
     if device != "cpu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -89,7 +89,7 @@ def _tensor_from_bytes(data: bytes) -> torch.Tensor:
 
 
 def to_bytes(value: Any) -> bytes:
-    """`value` pickled; tensors in it become contiguous CPU copies without autograd history."""
+    """Pickles a value; tensors in it become contiguous CPU copies without autograd history."""
     buffer = io.BytesIO()
     _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -153,7 +153,7 @@ def _failure(error: BaseException) -> Reply:
 
 
 def _exit_with_parent() -> None:
-    """A worker blocked in a collective would outlive a parent that was killed."""
+    """Ends this process when its parent ends, even while a collective blocks it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -70,7 +70,7 @@ class _Exchange:
         return self.last_us + FINISH_US
 
     def stay(self, node: int, number: int) -> None:
-        """Rows for ranks of the own node; the chunk behind them follows."""
+        """Sends the rows for ranks of the own node; the chunk behind them follows."""
         chunks = self.chunks[node][node]
         if number >= len(chunks):
             return
@@ -80,7 +80,7 @@ class _Exchange:
         self.clock.at(end_us, _bound(self.stay, node, number + OWN_CHUNKS))
 
     def cross(self, node: int, other: int, number: int) -> None:
-        """A chunk from node to other, which has a credit; the next one of this credit follows when it is back."""
+        """Sends a chunk that has a credit from node to other; the credit's next chunk follows when it is back."""
         # In combine rows return: node sends back the rows that `other` brought in dispatch.
         chunks = self.chunks[other][node] if self.is_combine else self.chunks[node][other]
         if number >= len(chunks):

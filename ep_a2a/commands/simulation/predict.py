@@ -20,10 +20,10 @@ MAX_RANKS = 4096
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted, never measured.
+    """The predicted cost of one exchange; nothing in it is measured.
 
     Attributes:
-        cluster, shape, copies: of what.
+        cluster, shape, copies: the exchange.
         dispatch_us, combine_us: simulated, until the last GPU is done, for one sampled routing.
         remote_copies: expected rows per token that leave its node, by exact formula.
         buffers: bytes on each GPU by name, without the rows that experts read.
@@ -55,7 +55,7 @@ class Prediction:
         return sum(self.buffers.values())
 
     def as_json_object(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns the fields for --json."""
         return {
             "predicted": True,
             "nodes": self.cluster.num_nodes,
@@ -81,23 +81,13 @@ def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Pr
     Raises:
         ConfigError: a token has more experts than there are, or there are too many ranks to sample.
     """
-    _check(cluster, shape)
-    chunks = sample_chunks(cluster, shape, copies, seed)
-    dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
-    return Prediction(
-        cluster,
-        shape,
-        copies,
-        dispatch_us,
-        combine_us,
-        expected_remote_copies(cluster, shape, copies),
-        wire_buffers(cluster, shape, copies),
-        expert_rows_bytes(cluster, shape),
-    )
-
-
-def _check(cluster: Cluster, shape: Shape) -> None:
     if cluster.num_ranks > MAX_RANKS:
         raise ConfigError(f"at most {MAX_RANKS} GPUs", str(cluster.num_ranks), "Lower --nodes.")
     if shape.topk > shape.num_experts:
         raise ConfigError(f"--topk of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.")
+    chunks = sample_chunks(cluster, shape, copies, seed)
+    dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
+    return Prediction(
+        cluster, shape, copies, dispatch_us, combine_us, expected_remote_copies(cluster, shape, copies),
+        wire_buffers(cluster, shape, copies), expert_rows_bytes(cluster, shape),
+    )  # fmt: skip

@@ -54,7 +54,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted beside published, one phase of one line; microseconds."""
+    """A predicted time beside a published one, in microseconds, for one phase of one line."""
 
     published: Published
     phase: Phase
@@ -67,7 +67,7 @@ class Compared:
         return (self.predicted_us / self.published_us - 1) * 100
 
     def as_json_object(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns the fields for --json."""
         return {
             "source": self.published.source,
             "machine": self.published.machine,
@@ -82,7 +82,7 @@ class Compared:
 
 
 def published_tables() -> list[Published]:
-    """All lines, by source."""
+    """Returns all lines, by source."""
     decode, prefill, twice = Shape(128), Shape(4096), Shape(8192)
     h800, hopper, mi300, mi355 = "H800 + CX7", "H100/H200 + CX7", "MI300X + CX7", "MI355X + AINIC"
     tables: list[tuple[str, str, Shape, Copies, bool, float, dict[int, tuple[float, float]]]] = [
@@ -112,10 +112,10 @@ def published_tables() -> list[Published]:
 
 
 def compare(published: Published, seed: int = 0) -> tuple[Compared, Compared]:
-    """Dispatch and combine of one line: as published, in microseconds, and as predicted."""
+    """Returns the comparison of dispatch and of combine for one line."""
     cluster, shape, copies = published.cluster, published.shape, published.copies
     chunks = sample_chunks(cluster, shape, copies, seed)
-    # What a logical bandwidth counts: a rank's rows for all nodes, its own included.
+    # A logical bandwidth counts a rank's rows for all nodes, its own included.
     rows = sum(chunk.num_records for source in chunks for node in source for chunk in node) / cluster.num_nodes
 
     counts_scales = published.source not in COUNT_NO_SCALES

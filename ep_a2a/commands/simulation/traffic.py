@@ -86,7 +86,7 @@ class Chunk:
 
 
 def expected_distinct(num_experts: int, owned: list[int], topk: int) -> float:
-    """Expected number of owners that a token goes to, its topk distinct experts drawn uniformly. Exact.
+    """Returns the exact expected number of owners that a token goes to, its topk distinct experts drawn uniformly.
 
     Args:
         num_experts: to draw from. owned: how many of them each owner has. topk: experts per token.
@@ -96,7 +96,7 @@ def expected_distinct(num_experts: int, owned: list[int], topk: int) -> float:
 
 
 def expected_remote_copies(cluster: Cluster, shape: Shape, copies: Copies) -> float:
-    """Expected rows per token that leave its node, averaged over the nodes; exact, without a limit on nodes.
+    """Returns the exact expected rows per token that leave its node, averaged over the nodes.
 
     Raises:
         ConfigError: shape limits nodes.
@@ -114,7 +114,7 @@ def expected_remote_copies(cluster: Cluster, shape: Shape, copies: Copies) -> fl
 
 
 def sample_chunks(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> list[list[list[Chunk]]]:
-    """Chunks by source node and destination node of one GPU per node, the first: the others are like it.
+    """Returns chunks by source and destination node, of the first GPU of each node; the others are like it.
 
     Each token's experts are distinct and drawn uniformly, from the experts of `max_nodes` nodes where that limits them.
     """

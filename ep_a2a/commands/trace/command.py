@@ -27,7 +27,7 @@ WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
 
 
 def execute(workload: Workload, device: str, num_steps: int, folder: Path, *, plot: bool) -> None:
-    """Runs the steps on all ranks, writes the traces and prints what is in them."""
+    """Runs the steps on all ranks, writes the traces and prints a summary."""
     make_config(workload, 0)
     with joined_pool(workload.world_size, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
@@ -47,7 +47,7 @@ def execute(workload: Workload, device: str, num_steps: int, folder: Path, *, pl
 
 
 def remove_earlier(folder: Path) -> list[str]:
-    """Removes what this command has written into the folder before, nothing else; the names, sorted."""
+    """Removes only files that this command wrote into the folder before; returns their names, sorted."""
     earlier = sorted(each.name for each in folder.iterdir() if WRITTEN.fullmatch(each.name) and not each.is_dir())
     for name in earlier:
         (folder / name).unlink()
@@ -55,7 +55,7 @@ def remove_earlier(folder: Path) -> list[str]:
 
 
 def _show(console: Console, spans: dict[int, list[TraceSpan]], device: str) -> None:
-    """A row per name: how often it was recorded, and its median and longest time."""
+    """Prints a row per name: how often it was recorded, its median and its longest time."""
     table = Table("span", "recorded", "median µs", "longest µs", title=f"{len(spans)} ranks on {device}")
     for name in (*DISPATCH_NAMES, *COMBINE_NAMES, "dispatch", "combine"):
         times = [(each.end_ns - each.start_ns) / 1000 for own in spans.values() for each in own if each.name == name]

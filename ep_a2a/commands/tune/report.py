@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def default_output() -> Path:
-    """EP_A2A_TUNING_DIR, else configs/ of the checkout.
+    """Returns the folder for tables: EP_A2A_TUNING_DIR, else configs/ of the checkout.
 
     Raises:
         ConfigError: neither is there.
@@ -31,7 +31,7 @@ def default_output() -> Path:
     if own and own != tables.NO_TABLES:
         return Path(own)
     shipped = tables.shipped_directory()
-    # what is installed belongs to the package manager
+    # Installed files belong to the package manager.
     if shipped.parent == Path(ep_a2a.__file__).resolve().parent or not shipped.is_dir():
         raise ConfigError("a folder for the tables", "none", f"Say --output DIR, and set {env.TUNING_DIR.name} to it.")
     return shipped
