@@ -1,8 +1,8 @@
 """IntraNode combine: expert ranks push rows to where their tokens came from, which adds them in ascending rank order.
 
 A row is its own flag: an element of it has arrived when it is not EMPTY, and the reader leaves EMPTY behind. So there
-is no fence, rows are added while later ones are still on the wire, and a step costs one hop. One flag per peer tells
-beside it that the peer has begun its combine, which bounds how far ranks can run ahead of each other.
+is no fence, rows are added while later ones are still on the wire, and a step costs one hop. One flag per peer
+announces that the peer has begun its combine, which bounds how far ranks can run ahead of each other.
 """
 
 import triton.language as tl
@@ -52,7 +52,7 @@ def tell_peers(
     table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     ORDERS: tl.constexpr,
 ):  # fmt: skip
-    """Tells every peer that this rank has begun this combine, and whether it brings weights.
+    """Posts to every peer that this rank has begun this combine, and whether it brings weights.
 
     ORDERS: as in post_all; weights must be ordered.
     """
@@ -91,7 +91,7 @@ def send_results(
     first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, epoch, poison, is_speaker,
     sender, is_sender, num_senders, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The sending part of a program: tells the peers, or sends its share of the rows. first: from first_unit."""
+    """The sending part of a program: posts to the peers, or sends its share of the rows. first: from first_unit."""
     if is_speaker & (poison == 0):
         tell_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
     if is_sender & (poison == 0):
@@ -117,7 +117,7 @@ def receive_results(
     work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S: tl.constexpr,
     ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The receiving part of a program: hears the peers, or adds its share of the tokens' rows.
+    """The receiving part of a program: waits for the peers' flags, or adds its share of the tokens' rows.
 
     Args:
         work: Receiver, whose first_own_row is not known yet; its number is negative in programs that add nothing.
@@ -127,7 +127,7 @@ def receive_results(
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     if is_speaker:
         if poison == 0:
-            # also tells that every peer's experts have read what this rank will write next
+            # then every peer's experts have read what this rank overwrites next
             poison = hear_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     elif (work.number >= 0) & (poison == 0):

@@ -43,7 +43,7 @@ EMPTY_BYTE = tl.constexpr(0xFF)
 @portable
 def note_foreign_indices(table, ids, token, epoch, rank, WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr,
                          TOPK_LANES: tl.constexpr):  # fmt: skip
-    """Tells the host when a token's ids are not those that dispatch sent. The result does not depend on them."""
+    """Records a failure for the host when a token's ids differ from those of dispatch; the result stays the same."""
     slots = tl.arange(0, TOPK_LANES)
     where = tl.cast(token, tl.int64) * TOPK + slots
     sent = tl.load(address(table, SENT_INDICES, rank, WORLD_SIZE, tl.int32) + where, mask=slots < TOPK, other=0)
@@ -282,7 +282,7 @@ def add_results(
     work, rows_in, weights_in, result, ids, bias_0, bias_1, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr,
     COMBINE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
-    """This program's share of the tokens: waits for their rows, adds and stores them. Returns the poison word.
+    """Wait for the rows of this program's share of the tokens, add and store them. Returns the poison word.
 
     With READ_AHEAD a unit is read for the first time while the one before it is added, which takes registers.
 

@@ -112,9 +112,9 @@ def first_unit(
     rows_in, table, counts, stride, rank, sender, is_sender, S: tl.constexpr, B: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """What a sender sends first and where, asked for before anything has been waited for: (Aim, places, values).
+    """Load a sender's first block, before the program waits for anything: (Aim, ReturnPlaces, values).
 
-    But in layout compact, the values may be those of a row that was not received: the counts need not be there yet.
+    The counts need not be there yet. So, but in layout compact, the row may be one that was not received.
     """
     num_blocks: tl.constexpr = (B.WIDTH + B.GROUPS_LANES * B.GROUP - 1) // (B.GROUPS_LANES * B.GROUP)
     aim = unit_of(sender, counts, stride, rank, num_blocks, S, OWN_IN_PLACE)

@@ -22,14 +22,14 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 
 NO_HOOKS = (None, None, None)
-"""What Triton's launcher gets for the metadata of a launch and for the hooks before and after it."""
+"""Arguments of Triton's launcher: no metadata, and no hooks before and after a launch."""
 REGISTERS_PER_SM = 65536
-"""Of all NVIDIA GPUs since compute capability 3.5, allotted to threads in multiples of REGISTER_GRANULARITY."""
+"""Of NVIDIA GPUs of compute capability 3.5 and higher. Threads get multiples of REGISTER_GRANULARITY."""
 REGISTER_GRANULARITY = 8
 
 
 def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
-    """What a CompiledKernel is given whose kernel calls NVSHMEM, which must have been started."""
+    """Arguments of a CompiledKernel whose kernel calls NVSHMEM. NVSHMEM must have been started."""
     libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
     return {"libraries": libraries, "on_load": nvshmem.load_into}
 

@@ -41,7 +41,7 @@ class ExpertPlacement(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a launch does.
+    """Stages and options of a launch.
 
     SEND, RECEIVE: stages. HAS_WEIGHTS: weights travel. DEPENDENT_LAUNCH: the launch is set up while the one before it
     still runs. SPANS: programs note when they begin and end what they do.
@@ -117,7 +117,7 @@ class LowLatencyDispatch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What combine moves at once: GROUPS_LANES groups of GROUP elements, of rows with WIDTH elements.
+    """The block of a row that combine moves at once: GROUPS_LANES groups of GROUP elements. WIDTH: elements of a row.
 
     ELEMENT: integers of an element's width, DTYPE: what their bits are. QUANTIZED: rows are cast to fp8; SCALED: with
     one scale per GROUP elements.
@@ -220,7 +220,7 @@ class Numbering(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a launch that exchanges chunks does.
+    """Roles and stage of a launch that exchanges chunks.
 
     SENDS, FORWARDS: roles of its channels. STAGE: the stage that it belongs to; FINISHES: and ends. COUNT_LANES,
     POISON_LANES: lanes of a wait, at least the threads of a program.

@@ -112,7 +112,7 @@ class StepPhase(enum.IntEnum):
 
 
 class FailureCode(enum.IntEnum):
-    """What went wrong, the first word of the record of a failure; ops/failures.py turns it into an exception."""
+    """Kinds of failures: the first word of a failure's record, of which ops/failures.py makes an exception."""
 
     TIMEOUT = 1
     ALTERNATION = 2
@@ -146,7 +146,7 @@ class Stage(enum.IntEnum):
 
 
 class Span(enum.IntEnum):
-    """What programs of a step note the time of, when asked: one line of SPAN_WORDS words (int64) each."""
+    """Parts of a step whose times programs note when asked: one line of SPAN_WORDS words (int64) each."""
 
     QUANT_AND_PUT = 0
     COUNT_PUT = 1

@@ -320,7 +320,7 @@ def receive_rows(
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif is_poster & (poison == 0):
-        # tells that every peer's earlier combine has read what this rank will write next
+        # then every peer's earlier combine has read what this rank overwrites next
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False, 1)
     elif (receiver >= 0) & (poison == 0):
         poison = receive_flagged_rows(step, places, receiver, num_receivers, S, ROW, LL, FORM)

@@ -37,7 +37,7 @@ NO_ROW = tl.constexpr(1 << 24)
 
 @portable
 def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
-    """The words beside a row, and in lane SIDE_WORDS the flagged word that tells how many rows the source sends.
+    """The words beside a row, and in lane SIDE_WORDS the flagged word with the number of rows that the source sends.
 
     Each lane is read by one thread, so that a reduction over the lanes is one verdict for all threads.
 

@@ -5,13 +5,13 @@ The patterns, and why they are enough (docs/memory-model.md has the proof):
 begin_stage  reads the op's step counters; finish_stage moves one on when all programs of the launch have come there.
 arrive_last  all programs of a launch add one to a counter; the last to arrive has acquired what the others released.
 post_all     one post per peer of an epoch into that peer's flag word. If it ORDERS, it is a release: whoever acquires
-             the epoch sees all writes that this rank ordered before the post. Else it tells that launches have ended.
+             the epoch sees all writes that this rank ordered before the post. Else earlier launches have ended.
 wait_all     reads (if it ORDERS, acquires) the flag word of every peer until each has reached the epoch, or the op is
              poisoned, or time is up. Epochs grow by one and wrap, so flags are compared by wrapping difference.
 flagged      a word of 8 bytes that carries 4 bytes of payload and the epoch: it is there when its epoch is. No fence.
 EMPTY        an element with all bits set has not arrived: payloads never contain one, readers leave one behind.
 overdue      the one verdict of a wait that goes on for too long, the same in all threads of a program.
-fail         the first failure of an op on this rank: recorded for the host, then told to every peer.
+fail         the first failure of an op on this rank: recorded for the host, then posted to every peer.
 
 No inline assembly runs in the interpreter; the few functions that need it name a Python twin.
 """
@@ -173,7 +173,7 @@ def like(vector, value):
 
 @portable
 def ask_poison(poison_word, LANES: tl.constexpr):
-    """What lies at this rank's poison word, in every lane: a question whose answer `may_go_on` waits for.
+    """Load this rank's poison word into every lane, without waiting for it; `may_go_on` does.
 
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
@@ -243,7 +243,7 @@ def post_all(
 
     Args:
         ORDERS: whoever acquires the flag sees all that this program has written or acquired before. A fence takes more
-            than a microsecond; without it the flag tells that the launches before this one have ended.
+            than a microsecond; without it the flag says only that the launches before this one have ended.
     """
     peers = tl.arange(0, WORLD_LANES)
     present = peers < WORLD_SIZE

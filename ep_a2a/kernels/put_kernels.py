@@ -81,7 +81,7 @@ def _in_order(_counter: object, _target: object) -> None:
 
 @portable(interpreted=_in_order)
 def after_arrival(counter, target):
-    """What else a transport needs before bytes may be read whose counter (address) has come to `target`; at once."""
+    """Orders reads behind a counter (address) that has reached `target`, as the transport needs it; returns at once."""
     wait_for_signal(counter, tl.full((), GE, tl.int32), tl.cast(target, tl.uint64))
 
 

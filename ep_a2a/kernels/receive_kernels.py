@@ -59,7 +59,7 @@ class DispatchStep(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What the previous step has left: rows by source [WORLD_LANES], stride and pad_id."""
+    """State of the previous step: rows by source [WORLD_LANES], stride and pad_id."""
 
     counts: tl.tensor
     stride: tl.tensor
@@ -72,7 +72,7 @@ BLOCK_PAD_ROWS = tl.constexpr(16)
 
 @portable
 def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """Tells every rank how many rows this rank sends to each rank, and what it believes all ranks agree on.
+    """Posts to every rank how many rows this rank sends to each rank, and the word on which all ranks must agree.
 
     The words are flagged: line `rank` of COUNTS [W, W + 1] at every peer, the last word of a line being `wire_word`.
     """
@@ -161,7 +161,7 @@ def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.c
 
 @portable
 def last_received(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """What the previous step has left (Received), loaded before this one is waited for."""
+    """State of the previous step (Received), loaded before the wait for this one."""
     lanes = tl.arange(0, WORLD_LANES)
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
     counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes

@@ -1,6 +1,6 @@
 """Puts mirrors (REMOTE_MIRRORS) to the ranks that no store reaches.
 
-Kernels store what every rank is to know (counts, flags, failures) into all ranks' memory alike. For a rank of another
+Kernels store counts, flags and failures into the memory of all ranks alike. For a rank of another
 node the address table leads to a mirror in this rank's memory. A small launch behind the kernel puts it where it
 belongs.
 """
@@ -40,7 +40,7 @@ def put_mirrors_kernel(
     table, rank, GPUS: tl.constexpr, WORLD_SIZE: tl.constexpr, TELLS_COUNTS: tl.constexpr, TELLS_FLAGS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Tells one rank of another node; a program each. Failures are always told.
+    """Puts this rank's mirrors to one rank of another node; a program each. Failures are always put.
 
     Args:
         TELLS_COUNTS: how many rows this rank sends. TELLS_FLAGS: that it has begun a combine, HAS_WEIGHTS with weights.

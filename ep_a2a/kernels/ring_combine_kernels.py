@@ -62,7 +62,7 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 
 class Results(NamedTuple):
-    """What a combine over rings writes and compares.
+    """Memory that a combine over rings writes and compares.
 
     table: addresses (kernels/layout.py). result, ids, num_tokens: as of return_kernel. epoch: of the step. rank: this
     rank.

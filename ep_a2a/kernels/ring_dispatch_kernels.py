@@ -36,7 +36,7 @@ DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 
 @portable
 def post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Tells all ranks how many rows this rank's tokens make at each."""
+    """Posts to all ranks how many rows this rank sends to each."""
     tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
     totals = count_rows(ids, 0, num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, N.MANY_TOKENS, N.COUNT_BITS)
     counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, N.COUNT_BITS)
@@ -61,7 +61,7 @@ def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.const
 
 @portable(do_not_specialize=["num_tokens", "wire_word", "rank"], do_not_specialize_on_alignment=["ids"])
 def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Numbers the rows that this rank's tokens get at every rank, and tells all ranks how many there are.
+    """Numbers the rows that this rank's tokens get at every rank, and posts their counts to all ranks.
 
     Args:
         ids: [num_tokens, TOPK] int32. wire_word: as in DispatchStep.

@@ -141,7 +141,7 @@ def copy_lines(
 
 @portable
 def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.constexpr, R: tl.constexpr):
-    """Notes that a channel has forwarded all of a source; the last channel to do so tells the ranks of this node."""
+    """Notes that a channel has forwarded all of a source; the last channel raises the source's flags at this node."""
     chunks = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
     counter = address(table, FORWARDED_CHANNELS, rank, S.WORLD_SIZE, tl.int32) + source_node

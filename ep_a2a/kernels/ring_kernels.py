@@ -118,7 +118,7 @@ def hand_over(
 
 @portable
 def give_room(table, peer, channel, value, rank, S: tl.constexpr, R: tl.constexpr):
-    """Tells node `peer` that this rank has taken `value` chunks of the channel from it."""
+    """Raises the count of chunks that this rank has taken from node `peer` to `value`, for the channel."""
     unread = tl.full((), 0, tl.int64)
     if R.STAGED_WORDS > 0:
         # a signal does not come without bytes

@@ -1,4 +1,4 @@
-"""The first launch of a combine over rings: results are put where the other ranks of the node can read them."""
+"""The first launch of a combine over rings: results move to where the other ranks of the node read them."""
 
 import triton.language as tl
 
@@ -42,7 +42,7 @@ def offer_results_kernel(
     rows_in, weights_in, table, num_tokens, stride, rank,
     S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, POISON_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Puts the received rows' results where the ranks of this node can read them, and tells that they are there.
+    """Puts the received rows' results where the ranks of this node read them, and raises this rank's flags.
 
     Args:
         rows_in, weights_in, stride: as of combine_kernel.

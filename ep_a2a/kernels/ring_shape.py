@@ -6,7 +6,7 @@ in turn: channel c has chunks c, c + num_channels, ... Each channel has a ring o
 direction, at the receiving end.
 
 Where the host moves what crosses (config.is_staged), there is one chunk per channel, too. A rank's chunks of
-a step for a node lie behind one another, behind a head that tells what all ranks are told.
+a step for a node lie behind one another, behind a head with counts, flags and failures for all ranks.
 """
 
 import enum

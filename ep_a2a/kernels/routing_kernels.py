@@ -163,9 +163,9 @@ def record_route(
 def rows_of_programs_before(
     table, epoch, own, program, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr
 ):
-    """Tells the other programs of this launch this one's rows per rank; returns the sum over the programs before it.
+    """Posts this program's rows per rank to the launch's other programs; returns the sum over the programs before it.
 
-    Every program tells before it waits, failed or not, and waits only for programs that started before it.
+    Every program posts before it waits, failed or not, and waits only for programs that started before it.
 
     Args:
         own: [WORLD_LANES], rows that this program's tokens send to each rank.

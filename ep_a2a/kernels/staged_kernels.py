@@ -1,12 +1,12 @@
-"""Kernels around an exchange between nodes that the host makes: they pack what crosses, and unpack what has come.
+"""Kernels around the host's exchange between nodes: they pack lines before it, and unpack them behind it.
 
 A rank packs one line per token and node, in the chunks of rings (ring_shape.py). The chunks of a step for a node lie
-behind one another, behind a head. The head has what this rank tells all ranks: its counts, flags and failures. The
-host exchanges all that with the ranks of the same local rank. Whoever receives a line copies it to the ranks of its
-node, and tells them what the head says. Combine is the mirror image.
+behind one another, behind a head. The head carries this rank's counts, flags and failures. The host exchanges both with
+the ranks of the same local number. The receiver copies lines to the ranks of its node, and passes the head on to them.
+Combine is the mirror image.
 
-What the host has exchanged is there, so no kernel waits for it. Kernels wait for ranks of their node, and for what
-these have received.
+Lines that the host has exchanged are there, so no kernel waits for them. Kernels wait for ranks of their node, and for
+lines that those have received.
 """
 
 import triton.language as tl
@@ -150,7 +150,7 @@ def pack_kernel(
 
 @portable
 def pass_on_flags(table, marks, members, present, source, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
-    """Tells those members of this node that rank `source` has begun its combine, and whether it brings weights."""
+    """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
         epochs = address(table, WEIGHT_EPOCHS, members, S.WORLD_SIZE, tl.int32) + source
         tl.store(epochs, like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
@@ -176,10 +176,10 @@ def pass_on_counts(table, start, members, present, source, S: tl.constexpr):
 
 @portable(do_not_specialize=["num_chunks", "rank"])
 def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
-    """Tells the ranks of this node what the head of another node's rank says; a program for each other node.
+    """Passes the head of another node's rank on to the ranks of this node; a program for each other node.
 
-    Failures are always told. On the way to experts they learn the rank's counts; on the way back that the rank has
-    begun its combine, HAS_WEIGHTS with weights.
+    A failure is passed on alone. Else, on the way to experts, the rank's counts are; on the way back its combine flag,
+    and the epoch of its weights if HAS_WEIGHTS.
     """
     node = (rank // R.GPUS + 1 + tl.program_id(0)) % R.NODES
     source = node * R.GPUS + rank % R.GPUS
@@ -213,7 +213,7 @@ def wait_for_all_counts(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, CO
 
 @portable
 def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
-    """Tells the ranks of this node that all lines have been copied that came through this rank."""
+    """Raises the flags of all sources whose lines came through this rank, at the ranks of this node."""
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
     members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
