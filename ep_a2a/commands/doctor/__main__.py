@@ -5,4 +5,4 @@ import sys
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["doctor"]
-    runpy.run_module("ep_a2a.cli", run_name="__main__")
+    runpy.run_module("ep_a2a.cli", run_name="__main__", alter_sys=True)

@@ -34,12 +34,28 @@ def gibibytes(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class Torch:
-    """Facts that a subprocess reads from torch.
+class Imported:
+    """A package that a subprocess imports.
 
     Attributes:
         version: None where it is not installed.
-        problem: why `import torch` fails; "" where it does not.
+        problem: why its import fails; "" where it does not.
+    """
+
+    version: str | None = None
+    problem: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is installed and imports."""
+        return self.version is not None and not self.problem
+
+
+@dataclass(frozen=True)
+class Torch(Imported):
+    """Facts that a subprocess reads from torch.
+
+    Attributes:
         cuda_build: CUDA version that it was built for; None for a CPU or ROCm build.
         hip_build: ROCm version that it was built for, or None.
         num_gpus: GPUs that it sees. gpu_problem: why a build for GPUs sees none.
@@ -49,8 +65,6 @@ class Torch:
         has_gloo, has_symmetric_memory, has_nvshmem: parts that are optional in a build.
     """
 
-    version: str | None = None
-    problem: str = ""
     cuda_build: str | None = None
     hip_build: str | None = None
     num_gpus: int = 0
@@ -63,11 +77,6 @@ class Torch:
     has_nvshmem: bool = False
 
     @property
-    def works(self) -> bool:
-        """Whether it is installed and imports."""
-        return self.version is not None and not self.problem
-
-    @property
     def build(self) -> str:
         """Its version, and what it is built for."""
         target = f"CUDA {self.cuda_build}" if self.cuda_build else f"ROCm {self.hip_build}" if self.hip_build else "CPU"
@@ -75,22 +84,14 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Triton:
+class Triton(Imported):
     """Facts that a subprocess reads from Triton.
 
     Attributes:
-        version: None where it is not installed. problem: why `import triton` fails.
         cache_directory: where it keeps what it has compiled.
     """
 
-    version: str | None = None
-    problem: str = ""
     cache_directory: str = ""
-
-    @property
-    def works(self) -> bool:
-        """Whether it is installed and imports."""
-        return self.version is not None and not self.problem
 
 
 @dataclass(frozen=True)
