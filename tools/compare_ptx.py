@@ -64,6 +64,7 @@ def main() -> int:
         "--tolerance", type=float, help="per cent by which registers, stack and instructions may differ"
     )
     parser.add_argument("--keep", type=Path, help="folder for the code; what the first checkout has there stays valid")
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes that compile")
     parser.add_argument("--worker", nargs=2, type=int, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -77,7 +78,7 @@ def main() -> int:
             old.unlink()
         for folder, target in zip(folders, outputs):
             target.mkdir(parents=True, exist_ok=True)
-            run_workers(folder, target)
+            run_workers(folder, target, options.workers)
         return report(*outputs, options)
 
 
@@ -97,13 +98,13 @@ def checkout(name: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def run_workers(folder: Path, target: Path) -> None:
+def run_workers(folder: Path, target: Path, num_workers: int) -> None:
     """Compiles the variants of a checkout, in processes that import its code."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target), *_passed_on()]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     workers = [
-        subprocess.Popen([*command, "--worker", str(share), str(NUM_WORKERS)], env=environment, cwd=folder)
-        for share in range(NUM_WORKERS)
+        subprocess.Popen([*command, "--worker", str(share), str(num_workers)], env=environment, cwd=folder)
+        for share in range(num_workers)
     ]
     codes = [worker.wait() for worker in workers]
     if any(codes):
