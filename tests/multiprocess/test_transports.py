@@ -139,6 +139,6 @@ def chosen() -> Iterator[Any]:
             yield pytest.param(transport, kernel, form, id=f"{transport}-{kernel}-{form}")
 
 
-@pytest.mark.parametrize(("transport", "kernel", "form"), chosen())
+@pytest.mark.parametrize(("transport", "kernel", "form"), list(chosen()))
 def test_one_config_has_one_answer(ranks: Any, transport: str, kernel: str, form: str) -> None:
     ranks(one_answer, 4, transport, kernel, form)
