@@ -1,0 +1,107 @@
+"""The parts of the documentation that are written from the code, and the committed ones that follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_a2a import env, errors
+from ep_a2a.cli import app
+from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.testing.patch_registry import PATCHES
+
+PROJECT = Path(__file__).resolve().parents[2]
+DOCS = PROJECT / "docs"
+PAGES = sorted(path for folder in (DOCS, DOCS / "results") for path in folder.glob("*.md"))
+ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EpA2AError)]
+
+
+def load(name: str, path: Path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+pages = load("generated_pages", DOCS / "_ext" / "generated_pages.py")
+drawing = load("draw_token_path", PROJECT / "tools" / "draw_token_path.py")
+round_trips = load("draw_round_trips", PROJECT / "tools" / "draw_round_trips.py")  # imports the one before
+
+
+def test_every_error_has_an_anchor_a_reason_and_a_remedy():
+    text = pages.part("errors")
+    for kind in ERRORS:
+        section = re.search(rf"^\({kind.__name__.lower()}\)=\n## {kind.__name__}\n\n(.+?)(?=^\(|\Z)", text, re.M | re.S)
+        assert section, kind
+        assert (kind.__doc__ or "").split("\n")[0] in section[1]
+        assert f"*Remedy:* {kind.remedy}" in section[1]
+
+
+def test_every_error_is_a_symptom_or_a_base():
+    text = (DOCS / "troubleshooting.md").read_text()
+    bases = {base for kind in ERRORS for base in kind.__bases__}
+    listed = {kind for kind in ERRORS if f"errors.md#{kind.__name__.lower()})" in text}
+    # a bench reports it as a row; its subclasses are listed as one symptom
+    spared = {errors.CheckFailedError, errors.DeviceError, errors.HiddenSizeError, errors.TopKError}
+    assert set(ERRORS) - listed - bases <= spared
+
+
+def test_every_option_is_listed_as_typed():
+    text = pages.part("commands")
+    sections = dict(re.findall(r"^## ep-a2a (\w+)\n(.*?)(?=^\(ep-a2a-|\Z)", text, re.M | re.S))
+    assert tuple(sections) == app.COMMANDS
+    assert "`--json" in sections["demo"]
+    assert "as-json" not in text
+    assert "`--selftest, --no-selftest`" in sections["doctor"]
+
+
+def test_every_field_has_a_meaning():
+    meanings = pages.sections(EpDispatchCombineConfig.__doc__)[1]
+    assert not [field.name for field in dataclasses.fields(EpDispatchCombineConfig) if not meanings.get(field.name)]
+    text = pages.part("config_fields")
+    assert all(f"| `{field.name}` |" in text for field in dataclasses.fields(EpDispatchCombineConfig))
+
+
+def test_tables_cannot_be_broken_by_their_text():
+    made = pages.table(("a", "b"), [("x|y", "one\ntwo"), (1, None)])
+    assert made.splitlines()[2:] == [r"| x\|y | one two |", "| 1 | None |"]
+
+
+@pytest.mark.parametrize(("page", "part"), [("env.md", "environment"), ("vllm.md", "vllm_patches")])
+def test_committed_tables_are_those_of_the_code(page: str, part: str):
+    marked = re.search(rf"<!-- generated: {part} -->\n(.*?)<!-- end -->", (DOCS / page).read_text(), re.S)
+    assert marked
+    assert marked[1].strip().replace("|  |", "| |") == pages.part(part).replace("|  |", "| |")
+
+
+def test_the_parts_know_everything_they_list():
+    assert all(variable.name in pages.part("environment") for variable in env.VARIABLES)
+    assert all(patch.name in pages.part("vllm_patches") for patch in PATCHES)
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.name != "index.md"], ids=lambda path: path.stem)
+def test_a_page_opens_with_what_the_reader_gets(page: Path):
+    heading, _, opening = page.read_text().partition("\n\n")
+    assert heading.startswith("# ")
+    assert opening.startswith("This page ")
+
+
+def test_every_page_is_in_the_index():
+    listed = (DOCS / "index.md").read_text().splitlines()
+    assert not [path for path in PAGES if path.name != "index.md" and str(path.relative_to(DOCS))[:-3] not in listed]
+
+
+def test_the_pictures_are_those_that_are_drawn():
+    lines = round_trips.read_lines(PROJECT / "bench" / "results" / "2026-11-22_h200x4.jsonl")
+    assert lines["ep_a2a"].keys() == lines["wire_limit"].keys() == {1, 16, 32, 128, 512, 4096}
+    for theme in drawing.THEMES:
+        assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
+        assert (DOCS / "pictures" / f"round_trips_{theme.name}.svg").read_text() == round_trips.draw(theme, lines)
