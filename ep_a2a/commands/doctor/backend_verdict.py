@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BackendVerdict:
-    """What a configuration gets.
+    """The backend, kernel and device that a configuration gets.
 
     Attributes:
         backend, backend_reason: the name, and who chose it. kernel, kernel_reason: what moves tokens, and why.
