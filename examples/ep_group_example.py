@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ep_a2a import destroy_dist_env, get_ep_group, init_dist_env
+from ep_a2a.config import num_owned_experts
 from ep_a2a.quantization import dequantize, quantize_per_token
 from ep_a2a.routing import num_distinct_ranks, softmax_topk
 
@@ -55,7 +56,9 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
             "scale_dim": scales.shape[-1],
             "scale_type_size": scales.dtype.itemsize,
             "max_num_tokens_per_dp_rank": options.max_tokens,
-            "num_local_experts": options.experts // ep_group.world_size,
+            # Where the ranks do not divide the experts, the first ranks own one more.
+            "num_local_experts": num_owned_experts(options.experts, ep_group.world_size, ep_group.rank_in_group),
+            "num_experts": options.experts,
             "num_experts_per_token": options.topk,
             "gpu_per_node": ep_group.world_size,
         }
@@ -90,9 +93,12 @@ def main() -> None:
     parser.add_argument("--backend", help="name of the all-to-all backend")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens of the rank that has most")
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--experts", type=int, default=16, help="experts over all ranks, a multiple of the ranks")
+    parser.add_argument("--experts", type=int, default=16, help="experts over all ranks")
     parser.add_argument("--topk", type=int, default=2)
     options = parser.parse_args()
+    most = torch.cuda.device_count() if options.device == "cuda" else options.experts
+    if not 1 <= options.ranks <= most:
+        parser.error(f"--ranks {options.ranks} on {options.device}: from 1 to {most}, the GPUs or the experts")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         torch.multiprocessing.spawn(run_rank, (options, rendezvous), nprocs=options.ranks)

@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--experts-per-rank", type=int, default=4)
     parser.add_argument("--topk", type=int, default=4)
     options = parser.parse_args()
+    if options.ranks < 1 or (options.device == "cuda" and options.ranks > torch.cuda.device_count()):
+        parser.error(f"--ranks {options.ranks} on {options.device}: at least 1, and a GPU for each with cuda")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         torch.multiprocessing.spawn(run_rank, (options, rendezvous), nprocs=options.ranks)

@@ -33,7 +33,7 @@ def test_the_standalone_guide_has_the_same_program():
     assert PROGRAM in (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
+@pytest.mark.parametrize("num_ranks", [1, 3, NUM_RANKS])
 def test_the_program_runs_as_printed(num_ranks: int, tmp_path: Path):
     assert "-m torch.distributed.run --standalone --nproc-per-node 4 program.py" in README
     program = tmp_path / "program.py"
