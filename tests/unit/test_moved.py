@@ -15,7 +15,6 @@ import ep_a2a
 from ep_a2a.moved import MOVED, new_path
 from ep_a2a.ops.front import ValidatedOp
 
-
 ENGINES = "ep_a2a.integrations."  # some modules there import the engine, which may be absent
 
 
@@ -32,7 +31,9 @@ def test_an_old_path_of_an_integration_is_found() -> None:
     assert olds
     for old in olds:
         found, expected = importlib.util.find_spec(old), importlib.util.find_spec(MOVED[old])
-        assert found is not None and expected is not None and found.origin == expected.origin, old
+        assert found is not None, old
+        assert expected is not None, old
+        assert found.origin == expected.origin
 
 
 def test_a_module_below_an_old_package_is_loaded_once() -> None:
