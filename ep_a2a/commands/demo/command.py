@@ -30,6 +30,7 @@ def execute(
     ranks_asked_for: int,
     plot: Path | None = None,
     as_json: bool = False,
+    verbose: bool = False,
     corrupt_rank: int | None = None,
 ) -> int:
     """Runs the demo and prints its report.
@@ -39,6 +40,7 @@ def execute(
         ranks_asked_for: what the user wanted; settings.num_ranks is what the machine can do.
         plot: where to write the heat map.
         as_json: print the report as JSON.
+        verbose: print details behind the verdict and the traffic.
         corrupt_rank: for tests: the rank that shall return a wrong row.
 
     Returns:
@@ -62,7 +64,7 @@ def execute(
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         console = Console()
-        show_report(console, report)
+        show_report(console, report, verbose=verbose)
         if plot is not None:
             console.print(f"heat map: {plot}", markup=False)
     return 0 if report["matches"] else EXIT_MISMATCH

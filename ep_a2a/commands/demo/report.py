@@ -51,7 +51,6 @@ def make_report(
     """
     routing = ([result.ids for result in results], settings.num_experts, settings.num_ranks)
     rows = torch.tensor([result.rows_received for result in results]).T
-    gathered = torch.tensor(settings.tokens_per_rank)[:, None].expand_as(rows)
     comparison = compare(settings, results, rows_as_routed=torch.equal(rows, traffic_matrix(*routing)))
     first = results[0]
     return {
@@ -63,28 +62,49 @@ def make_report(
         "ranks_asked_for": ranks_asked_for,
         "device": settings.device,
         "device_name": first.device_name,
+        **_layer(settings),
+        **_choices(settings, first),
+        **_traffic(settings, rows, traffic_matrix(*routing, deduplicate=False), gathers=first.gathers_all_tokens),
+        "comparison": comparison,
+        "seconds": _seconds(results),
+        "versions": {"ep_a2a": __version__} | first.versions,
+    }
+
+
+def _layer(settings: DemoSettings) -> dict[str, Any]:
+    return {
         "hidden_dim": settings.hidden_dim,
         "intermediate_dim": INTERMEDIATE_DIM,
         "experts": settings.num_experts,
         "topk": settings.topk,
         "quant_type": settings.quant_type,
-        "topology": first.explanation["topology"],
-        "backend": first.explanation["backend"],
-        "backend_reason": settings.backend_reason,
-        "kernel": first.explanation["kernel"],
-        "kernel_reason": first.explanation["kernel_reason"],
+    }
+
+
+def _choices(settings: DemoSettings, result: RankResult) -> dict[str, str]:
+    explained = {name: result.explanation[name] for name in ("topology", "backend", "kernel", "kernel_reason")}
+    return explained | {"backend_reason": settings.backend_reason}
+
+
+def _traffic(settings: DemoSettings, rows: torch.Tensor, copies: torch.Tensor, *, gathers: bool) -> dict[str, Any]:
+    """Returns rows and bytes; `copies` are the rows without deduplication, `[source, destination]` as `rows`."""
+    gathered = torch.tensor(settings.tokens_per_rank)[:, None].expand_as(rows)
+    return {
         "rows": rows.tolist(),
         "row_bytes_dispatch": dispatch_row_bytes(settings, settings.topk),
         "row_bytes_combine": combine_row_bytes(settings),
         "wire_bytes": wire_bytes(settings, rows, settings.topk),
-        "wire_bytes_without_deduplication": wire_bytes(settings, traffic_matrix(*routing, deduplicate=False), 1),
-        "wire_bytes_gathered": wire_bytes(settings, gathered, settings.topk) if first.gathers_all_tokens else None,
-        "comparison": comparison,
-        "seconds": {
-            name: statistics.median(max(rank[phase] for rank in step) for step in zip(*(it.seconds for it in results)))
-            for phase, name in enumerate(PHASES)
-        },
-        "versions": {"ep_a2a": __version__} | first.versions,
+        "wire_bytes_without_deduplication": wire_bytes(settings, copies, 1),
+        "wire_bytes_gathered": wire_bytes(settings, gathered, settings.topk) if gathers else None,
+    }
+
+
+def _seconds(results: list[RankResult]) -> dict[str, float]:
+    """Returns the median over the steps of each phase's slowest rank."""
+    steps = list(zip(*(result.seconds for result in results)))
+    return {
+        name: statistics.median(max(rank[phase] for rank in step) for step in steps)
+        for phase, name in enumerate(PHASES)
     }
 
 

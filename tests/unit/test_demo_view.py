@@ -1,0 +1,77 @@
+"""The demo's report on a terminal, from a report that is made up."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ep_a2a.commands.demo.view import show_report
+
+
+def report_of(**changes: Any) -> dict[str, Any]:
+    wire = {"dispatch": 6000, "combine": 5000, "total": 11000}
+    report = {
+        "matches": True, "text": "a.txt", "tokens_available": 20, "tokens_per_rank": (4, 8), "ranks": 2,
+        "ranks_asked_for": 2, "device": "cpu", "device_name": "", "hidden_dim": 128, "intermediate_dim": 64,
+        "experts": 4, "topk": 2, "quant_type": "none", "topology": "1 node", "backend": "ep_a2a",
+        "backend_reason": "the default", "kernel": "IntraNode", "kernel_reason": "all ranks on one node",
+        "rows": [[3, 4], [0, 8]], "row_bytes_dispatch": 512, "row_bytes_combine": 256, "wire_bytes": wire,
+        "wire_bytes_without_deduplication": {"dispatch": 12000, "combine": 10000, "total": 22000},
+        "wire_bytes_gathered": None,
+        "comparison": {"max_error": 1e-3, "tolerance": 1e-2, "worst_share": 0.1, "max_output": 1.0,
+                       "max_change_by_cast": 0.0, "rows_as_routed": True},
+        "seconds": {"dispatch": 1e-5, "experts": 2e-3, "combine": 1e-5},
+    }  # fmt: skip
+    return report | changes
+
+
+def printed(report: dict[str, Any], width: int = 80, *, verbose: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_report(console, report, verbose=verbose)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_first_sentence_says_what_was_checked_and_that_it_is_right() -> None:
+    sentence = "Right: 12 tokens went through an expert-parallel MoE layer on 2 CPU processes, and every output matches"
+    assert printed(report_of(), 200).startswith(sentence)
+    assert "on 2 GPUs, and" in printed(report_of(device="cuda"), 200)
+
+
+def test_the_first_sentence_says_what_is_wrong() -> None:
+    text = printed(report_of(matches=False), 200)
+    assert text.partition("\n")[0].endswith("and the output DOES NOT MATCH the dense layer.")
+    comparison = report_of()["comparison"] | {"rows_as_routed": False}
+    assert "ranks did not receive the rows" in printed(report_of(matches=False, comparison=comparison), 200)
+
+
+def test_the_traffic_is_a_picture_of_shades() -> None:
+    lines = [line.split() for line in printed(report_of()).splitlines()]
+    assert ["0", "3", "▒", "4", "▓", "4", "2.0", "KiB", "3"] in lines
+    assert ["1", "0", "8", "█", "0", "0", "B", "12"] in lines
+    assert "50% less than with a copy for each expert" in printed(report_of(), 200)
+
+
+def test_many_ranks_fit_into_eighty_columns() -> None:
+    rows = [[1000] * 64 for _ in range(64)]
+    text = printed(report_of(rows=rows, ranks=64, ranks_asked_for=64, tokens_per_rank=(1,) * 64))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert ["63", "1000", "63000", "30.8", "MiB", "64000"] in [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_details_have_times_on_gpus_only(device: str) -> None:
+    short, details = (printed(report_of(device=device), verbose=verbose) for verbose in (False, True))
+    assert details.startswith(short.rstrip("\n"))
+    for label in ("text", "layer", "topology", "kernel", "tolerance"):
+        assert f"\n{label}" not in short
+        assert f"\n{label}" in details
+    assert ("10 µs" in details) == (device == "cuda")
+    assert "µs" not in short
+
+
+def test_fewer_ranks_than_asked_for_are_mentioned() -> None:
+    assert "8 ranks were asked for; there are 2 GPUs" in printed(report_of(device="cuda", ranks_asked_for=8), 200)
