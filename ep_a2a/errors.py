@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+
+REFERENCE = "docs/errors.md"
+"""The page with a section for each class below; its anchor is the class's name in lower case."""
+_LAST_LINE = re.compile(rf"\nSee {re.escape(REFERENCE)}#\w+\.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -15,23 +21,33 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else ""
 
 
+def without_section(text: str) -> str:
+    """Returns a text without the lines by which errors of this package name their section."""
+    return _LAST_LINE.sub("", text)
+
+
 class EpA2AError(Exception):
-    """Base of all errors of this package.
+    """Base of all errors of this package. The text's last line names the class's section in the documentation.
 
     Args:
         expected: the required state or value.
-        got: the state or value that was found.
+        got: the state or value that was found; the text of another error may be part of it.
         remedy: what the reader can do; None takes the class's default.
     """
 
     remedy = "See docs/architecture.md."
 
     def __init__(self, expected: str, got: str, remedy: str | None = None) -> None:
-        self.expected = expected
-        self.got = got
+        self.expected, self.got = without_section(expected), without_section(got)
         if remedy is not None:
             self.remedy = remedy
-        super().__init__(f"expected {expected}; got {got}. {self.remedy}")
+        super().__init__(f"expected {self.expected}; got {self.got}. {self.remedy}\nSee {self.section}.")
+
+    @property
+    def section(self) -> str:
+        """The section of the documentation on this class, or on the class of this package that it extends."""
+        kind = next(each for each in type(self).__mro__ if each.__module__ == __name__)
+        return f"{REFERENCE}#{kind.__name__.lower()}"
 
     def __reduce__(self) -> tuple[type[EpA2AError], tuple[str, str, str]]:
         return type(self), (self.expected, self.got, self.remedy)

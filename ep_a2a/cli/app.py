@@ -47,7 +47,8 @@ def show_error(error: EpA2AError) -> None:
     from rich.text import Text
 
     parts = Table.grid(padding=(0, 2))
-    for label, text in (("expected", error.expected), ("got", error.got), ("remedy", error.remedy)):
+    parts_of_text = {"expected": error.expected, "got": error.got, "remedy": error.remedy, "see": error.section}
+    for label, text in parts_of_text.items():
         # Text, not markup: error texts contain shapes in square brackets.
         parts.add_row(Text(label, style="bold"), Text(text))
     Console(stderr=True).print(Panel(parts, title=type(error).__name__, title_align="left", border_style="red"))

@@ -32,7 +32,7 @@ def check_can_plot(path: Path) -> None:
         ConfigError: path ends in neither .png nor .svg, or its folder does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("matplotlib, which draws pictures", "none", "pip install 'ep-a2a[plot]'")
+        raise MissingPackageError("matplotlib, which draws pictures", "none", "pip install matplotlib")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"a picture named *{' or *'.join(SUFFIXES)}", str(path), "Name it so.")
     if not path.resolve().parent.is_dir():

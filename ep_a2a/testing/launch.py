@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 
@@ -62,7 +62,8 @@ class RankFailure(RuntimeError):
     @property
     def summary(self) -> str:
         """The headline and the last line of each rank's traceback, in one line."""
-        last_lines = {text.strip().splitlines()[-1] for text in self.tracebacks.values() if text.strip()}
+        texts = [without_section(text).strip() for text in self.tracebacks.values()]
+        last_lines = {text.splitlines()[-1] for text in texts if text}
         return "; ".join([str(self).partition("\n")[0], *sorted(last_lines)])
 
     @property

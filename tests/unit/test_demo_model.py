@@ -139,7 +139,7 @@ def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError):
         plot.check_can_plot(tmp_path / "no folder" / "traffic.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'ep-a2a\[plot\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install matplotlib"):
         plot.plot_traffic([[1]], "title", tmp_path / "traffic.png")
 
 
@@ -149,3 +149,4 @@ def test_error_panel_shows_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[T, H]" in panel
     assert "[bold]" in panel
     assert "nothing was launched" in panel
+    assert "docs/errors.md#shapeerror" in panel

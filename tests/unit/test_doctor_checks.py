@@ -215,7 +215,7 @@ ERRORS: dict[str, tuple[SystemInfo, str, str]] = {
     "vLLM does not find the plugin": (
         changed(H200_HOST, installation={"vllm_entry_point": False}),
         "not among them",
-        "pip install ep-a2a",
+        'pip install "$(make -s wheel)"',
     ),
     "VLLM_PLUGINS leaves it out": (with_variable("VLLM_PLUGINS", "lora_resolver"), "does not name ep_a2a", "Unset it"),
     "VLLM_PLUGINS has a blank, which vLLM does not strip": (
@@ -350,7 +350,7 @@ WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
     "ATOM as vLLM's plugin, where ours is not installed": (
         changed(with_variable("EP_A2A_BACKEND", "ep_a2a", WITH_ATOM), installation={"atom_entry_point": False}),
         "ep_a2a_atom is not among vLLM's plugins",
-        "pip install ep-a2a",
+        'pip install "$(make -s wheel)"',
     ),
     "ATOM as vLLM's plugin, and VLLM_PLUGINS leaves ours out": (
         changed(WITH_ATOM, environment={"EP_A2A_BACKEND": "ep_a2a", "VLLM_PLUGINS": "atom,ep_a2a"}),

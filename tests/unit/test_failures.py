@@ -14,6 +14,8 @@ from ep_a2a.errors import (
     EpA2AError,
     ForeignIndicesError,
     RankTimeoutError,
+    ShapeError,
+    without_section,
 )
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
@@ -139,7 +141,23 @@ def test_class_and_words(name):
     error = error_of(failed)
     assert type(error) is kind
     assert [word for word in words if word not in str(error)] == []
-    assert str(error) == f"expected {error.expected}; got {error.got}. {error.remedy}"
+    summary = f"expected {error.expected}; got {error.got}. {error.remedy}"
+    assert str(error) == f"{summary}\nSee docs/errors.md#{kind.__name__.lower()}."
+
+
+def test_the_section_is_named_once():
+    inner = ShapeError("[4, 8]", "[4]")
+    for error in (
+        ConfigMismatchError("every rank to build the op", f"rank 1 could not: {inner}", "Mend it there."),
+        pickle.loads(pickle.dumps(RankTimeoutError("rank 1", str(inner), missing_ranks=(1,)))),
+        type("Extended", (ShapeError,), {})("a", "b"),
+    ):
+        kind = next(each for each in type(error).__mro__ if each.__module__ == "ep_a2a.errors")
+        assert error.section == f"docs/errors.md#{kind.__name__.lower()}"
+        assert str(error).endswith(f"\nSee {error.section}.")
+        assert str(error).count("errors.md#") == 1
+        assert "errors.md#" not in error.remedy + error.got
+        assert without_section(str(error)) == f"expected {error.expected}; got {error.got}. {error.remedy}"
 
 
 def test_every_code_has_a_case():

@@ -10,7 +10,7 @@ from ep_a2a.commands.bench.native import identity_experts
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType
-from ep_a2a.errors import EpA2AError
+from ep_a2a.errors import EpA2AError, without_section
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class LowLatencyLayerContender(Contender):
         try:
             make_config(**self.arguments(workload), rank=0)
         except EpA2AError as error:
-            return str(error)
+            return without_section(str(error))
         return None
 
     @staticmethod

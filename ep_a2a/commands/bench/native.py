@@ -17,7 +17,7 @@ from ep_a2a.config import (
     num_owned_experts,
 )
 from ep_a2a.config.enums import inter_node_kernel
-from ep_a2a.errors import EpA2AError
+from ep_a2a.errors import EpA2AError, without_section
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize
 
@@ -131,7 +131,7 @@ class OpContender(Contender):
         try:
             make_config(workload, 0, self)
         except EpA2AError as error:
-            return str(error)
+            return without_section(str(error))
         return None
 
 

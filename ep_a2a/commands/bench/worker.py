@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.commands.bench.contenders import make_contender
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
 from ep_a2a.commands.bench.timing import measure
-from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def _together(rendezvous: Rendezvous, label: str, work: Callable[[], Any]) -> An
         value = work()
     except Exception as raised:  # noqa: BLE001 - reported in the contender's row, whatever it is
         error = raised
-        problem = [_status_of(raised, label), f"{type(raised).__name__}: {raised}"[:MAX_REASON_CHARACTERS]]
+        text = f"{type(raised).__name__}: {without_section(str(raised))}"
+        problem = [_status_of(raised, label), text[:MAX_REASON_CHARACTERS]]
     everyone = rendezvous.exchange(label, problem)
     for status in _WORST_FIRST:
         for rank, each in enumerate(everyone):

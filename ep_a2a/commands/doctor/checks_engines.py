@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
+from ep_a2a.commands.doctor.checks_software import INSTALL_WHEEL
 from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic, Level, first
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 PLUGIN, ATOM_PLUGIN = "ep_a2a", "ep_a2a_atom"
 ATOM_LAUNCHER = "ep_a2a.integrations.atom.serve"
-INSTALL = "Install this package in vLLM's environment: pip install ep-a2a"
+INSTALL = f"Install this package in vLLM's environment: {INSTALL_WHEEL}"
 NO_SWITCH = "the switch does not reach ATOM as vLLM's plugin"
 
 

@@ -16,6 +16,8 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """NEWEST: the newest that this package has run with. Newer versions get a note."""
+INSTALL_WHEEL = 'pip install "$(make -s wheel)" in the checkout of ep_a2a'
+"""What installs this package, of which there is no release."""
 REINSTALL_TORCH = "Install torch anew in this environment: pip install --force-reinstall torch"
 UNTRIED = "newer than any version that this package has run with"
 
@@ -31,7 +33,7 @@ def check_software(info: SystemInfo) -> Iterator[Diagnostic]:
         (OK, True, host.system))  # fmt: skip
     yield from first("ep_a2a",
         (NOTE, installed.installed_version is None, f"{installed.version}, not installed: imported from a folder",
-         "Engines find it only where it is installed: pip install ep-a2a"),
+         f"Engines find it only where it is installed: {INSTALL_WHEEL}"),
         (WARNING, installed.installed_version != installed.version,
          f"the code is {installed.version}, but {installed.installed_version} is installed",
          "Another copy comes first on the import path, or an editable install is stale: install it anew."),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-INSTALL = "pip install 'ep-a2a[flashinfer]'"
+INSTALL = "pip install 'flashinfer-python>=0.7'"
 ONE_SIDED = Library(
     "flashinfer", "flashinfer-python", INSTALL, "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),

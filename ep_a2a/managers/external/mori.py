@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
-    "mori", "amd-mori", "pip install 'ep-a2a[mori]', on a machine with ROCm", "1.2.1",
+    "mori", "amd-mori", "pip install 'amd-mori>=1.2.1', on a machine with ROCm", "1.2.1",
     needs=("ops:EpDispatchCombineOp", "ops:EpDispatchCombineConfig", "shmem:shmem_torch_process_group_init"),
 )  # fmt: skip
 GROUP_NAME = "mori"
