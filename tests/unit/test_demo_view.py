@@ -69,7 +69,7 @@ def test_details_have_times_on_gpus_only(device: str) -> None:
     for label in ("text", "layer", "topology", "kernel", "tolerance"):
         assert f"\n{label}" not in short
         assert f"\n{label}" in details
-    assert ("10 µs" in details) == (device == "cuda")
+    assert ("10.0 µs" in details) == (device == "cuda")
     assert "µs" not in short
 
 

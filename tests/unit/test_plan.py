@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -373,15 +374,35 @@ def test_any_op(model_file):
 def test_the_table(model_file):
     result = run("--vllm", model_file, "--data-parallel-size", "8", "--max-num-batched-tokens", "4096")
     assert result.exit_code == 0
-    for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total", "all 8 GPUs"):
+    # the total first, and the regions only for those who ask
+    total = re.search(r"│ total +│ +([\d.]+)", result.stdout)
+    assert total is not None
+    assert result.stdout.startswith(f"{float(total[1]):.1f} MiB on each of 8 GPUs, ")
+    for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total"):
         assert text in result.stdout
-    assert "later" not in result.stdout
+    for text in ("later", "Certain calls", "poison", "sent indices"):
+        assert text not in result.stdout
     result = run("--vllm", model_file, "--data-parallel-size", "16", "--gpus-per-node", "4")
-    for text in ("lines to nodes", "32768 lines", "sums between nodes", "all 16 GPUs", "4 nodes with 4"):
+    for text in ("lines to nodes", "32768 lines", "sums between nodes", "each of 16 GPUs", "4 nodes with 4"):
         assert text in " ".join(result.stdout.replace("│", " ").split())
     result = run("--experts", "260", "--layout", "expert_major")
-    for text in ("rows by expert", "reduced rows", "fewer experts", "combine input buffer", "allocated later"):
+    for text in (
+        "rows by expert",
+        "reduced rows",
+        "fewer experts",
+        "combine input buffer",
+        "allocated later",
+        "Certain calls allocate",
+    ):
         assert text in " ".join(result.stdout.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("tokens", "is_shown"), [(256, True), (257, False)])
+def test_deep_eps_low_latency_mode_is_compared_for_few_tokens_only(tokens, is_shown):
+    printed = run("--max-tokens", str(tokens)).stdout
+    assert ("low latency" in printed) == is_shown
+    assert "NVL" in printed
+    assert json.loads(run("--max-tokens", str(tokens), "--json").stdout)["deep_ep_hints"]["low_latency_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -394,6 +415,8 @@ def test_the_table(model_file):
         ("--dtype float64", UnknownNameError, "float32"),
         ("--layout sideways", UnknownNameError, "rank_major"),
         ("--hidden 7", ConfigError, "multiple of 16"),
+        ("--hidden 1000000000", ConfigError, "fit into a GPU"),
+        ("--hidden 1000000000 --json", ConfigError, "127.1 TiB"),
     ],
 )
 def test_refusals(model_file, arguments, error, text):

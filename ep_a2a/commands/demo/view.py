@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ep_a2a.commands.demo.worker import NUM_STEPS, PHASES
+from ep_a2a.commands.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -76,7 +77,7 @@ def _traffic(it: dict[str, Any], console: Console) -> Table:
         cells = [_shaded(count, most, shades) for count in row] if fits else [Text(str(row[source]))]
         cells[source if fits else 0].stylize("dim")
         num_bytes = remote * it["row_bytes_dispatch"]
-        table.add_row(str(source), *cells, str(remote), _bytes(num_bytes), str(received[source]))
+        table.add_row(str(source), *cells, str(remote), bytes_text(num_bytes), str(received[source]))
     return table
 
 
@@ -94,9 +95,9 @@ def _saving(it: dict[str, Any]) -> Text:
     if not copies["total"]:
         return Text(f"{text}.")
     saved = 1 - needed["total"] / copies["total"]
-    text += f": {_bytes(needed['total'])} between ranks, {saved:.0%} less than with a copy for each expert."
+    text += f": {bytes_text(needed['total'])} between ranks, {saved:.0%} less than with a copy for each expert."
     if gathered is not None:
-        text += f" The backend {it['backend']} brings every token to every rank: {_bytes(gathered['total'])}."
+        text += f" The backend {it['backend']} brings every token to every rank: {bytes_text(gathered['total'])}."
     return Text(text)
 
 
@@ -132,7 +133,7 @@ def _wire(it: dict[str, Any]) -> Rows:
 
 
 def _describe(wire: dict[str, int]) -> str:
-    total, dispatch, combine = (_bytes(wire[name]) for name in ("total", "dispatch", "combine"))
+    total, dispatch, combine = (bytes_text(wire[name]) for name in ("total", "dispatch", "combine"))
     return f"{total} between ranks: dispatch {dispatch}, combine {combine}"
 
 
@@ -140,7 +141,7 @@ def _times(it: dict[str, Any]) -> Rows:
     """Returns the times of a step on GPUs; the interpreter's say nothing about GPUs and are left out."""
     if it["device"] == "cpu":
         return []
-    times = ", ".join(f"{name} {_duration(it['seconds'][name])}" for name in PHASES)
+    times = ", ".join(f"{name} {duration_text(it['seconds'][name])}" for name in PHASES)
     return [("times", f"{times} (slowest rank, median of {NUM_STEPS - 1} steps)")]
 
 
@@ -156,17 +157,3 @@ def _errors(it: dict[str, Any]) -> Rows:
         change = f"{found['max_change_by_cast']:.2e}"
         rows.append(("fp8 cast", f"the dense layer sees the same cast tokens; the cast moves it by {change}"))
     return rows
-
-
-def _bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    value, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.1f} {units[0]}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

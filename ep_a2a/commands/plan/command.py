@@ -13,14 +13,18 @@ from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
+from ep_a2a.commands.units import bytes_text
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import UnknownNameError
+from ep_a2a.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ep_a2a.commands.plan.sizes import Plan
+
+MAX_GPU_BYTES = 512 << 30
+"""More than any GPU has."""
 
 
 def plan_op(
@@ -54,12 +58,21 @@ def plan_model(path: Path, options: dict[str, Any]) -> tuple[Plan, list[str]]:
     return plan, assumptions(model, vllm_options, plan.config)
 
 
-def show(plan: Plan, assumed: list[str], *, as_json: bool) -> None:
-    """Prints a plan."""
+def show(plan: Plan, assumed: list[str], *, as_json: bool, verbose: bool = False) -> None:
+    """Prints a plan, with `verbose` all regions.
+
+    Raises:
+        ConfigError: no GPU has so much memory.
+    """
+    if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
+        raise ConfigError(
+            f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}", bytes_text(num_bytes),
+            "Lower the tokens per rank, the hidden size or the number of ranks.",
+        )  # fmt: skip
     if as_json:
         sys.stdout.write(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2) + "\n")
     else:
-        Console().print(view_of(plan, assumed))
+        Console().print(view_of(plan, assumed, verbose=verbose))
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

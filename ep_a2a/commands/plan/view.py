@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ep_a2a.commands.plan.sizes import PARTS, op_facts, rows_of
 from ep_a2a.commands.tables import new_table
+from ep_a2a.commands.units import bytes_text
 from ep_a2a.compat.deep_ep_sizes import known_ranks
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ep_a2a.commands.plan.sizes import Part, Plan
 
 MIB = 1 << 20
+LOW_LATENCY_MAX_TOKENS = 256
+"""DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
 TITLES = {name: name.replace("_", " ") for name in PARTS} | {
     "control": "flags, counts, ids",
     "expert_rows": "rows by expert",
@@ -31,18 +34,39 @@ TITLES = {name: name.replace("_", " ") for name in PARTS} | {
 }
 
 
-def view_of(plan: Plan, assumed: Iterable[str]) -> RenderableType:
-    """Returns the tables of a plan, with its assumptions.
+def view_of(plan: Plan, assumed: Iterable[str], *, verbose: bool = False) -> RenderableType:
+    """Returns a plan for the terminal: its total, its parts, DeepEP's sizes, its assumptions.
 
     Args:
         plan: the plan.
         assumed: its assumptions, one sentence each.
+        verbose: name the regions of each part, too.
     """
     assumed = list(assumed)
-    lines: list[RenderableType] = [_op(plan), "", _table(plan), "", _deep_ep_table(plan)]
+    lines: list[RenderableType] = [
+        *_total(plan),
+        _op(plan),
+        "",
+        _table(plan, verbose=verbose),
+        "",
+        _deep_ep_table(plan),
+    ]
     if assumed:
         lines += ["", Text("Assumed:"), *(Text(f"- {each}") for each in assumed)]
     return Group(*lines)
+
+
+def _total(plan: Plan) -> list[Text]:
+    """Says what an op takes, and what may come on top."""
+    fewest, most = min(plan.bytes_by_rank), max(plan.bytes_by_rank)
+    of_all = f"{plan.config.world_size} GPUs, {bytes_text(sum(plan.bytes_by_rank))} in all"
+    lines = [Text(f"{bytes_text(most)} on each of {of_all}: allocated when the op is built.", style="bold")]
+    if fewest < most:
+        lines.append(Text(f"Ranks with fewer experts take less, down to {bytes_text(fewest)}."))
+    if plan.later:
+        more = bytes_text(sum(part.num_bytes for part in plan.later))
+        lines.append(Text(f"Certain calls allocate up to {more} more at their first use."))
+    return lines
 
 
 def _op(plan: Plan) -> Text:
@@ -50,28 +74,25 @@ def _op(plan: Plan) -> Text:
     casts = {"dispatch": op["quant"], "combine": op["combine_quant"]}
     cast = ", ".join(f"{name} casts by {quant}" for name, quant in casts.items() if quant != "none")
     return Text(
-        f"{op['ranks']} GPUs, at most {op['max_tokens_per_rank']} tokens each, hidden size {op['hidden_dim']}, "
-        f"top-{op['topk']} of {op['experts']} experts, {op['dtype']}, {cast or 'no cast'}, layout {op['layout']}"
+        f"For at most {op['max_tokens_per_rank']} tokens of each rank, hidden size {op['hidden_dim']}, "
+        f"top-{op['topk']} of {op['experts']} experts, {op['dtype']}, {cast or 'no cast'}, layout {op['layout']}."
     )
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: Plan, *, verbose: bool) -> Table:
     table = new_table("an op's memory on each GPU", ("", "MiB", "holds", "shared"), right=("MiB",))
     for part in plan.parts:
         table.add_row(*_cells(part))
-        for field in part.fields if len(part.fields) > 1 else ():
+        for field in part.fields if verbose and len(part.fields) > 1 else ():
             if field.num_bytes:
                 name, holds = field.name.replace("_", " "), f"{rows_of(field)}, {field.padded_bytes:,} bytes"
                 table.add_row(f"  {name}", _mib(field.padded_bytes), holds, style="dim")
     table.add_section()
-    fewest, most = min(plan.bytes_by_rank), max(plan.bytes_by_rank)
-    differs = f"; down to {_mib(fewest)} on ranks with fewer experts" if fewest < most else ""
-    table.add_row("total", _mib(most), f"allocated when the op is built{differs}", "", style="bold")
-    table.add_row(f"all {plan.config.world_size} GPUs", _mib(sum(plan.bytes_by_rank)), "", "", style="bold")
+    table.add_row("total", _mib(plan.bytes_by_rank[0]), "when the op is built", "", style="bold")
     table.add_section()
     for part in plan.later:
         table.add_row(*_cells(part), style="dim")
-    later = " Memory below the totals is allocated later, if at all." if plan.later else ""
+    later = " Memory below the total is allocated later, if at all." if plan.later else ""
     table.caption, table.caption_justify = f"shared: one block for all ops of a manager and index.{later}", "left"
     return table
 
@@ -82,11 +103,10 @@ def _deep_ep_table(plan: Plan) -> Table:
     table = new_table(title, ("", "MiB", "bytes", "for"), right=("MiB", "bytes"))
     no_config = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
     between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
-    for title, num_bytes, holds in (
-        ("NVL", hints.nvl_bytes, "normal kernels, rings in a node"),
-        ("RDMA", hints.rdma_bytes, between),
-        ("low latency", hints.low_latency_bytes, "low-latency kernels, in place of the rings"),
-    ):
+    rows = [("NVL", hints.nvl_bytes, "normal kernels, rings in a node"), ("RDMA", hints.rdma_bytes, between)]
+    if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
+        rows.append(("low latency", hints.low_latency_bytes, "low-latency kernels, in place of the rings"))
+    for title, num_bytes, holds in rows:
         if num_bytes is None:
             table.add_row(title, "-", "-", no_config)
         else:
