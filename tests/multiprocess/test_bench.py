@@ -283,10 +283,12 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
             "--json", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
         )
     )  # fmt: skip
-    assert "these times say nothing about GPUs" in printed
+    assert printed.startswith("Right: 6 of 6 results of dispatch and combine on 2 CPU processes.")
+    assert printed.count("functional check") == 1
     assert printed.count("deepep unavailable (T = 1, 2): needs GPUs") == 1
     header, *rows = [json.loads(line) for line in paths["jsonl"].read_text().splitlines()]
-    assert header["record"] == "header"
+    assert (header["record"], header["device"]) == ("header", "cpu")
+    assert {row["device"] for row in rows} == {"cpu"}
     assert [(row["num_tokens"], row["contender"], row["status"]) for row in rows] == [
         (tokens, name, status)
         for tokens in (1, 2)
@@ -299,7 +301,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     ]
     assert set(rows[1]["baselines_over_this"]) == {"nccl_all_to_all"}
     assert paths["svg"].read_text().startswith("<?xml")
-    assert paths["md"].read_text().count("| nccl_agrs |") == 2
+    assert paths["md"].read_text().count("| gloo_agrs | right |") == 2
 
 
 @pytest.mark.parametrize(
@@ -311,6 +313,8 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
         (("--json", "/nowhere/x.jsonl"), "/nowhere"),
         (("--max-tokens", "1"), "max_num_tokens >= num_tokens"),
         (("--topk", "5"), "topk <= 4"),
+        # nothing is measured: no success
+        (("--contenders", "deepep,flashinfer"), "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error_with_a_remedy(arguments: tuple[str, ...], expected: str) -> None:
@@ -326,7 +330,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     arguments = SMALL[:first] + SMALL[first + 2 :]
     options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--json", str(path))
     printed = succeeded(run_python(*torchrun, *arguments, *options))
-    assert printed.count("these times say nothing about GPUs") == 2
+    assert printed.count("functional check") == 1
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [(row["world_size"], row["contender"], row["status"]) for row in rows] == [
         (2, name, "ok") for _ in (1, 2) for name in ("wire_limit", "nccl_agrs")

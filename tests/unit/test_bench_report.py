@@ -21,12 +21,12 @@ from ep_a2a.commands.bench.report import (
     make_table,
     plot_round_trips,
     reasons,
-    show,
     varying_fields,
     write_markdown,
 )
-from ep_a2a.commands.bench.rows import Row, Status, make_records
+from ep_a2a.commands.bench.rows import Row, Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import Statistic, Timing, TimingSettings
+from ep_a2a.commands.bench.view import columns_that_fit, show
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -106,17 +106,56 @@ def test_what_buffers_are_made_for_is_a_column_where_it_is_not_the_tokens():
     assert "M 16" in constant_fields(records)
 
 
-def test_the_terminal_says_what_cpu_times_are_worth():
+def shown(records: list[dict[str, Any]], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(console, HEADER, records)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_terminal_shows_all_columns_at_its_width():
     # narrow, as where output goes to a file; figures must not lose digits
-    console = Console(file=io.StringIO(), width=80)
-    show(console, HEADER, make_records(rows_of(workload_of(8))))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert CPU_NOTE in text
-    assert "flashinfer unavailable (T = 8): needs GPUs" in text
-    assert "wrong [x]" in text
-    assert "100.0 eager" in text
-    assert "nccl_agrs ÷ this" in text
+    text = shown(make_records(rows_of(workload_of(8))))
+    for part in ("flashinfer unavailable (T = 8): needs GPUs", "wrong [x]", "100.0 eager", "nccl_agrs ÷ this", "50.0%"):
+        assert part in text
     assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    # each table names its rows
+    assert text.count("│ nccl_agrs ") == text.count("contender") > 1
+    assert shown(make_records(rows_of(workload_of(8))), 200).count("contender") == 1
+
+
+def test_a_table_that_is_too_wide_is_cut_behind_the_names():
+    headings, rows = ["T", "contender", "aa", "bb", "cc"], [["1", "x" * 9, "1", "2", "3"]]
+    assert columns_that_fit(headings, rows, 80) == [[0, 1, 2, 3, 4]]
+    assert columns_that_fit(headings, rows, 27) == [[0, 1, 2, 3], [0, 1, 4]]
+    # wider than the terminal even with one column
+    assert columns_that_fit(headings, rows, 3) == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+
+
+def test_on_cpu_it_is_a_functional_check():
+    """No times, shares, rates or NCCL, which say nothing there; the JSON rows keep them."""
+    rows = rows_of(workload_of(8))
+    records = make_records(rows[:3], "cpu")
+    text = shown(records)
+    assert text.startswith("Right: 3 of 3 results of dispatch and combine on 2 CPU processes.\nfunctional check")
+    assert make_table(records) == (
+        ["T", "contender", "result"],
+        [["8", "wire_limit", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
+    )
+    for word in ("µs", "GB/s", "limit:", "of limit", "%", "nccl", "÷", "eager"):
+        assert word not in text
+    assert records[1]["round_trip_fraction_of_limit"] == 0.5
+    assert {record["device"] for record in records} == {"cpu"}
+    assert {record["device"] for record in make_records(rows)} == {"cuda"}
+    wrong = make_records(rows, "cpu")
+    assert shown(wrong).startswith("Wrong: 1 of 4 results of dispatch and combine on 2 CPU processes; see below.")
+    assert make_table(wrong)[1][3] == ["8", "gloo_all_to_all", "FAILED"]
+    assert reasons(wrong)[0].startswith("gloo_all_to_all failed")
+
+
+def test_collectives_on_cpu_are_gloos():
+    assert [shown_name(name, "cpu") for name in ("nccl_agrs", "ep_a2a")] == ["gloo_agrs", "ep_a2a"]
+    assert shown_name("nccl_agrs", "cuda") == "nccl_agrs"
 
 
 def test_json_lines_grow_behind_their_header(tmp_path):

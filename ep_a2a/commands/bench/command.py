@@ -10,9 +10,10 @@ from rich.console import Console
 
 from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, NATIVE, ONLY_WHEN_NAMED
 from ep_a2a.commands.bench.launcher import run_sweep
-from ep_a2a.commands.bench.report import JsonLines, describe, plot_round_trips, show, write_markdown
-from ep_a2a.commands.bench.rows import Status, make_records
+from ep_a2a.commands.bench.report import JsonLines, describe, plot_round_trips, reasons, write_markdown
+from ep_a2a.commands.bench.rows import Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import TimingSettings
+from ep_a2a.commands.bench.view import show
 from ep_a2a.commands.options import numbers
 from ep_a2a.errors import ConfigError, UnsupportedError
 
@@ -65,26 +66,26 @@ def execute(
 
     Returns:
         Whether no available contender raised or returned a wrong result.
+
+    Raises:
+        UnsupportedError: no contender can run here, so nothing was measured.
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
-    console = Console(quiet=not runner.shows_results)
     progress = Console(stderr=True, quiet=not runner.shows_results)
-    if "note" in header:
-        console.print(header["note"], style="bold yellow", highlight=False)
     lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
 
     def on_row(row: Row) -> None:
-        took = f"{row.timing.round_trip.p50_us:.1f} µs" if row.timing is not None else row.status.value
-        bound = f" max SMs={row.workload.max_sms}" if row.workload.max_sms else ""
-        progress.print(f"T={row.workload.num_tokens}{bound} {row.contender}: {took}", style="dim", highlight=False)
+        progress.print(_progress_text(row, device), style="dim", highlight=False)
 
     for rows in run_sweep(points, names, settings, runner, on_row):
-        records += make_records(rows)
+        records += make_records(rows, device)
         if lines is not None:
             lines.append(records[-len(rows) :])
+    _check_that_something_ran(records)
     if runner.shows_results:
+        console = Console()
         show(console, header, records)
         if markdown is not None:
             write_markdown(markdown, header, records)
@@ -95,6 +96,23 @@ def execute(
         for path in filter(None, (json_file, plot, markdown)):
             console.print(f"written: {path}", markup=False, highlight=False)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
+
+
+def _progress_text(row: Row, device: str) -> str:
+    workload, found = row.workload, row.status.value
+    if row.timing is not None:
+        found = "right" if device == "cpu" else f"{row.timing.round_trip.p50_us:.1f} µs"
+    bound = f" max SMs={workload.max_sms}" if workload.max_sms else ""
+    return f"T={workload.num_tokens}{bound} {shown_name(row.contender, device)}: {found}"
+
+
+def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:
+    """Raises UnsupportedError where every contender was unavailable."""
+    if all(record["status"] == Status.UNAVAILABLE for record in records):
+        raise UnsupportedError(
+            "a contender that can run here", "; ".join(reasons(records)),
+            "Name others by --contenders, or run this where they can run.",
+        )  # fmt: skip
 
 
 def requested_ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Reports a sweep: its origin, JSON lines, a table on the terminal, the same table in markdown, and a picture."""
+"""Reports a sweep: its origin, JSON lines, its table, the same table in markdown, and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import ep_a2a
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
-from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline
+from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline, shown_name
 from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.plotting import Panel, check_can_plot, plot_panels
 from ep_a2a.commands.programs import command_output, package_version
@@ -21,12 +21,11 @@ from ep_a2a.commands.programs import command_output, package_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rich.console import Console
-
-CPU_NOTE = "on CPU, in Triton's interpreter: these times say nothing about GPUs"
-MAX_TABLE_WIDTH = 1000
+CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 X_LABELS = {"num_tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
 LIMIT_STYLE = {"color": "black", "linestyle": "--"}
+CONTENDER = "contender"
+"""Heading of the last column that names a row; those before it are the fields that vary."""
 
 Record = dict[str, Any]
 
@@ -50,6 +49,7 @@ EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's."
 )
+CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -135,15 +135,20 @@ def has_effect(record: Record, field: str) -> bool:
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Returns headings and cells: what varies, times, bandwidth, fraction of the limit, ratio to each baseline.
 
-    Contenders that were not available are left out; `reasons` has them.
+    On CPU only whether results are right stands in their place. Contenders that were not available are left out;
+    `reasons` has them.
     """
     shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
     varying = varying_fields(records)
-    timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
-    baselines = [name for name in timed if is_baseline(name)]
-    headings = [*(FIELDS[name] for name in varying), "contender", *TIMES]
-    headings += [f"{name} ÷ this" for name in baselines]
-    rows = [_cells(record, varying, baselines) for record in shown]
+    headings = [*(FIELDS[name] for name in varying), CONTENDER]
+    if is_functional_check(records):
+        headings.append("result")
+        rows = [[*_names(record, varying), _result(record)] for record in shown]
+    else:
+        timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
+        baselines = [name for name in timed if is_baseline(name)]
+        headings += [*TIMES, *(f"{name} ÷ this" for name in baselines)]
+        rows = [[*_names(record, varying), *_times(record, baselines)] for record in shown]
     crossing = [_rows_between_nodes(record) for record in shown]
     if any(crossing):
         headings.append("rows between nodes")
@@ -166,12 +171,26 @@ def _without_repeats(records: Sequence[Record]) -> list[Record]:
     return list(kept.values())
 
 
-def _cells(record: Record, varying: Sequence[str], baselines: Sequence[str]) -> list[str]:
-    cells = [str(record[name]) if has_effect(record, name) else "" for name in varying] + [record["contender"]]
+def is_functional_check(records: Iterable[Record]) -> bool:
+    """Returns whether the records are from CPU, where their times say nothing."""
+    return any(record["device"] == "cpu" for record in records)
+
+
+def _names(record: Record, varying: Sequence[str]) -> list[str]:
+    name = shown_name(record["contender"], record["device"])
+    return [*(str(record[field]) if has_effect(record, field) else "" for field in varying), name]
+
+
+def _result(record: Record) -> str:
+    status: str = record["status"]
+    return "right" if status == Status.OK else status.upper()
+
+
+def _times(record: Record, baselines: Sequence[str]) -> list[str]:
     if record["status"] != Status.OK:
-        return [*cells, record["status"].upper(), *[""] * (len(TIMES) + len(baselines) - 1)]
+        return [record["status"].upper(), *[""] * (len(TIMES) + len(baselines) - 1)]
     ratios = [_if_known("{:.2f}", record["baselines_over_this"].get(name)) for name in baselines]
-    return [*cells, *(cell(record) for cell in TIMES.values()), *ratios]
+    return [*(cell(record) for cell in TIMES.values()), *ratios]
 
 
 def _if_known(form: str, number: float | None) -> str:
@@ -183,7 +202,7 @@ def reasons(records: Iterable[Record]) -> list[str]:
     found: dict[tuple[str, str, str], dict[int, None]] = {}
     for record in records:
         if record["status"] != Status.OK:
-            key = record["contender"], record["status"], record["reason"]
+            key = shown_name(record["contender"], record["device"]), record["status"], record["reason"]
             found.setdefault(key, {})[record["num_tokens"]] = None
     return [
         f"{contender} {status} (T = {', '.join(map(str, tokens))}): {reason}"
@@ -191,28 +210,9 @@ def reasons(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def show(console: Console, header: Record, records: Sequence[Record]) -> None:
-    """Prints the table, the common fields, and why contenders are missing."""
-    from rich.measure import Measurement
-    from rich.table import Table
-
-    headings, rows = make_table(records)
-    console.print(constant_fields(records), markup=False, highlight=False)
-    table = Table()
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
-    for row in rows:
-        table.add_row(*row)
-    # A narrow terminal folds lines of a wide table; a table squeezed to its width would lose digits.
-    options = console.options.update(max_width=MAX_TABLE_WIDTH)
-    terminal_width = console.width
-    console.width = max(terminal_width, Measurement.get(console, options, table).maximum)
-    console.print(table)
-    console.width = terminal_width
-    for text in [*reasons(records), EXPLANATION]:
-        console.print(text, markup=False, highlight=False)
-    if "note" in header:
-        console.print(header["note"], style="bold yellow", highlight=False)
+def explanation(records: Iterable[Record]) -> str:
+    """Returns what the columns of the table mean."""
+    return CPU_EXPLANATION if is_functional_check(records) else EXPLANATION
 
 
 def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> None:
@@ -220,7 +220,13 @@ def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> Non
     headings, rows = make_table(records)
     about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
     lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", ""]
-    lines += [*table_lines(headings, rows), "", EXPLANATION, "", *(f"- {reason}" for reason in reasons(records))]
+    lines += [
+        *table_lines(headings, rows),
+        "",
+        explanation(records),
+        "",
+        *(f"- {reason}" for reason in reasons(records)),
+    ]
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
@@ -268,7 +274,8 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
     for record in sorted(records, key=lambda record: int(record[x_field])):
         if record["status"] == Status.OK:
             named = [name for name in varying if has_effect(record, name)]
-            label = ", ".join([record["contender"], *(f"{FIELDS[name]} {record[name]}" for name in named)])
+            shown = shown_name(record["contender"], record["device"])
+            label = ", ".join([shown, *(f"{FIELDS[name]} {record[name]}" for name in named)])
             line = lines.setdefault(label, {})
             x = record[x_field]
             line[x] = min(line.get(x, float("inf")), record["round_trip_us"])

@@ -51,13 +51,18 @@ class Row:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def shown_name(contender: str, device: str) -> str:
+    """Returns a contender's name in reports: on CPU torch.distributed's collectives run over gloo, not NCCL."""
+    return contender.replace("nccl_", "gloo_", 1) if device == "cpu" and contender.startswith("nccl_") else contender
+
+
 def is_baseline(contender: str) -> bool:
     """Returns whether reports compare others with this contender: neither the limit nor one of this package's."""
     return contender != LIMIT and not contender.startswith((NATIVE, "ep_low_latency"))
 
 
-def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the rows of one point as JSON objects.
+def make_records(rows: Sequence[Row], device: str = "cuda") -> list[dict[str, Any]]:
+    """Returns the rows of one point as JSON objects, each marked with the device, "cpu" or "cuda".
 
     Besides the fields of the workload, of the row and of its timing (`dispatch_us`, `dispatch_p99_us`, ...):
 
@@ -69,7 +74,7 @@ def make_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Unknown columns are absent.
     """
     times = {row.contender: _times_us(row.timing) for row in rows if row.timing is not None}
-    return [_record(row, times) for row in rows]
+    return [{**_record(row, times), "device": device} for row in rows]
 
 
 def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
