@@ -158,7 +158,11 @@ RDMA_DEVICES: Variable[str] = Variable(
     "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST count before it.",
 )
 LOG_LEVEL: Variable[str] = Variable(
-    "EP_A2A_LOG_LEVEL", "WARNING", str.upper, "a logging level name", "Level of the `ep_a2a` logger in the CLI."
+    "EP_A2A_LOG_LEVEL",
+    "WARNING",
+    str.upper,
+    "a logging level name",
+    "Level of the `ep_a2a` logger in the CLI. With INFO every process writes that kernels compile.",
 )
 
 VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (

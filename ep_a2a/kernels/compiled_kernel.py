@@ -64,6 +64,16 @@ class CompiledKernel:
         """The compile-time arguments by name, with the fields of named tuples beside the others."""
         return by_name(self.constants)
 
+    @property
+    def name(self) -> str:
+        """Name of the device code, without its ending."""
+        return str(self.kernel.__name__).removesuffix("_kernel")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernel is loaded, so that a launch compiles nothing."""
+        return self._compiled is not None
+
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
         if device.type == "cpu":

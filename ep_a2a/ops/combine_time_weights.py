@@ -9,6 +9,7 @@ import torch
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, ShapeError
 from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
 from ep_a2a.memory.arena import BlockSizes
@@ -120,7 +121,7 @@ class WeightExchange:
 
     def _compile(self) -> None:
         if self._device.type == "cuda":
-            self._variant.compile(self._values(self._addresses, 0, 1))
+            compile_all([(self._variant, self._values(self._addresses, 0, 1))], self._config)
 
     def record_spans(self) -> None:
         """Takes a kernel that notes when its programs begin and end, from now on."""

@@ -11,6 +11,7 @@ from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, Form, LowLatencyDispatch, Row, Scales, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
@@ -203,7 +204,7 @@ class IntraNodeKernels:
         """Makes and keeps the launches of all calls with this key."""
         launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
         sizes = self.num_sms, self.max_sms
-        plan = make_plan(phase, launch, stages, variant_of, values_of, *sizes, is_interpreted=self._interpreted)
+        plan = make_plan(self.config, phase, launch, stages, variant_of, values_of, *sizes, self._interpreted)
         return remember(self._plans, key, (phase, plan))
 
     def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
@@ -224,8 +225,7 @@ class IntraNodeKernels:
             self.use_tables(load_tables(arch_name(self._capability), self.config.world_size))
         variants = [each for stages in self._compiled_stages for each in self.variants(stages)]
         first = self.config.rank % len(variants)
-        for variant, values in variants[first:] + variants[:first]:
-            variant.compile(values)
+        compile_all(variants[first:] + variants[:first], self.config)
 
     def quiet(self) -> None:
         """Launches what ends when all that was sent is where it belongs: nothing, where kernels store it themselves."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, Stages
 from ep_a2a.tuning.policy import SPEAKERS, Launch, Phase, fit
 
 if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 VariantOf = Callable[[Launch, Stages], "CompiledKernel"]
@@ -20,6 +22,7 @@ Plan = tuple[tuple["CompiledKernel", Launch, int], ...]
 
 
 def make_plan(
+    config: EpDispatchCombineConfig,
     phase: Phase,
     launch: Launch,
     stages: Stages,
@@ -27,22 +30,22 @@ def make_plan(
     values_of: ValuesOf,
     num_sms: int,
     max_sms: int,
-    *,
     is_interpreted: bool,
 ) -> Plan:
     """The launches of a call that does `stages`. Kernels are compiled: the registers that they got bound the programs.
 
     Args:
+        config: of the op.
         phase, launch: of the whole call, as the policy has them.
         variant_of: the kernel of a part. values_of: its run-time arguments.
         num_sms: multiprocessors of the device. max_sms: most of them that the call may occupy; 0 = all.
         is_interpreted: nothing is compiled.
     """
     plan = []
-    for part in _parts(phase, stages, is_interpreted=is_interpreted):
-        variant = variant_of(launch, part)
-        if not is_interpreted:
-            variant.compile(values_of(launch))
+    variants = [(variant_of(launch, part), part) for part in _parts(phase, stages, is_interpreted=is_interpreted)]
+    if not is_interpreted:
+        compile_all(((variant, values_of(launch)) for variant, _ in variants), config)
+    for variant, part in variants:
         fitted = _fitted(launch, phase, variant, num_sms, max_sms)
         plan.append((variant, fitted, _num_programs(fitted, phase, part)))
     return tuple(plan)

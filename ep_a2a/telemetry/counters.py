@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.counter_kernels import (
     LINE_WORDS,
@@ -144,15 +145,18 @@ class _CounterKernels:
 
     def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
         self._device, self._lines, self._num_kept = op.device, counters.lines, counters.num_kept_steps
-        self._table, self._rank = op.memory.table, op.config.rank
+        self._table, self._config, self._rank = op.memory.table, op.config, op.config.rank
         self._start, self._dispatch, self._combine = _variants(op.config.world_size, op.device)
 
     def compile(self) -> None:
         """Compiles and loads all of them, on a GPU; nothing is launched."""
         if self._device.type == "cuda":
-            self._start.compile((self._lines,))
-            self._dispatch.compile(self._dispatch_values(0))
-            self._combine.compile((self._lines, self._num_kept))
+            variants = (
+                (self._start, (self._lines,)),
+                (self._dispatch, self._dispatch_values(0)),
+                (self._combine, (self._lines, self._num_kept)),
+            )
+            compile_all(variants, self._config)
 
     def start_wait(self) -> None:
         """Launches the time stamp before a receiving half."""

@@ -1,0 +1,114 @@
+"""Compiles lists of kernels, and says so where that takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from triton import knobs
+
+from ep_a2a import env
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
+
+TELL_AFTER_SECS = 2.0
+"""Shorter waits need no message. Loading one kernel from Triton's cache never takes so long."""
+POLL_SECS = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+def compile_all(variants: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
+    """Compiles and loads kernels; nothing is launched.
+
+    Where Triton compiles for more than TELL_AFTER_SECS, the first rank of each node says once how many kernels are
+    left. The message has level INFO. It goes to stderr where that is a terminal, or EP_A2A_LOG_LEVEL is INFO, unless
+    logging shows it already.
+
+    Args:
+        variants: kernels, each with arguments as `CompiledKernel.compile` takes them.
+        config: of the op that launches them.
+
+    Raises:
+        StateError, UntrustedFolderError: as `CompiledKernel.compile`.
+    """
+    waiting = [(kernel, args) for kernel, args in variants if not kernel.is_compiled]
+    if not waiting:
+        return
+    watch = _Watch([kernel for kernel, _ in waiting])
+    with watch.running() if config.rank % config.gpu_per_node == 0 else contextlib.nullcontext():
+        for kernel, args in waiting:
+            watch.begin()
+            kernel.compile(args)
+
+
+class _Watch:
+    """Waits beside the thread that compiles, and tells once where that takes long.
+
+    Args:
+        kernels: those that are to be compiled.
+    """
+
+    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
+        self._kernels = kernels
+        self._begun_at = time.monotonic()
+        self._really_compiles = False
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """Notes that the next kernel begins."""
+        self._begun_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watches meanwhile. Listens to Triton, beside a listener that is there already."""
+        previous = knobs.compilation.listener
+
+        def listen(*, cache_hit: bool, **facts: Any) -> None:
+            self._really_compiles |= not cache_hit
+            if previous is not None:
+                previous(cache_hit=cache_hit, **facts)
+
+        thread = threading.Thread(target=self._wait, name="ep_a2a compilation", daemon=True)
+        knobs.compilation.listener = listen
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+            if knobs.compilation.listener is listen:
+                knobs.compilation.listener = previous
+
+    def _wait(self) -> None:
+        secs = TELL_AFTER_SECS
+        while not self._ended.wait(secs):
+            # with a warm cache many kernels are loaded, and none takes long
+            if self._really_compiles or time.monotonic() - self._begun_at > TELL_AFTER_SECS:
+                _tell(self._text())
+                return
+            secs = POLL_SECS
+
+    def _text(self) -> str:
+        left = [kernel for kernel in self._kernels if not kernel.is_compiled]
+        names = ", ".join(sorted({kernel.name for kernel in left}))
+        count = f"{len(left)} of {len(self._kernels)} kernels are left"
+        kept = f"{knobs.cache.dir} keeps them, so the next start is quick"
+        return f"compiling for the first use: {count} ({names}); {kept}"
+
+
+def _tell(text: str) -> None:
+    logger.info(text)
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        return
+    is_seen = sys.stderr is not None and sys.stderr.isatty()
+    if is_seen or env.LOG_LEVEL.get() in ("INFO", "DEBUG"):
+        sys.stderr.write(f"ep_a2a: {text}\n")

@@ -1,0 +1,193 @@
+"""Messages of long compilations, from kernels that are made up; one test asks the real compiler."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+import triton.language as tl
+from triton import knobs
+
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.kernels import compilation
+from ep_a2a.kernels.compilation import compile_all
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.jit import portable
+from ep_a2a.testing.offline_compile import compile_offline
+from tests.cases.configs import deepseek_v3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+SHORT_SECS, TELL_AFTER_SECS, LONG_SECS = 0.05, 0.3, 0.45
+
+
+@dataclass
+class FakeKernel:
+    """Takes `secs` to compile, and lets Triton's listener know."""
+
+    name: str
+    secs: float = 0.0
+    cache_hit: bool = False
+    is_compiled: bool = False
+    seen: list[Any] = field(default_factory=list)
+
+    def compile(self, args: tuple[Any, ...]) -> None:
+        time.sleep(self.secs)
+        self.seen.append(args)
+        if knobs.compilation.listener is not None:
+            facts: dict[str, Any] = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
+            knobs.compilation.listener(cache_hit=self.cache_hit, **facts)
+        self.is_compiled = True
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "TELL_AFTER_SECS", TELL_AFTER_SECS)
+    monkeypatch.setattr(compilation, "POLL_SECS", 0.01)
+    monkeypatch.delenv("EP_A2A_LOG_LEVEL", raising=False)
+    # as in a program that has set no logging up: pytest has handlers
+    monkeypatch.setattr(compilation, "logger", logging.Logger("alone"))  # noqa: LOG001
+
+
+def config_of(rank: int = 0, gpu_per_node: int = 8) -> EpDispatchCombineConfig:
+    kinds = EpDispatchCombineKernelType
+    kernel_type = kinds.IntraNode if gpu_per_node == 8 else kinds.InterNodeV1
+    return deepseek_v3(rank=rank, gpu_per_node=gpu_per_node, kernel_type=kernel_type)
+
+
+def compiled(kernels: Sequence[FakeKernel], config: EpDispatchCombineConfig | None = None) -> None:
+    compile_all([(cast("CompiledKernel", kernel), (kernel.name,)) for kernel in kernels], config or config_of())
+
+
+def told(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], stderr: io.StringIO | None = None) -> str:
+    """What is written to stderr, a terminal unless another one is given."""
+    stderr = stderr or Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    work()
+    return stderr.getvalue()
+
+
+def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        FakeKernel("dispatch", is_compiled=True), FakeKernel("combine", LONG_SECS), FakeKernel("combine"),
+        FakeKernel("count"),
+    ]  # fmt: skip
+    monkeypatch.setattr(knobs.cache, "dir", "/somewhere/cache")
+    text = told(monkeypatch, lambda: compiled(kernels))
+    assert text == (
+        "ep_a2a: compiling for the first use: 3 of 3 kernels are left (combine, count); "
+        "/somewhere/cache keeps them, so the next start is quick\n"
+    )
+    assert [kernel.seen for kernel in kernels] == [[], [("combine",)], [("combine",)], [("count",)]]
+
+
+def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [FakeKernel("dispatch", SHORT_SECS), FakeKernel("combine", LONG_SECS)]
+    assert "1 of 2 kernels are left (combine)" in told(monkeypatch, lambda: compiled(kernels))
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        [FakeKernel("quick", SHORT_SECS)],
+        # from a warm cache: many, each of them quick
+        [FakeKernel("cached", SHORT_SECS, cache_hit=True) for _ in range(8)],
+        [],
+    ],
+    ids=["short", "cached", "none"],
+)
+def test_nothing_is_said_where_nothing_takes_long(kernels: list[FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, lambda: compiled(kernels)) == ""
+    assert all(kernel.is_compiled for kernel in kernels)
+
+
+def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_told(config: EpDispatchCombineConfig) -> bool:
+        return bool(told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)], config)))
+
+    assert [is_told(config_of(rank)) for rank in range(2)] == [True, False]
+    assert [is_told(config_of(rank, 4)) for rank in range(3, 6)] == [False, True, False]
+
+
+def test_without_a_terminal_only_those_who_ask_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text() -> str:
+        return told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)]), io.StringIO())
+
+    assert text() == ""
+    monkeypatch.setenv("EP_A2A_LOG_LEVEL", "info")
+    assert text().startswith("ep_a2a: compiling")
+
+
+def test_what_logging_shows_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, shown = logging.Logger("own", logging.INFO), io.StringIO()  # noqa: LOG001
+    logger.addHandler(logging.StreamHandler(shown))
+    monkeypatch.setattr(compilation, "logger", logger)
+    assert told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)])) == ""
+    assert shown.getvalue().startswith("compiling for the first use")
+
+
+def test_another_listener_stays_and_hears_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+
+    def listen(*, cache_hit: bool, **facts: Any) -> None:
+        heard.append(cache_hit)
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    compiled([FakeKernel("a"), FakeKernel("b", cache_hit=True)])
+    assert heard == [False, True]
+    assert knobs.compilation.listener is listen
+
+
+def test_an_error_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: tuple[Any, ...]) -> None:
+        raise ValueError("no")
+
+    kernel = FakeKernel("combine")
+    monkeypatch.setattr(kernel, "compile", fail)
+    with pytest.raises(ValueError, match="no"):
+        compiled([kernel])
+    assert knobs.compilation.listener is None
+
+
+@portable
+def store_kernel(out, VALUE: tl.constexpr) -> None:
+    tl.store(out, VALUE)
+
+
+@dataclass
+class OfflineKernel(FakeKernel):
+    """Compiles for a GPU that is not there, by Triton's own compiler."""
+
+    def compile(self, args: tuple[Any, ...]) -> None:
+        compile_offline(store_kernel, (torch.zeros(1, dtype=torch.int32),), {"VALUE": 3}, 1)
+        time.sleep(2 * SHORT_SECS)
+        self.is_compiled = True
+
+
+def test_tritons_compiler_says_what_comes_from_its_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compilation, "TELL_AFTER_SECS", 1.0)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+
+    def text() -> str:
+        return told(monkeypatch, lambda: compiled([OfflineKernel("store") for _ in range(12)]))
+
+    assert f"{tmp_path} keeps them" in text()
+    # the second time everything is there, and loading each is quick
+    assert text() == ""
+
+
+def test_kernels_have_names_and_say_whether_they_are_compiled() -> None:
+    kernel = CompiledKernel(store_kernel, {"VALUE": 3}, 1)
+    assert (kernel.name, kernel.is_compiled) == ("store", False)
