@@ -23,7 +23,7 @@ _MODULES = {
         trusted_folders=path_security tuning_parse=tuning.parse versions=topology.facts""",
     ("ep_a2a.bench", "ep_a2a.commands"): """
         contender=bench.contenders drive=bench.launcher environment=bench.report layer_experts=bench.layer_model
-        layer_report=bench.layer ours=bench.native plot=bench.report run=bench.worker sweep=bench.workload
+        layer_report=bench.layer ours=bench.native plot=bench.picture run=bench.worker sweep=bench.workload
         traced=trace.steps tune=tune.search wire_cuda=bench.wire_push""",
     ("ep_a2a.cli", "ep_a2a.commands"): """
         backends_view=backends demo_check=demo.check demo_drive=demo.worker demo_model=demo.model

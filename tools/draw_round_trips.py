@@ -10,7 +10,9 @@ import json
 import math
 from pathlib import Path
 
-from draw_token_path import THEMES, Picture, Theme
+from draw_token_path import Picture
+
+from ep_a2a.commands.plot_style import THEMES, Theme
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 436, 170, 910, 72, 380
 MIN_US, MAX_US = 5.0, 1200.0
@@ -36,7 +38,7 @@ def read_lines(path: Path) -> dict[str, dict[int, float]]:
 
 def colour_of(theme: Theme, name: str) -> str:
     """The colour of a contender's line."""
-    return {"ep_a2a": theme.dispatch, "flashinfer": theme.experts, "nccl_agrs": theme.combine}.get(name, theme.faint)
+    return dict(zip(("ep_a2a", "flashinfer", "nccl_agrs"), theme.colours)).get(name, theme.faint)
 
 
 def place(num_tokens: int, micros: float, most: int) -> tuple[float, float]:

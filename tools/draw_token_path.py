@@ -1,4 +1,4 @@
-"""Draws the path of one token over four ranks, as SVG for light and dark pages. Standard library only.
+"""Draws the path of one token over four ranks, as SVG for light and dark pages.
 
 python tools/draw_token_path.py docs/pictures
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ep_a2a.commands.plot_style import COMBINE, DISPATCH, EXPERTS, THEMES, Theme
 
 WIDTH, HEIGHT = 960, 436
 LANE_TOP, LANE_HEIGHT, LANE_GAP = 52, 84, 12
@@ -19,27 +21,6 @@ BOX_WIDTH, SUM_WIDTH, BOX_HEIGHT, EXPERT_SIZE = 84, 112, 34, 34
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 TITLE = "A token's path over four ranks: one copy per rank that owns one of its experts, one sum back from each"
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one page background."""
-
-    name: str
-    page: str
-    lane: str
-    text: str
-    faint: str
-    dispatch: str
-    experts: str
-    combine: str
-    on_colour: str
-
-
-THEMES = (
-    Theme("light", "#ffffff", "#f3f5f8", "#1b2430", "#667085", "#1f6feb", "#c2570c", "#1a7f4b", "#ffffff"),
-    Theme("dark", "#0d1117", "#1a212b", "#e6edf3", "#98a4b3", "#58a6ff", "#f0984f", "#4cc38a", "#0d1117"),
-)
 
 
 def lane_middle(rank: int) -> float:
@@ -97,7 +78,7 @@ def draw_lane(picture: Picture, rank: int) -> None:
     for i in range(EXPERTS_PER_RANK):
         expert, x = rank * EXPERTS_PER_RANK + i, EXPERTS_X + i * (EXPERT_SIZE + 6)
         chosen = expert in TOKEN_EXPERTS
-        fill, stroke = (theme.experts, theme.experts) if chosen else ("none", theme.faint)
+        fill, stroke = (theme.colours[EXPERTS], theme.colours[EXPERTS]) if chosen else ("none", theme.faint)
         picture.box(x, y, EXPERT_SIZE, EXPERT_SIZE, fill=fill, stroke=stroke)
         picture.text(x, y, f"E{expert}", size=13, fill=theme.on_colour if chosen else theme.faint)
 
@@ -106,12 +87,12 @@ def draw_visit(picture: Picture, rank: int) -> None:
     """The token's row on a rank that owns some of its experts, and the sum that goes back."""
     theme, y, home = picture.theme, lane_middle(rank), lane_middle(HOME)
     local = rank == HOME
-    picture.arrow(TOKEN_X + BOX_WIDTH / 2, home, ROW_X - BOX_WIDTH / 2, y, theme.dispatch, dashed=local)
-    picture.box(ROW_X, y, BOX_WIDTH, BOX_HEIGHT, stroke=theme.dispatch, fill=theme.lane)
+    picture.arrow(TOKEN_X + BOX_WIDTH / 2, home, ROW_X - BOX_WIDTH / 2, y, theme.colours[DISPATCH], dashed=local)
+    picture.box(ROW_X, y, BOX_WIDTH, BOX_HEIGHT, stroke=theme.colours[DISPATCH], fill=theme.lane)
     picture.text(ROW_X, y, "one row")
-    picture.box(SUM_X, y, SUM_WIDTH, BOX_HEIGHT, stroke=theme.combine, fill=theme.lane)
+    picture.box(SUM_X, y, SUM_WIDTH, BOX_HEIGHT, stroke=theme.colours[COMBINE], fill=theme.lane)
     picture.text(SUM_X, y, " + ".join(f"w{str(e).translate(SUBSCRIPTS)}·E{e}" for e in experts_of(rank)), size=13)
-    picture.arrow(SUM_X + SUM_WIDTH / 2, y, RESULT_X - BOX_WIDTH / 2, home, theme.combine, dashed=local)
+    picture.arrow(SUM_X + SUM_WIDTH / 2, y, RESULT_X - BOX_WIDTH / 2, home, theme.colours[COMBINE], dashed=local)
 
 
 def draw(theme: Theme) -> str:
@@ -131,9 +112,9 @@ def draw(theme: Theme) -> str:
     picture.text(TOKEN_X, y + 29, f"experts {', '.join(map(str, TOKEN_EXPERTS))}", size=12, fill=theme.faint)
     picture.text(RESULT_X, y + 29, "added in rank order", size=12, fill=theme.faint)
     for x, name, colour in (
-        (200, "dispatch: one copy per rank", theme.dispatch),
-        (EXPERTS_X + 60, "experts: weighted sum", theme.experts),
-        (760, "combine: one row back per rank", theme.combine),
+        (200, "dispatch: one copy per rank", theme.colours[DISPATCH]),
+        (EXPERTS_X + 60, "experts: weighted sum", theme.colours[EXPERTS]),
+        (760, "combine: one row back per rank", theme.colours[COMBINE]),
     ):
         picture.text(x, 27, name, size=15, fill=colour, weight=600)
     return picture.svg()

@@ -56,7 +56,7 @@ def command(
     from ep_a2a.commands.bench.contenders import BETWEEN_NODES, check_names, present_names
     from ep_a2a.commands.bench.launcher import make_runner
     from ep_a2a.commands.bench.workload import Sweep
-    from ep_a2a.commands.plotting import check_can_plot
+    from ep_a2a.commands.plotting import check_can_plot, dark_variant
     from ep_a2a.commands.ranks import choose_device
 
     kind, _ = choose_device(device.value, 1)
@@ -67,7 +67,7 @@ def command(
     check_names(names)
     for path in (json_file, markdown):
         check_folder(path)
-    different_files(json_file, markdown, plot)
+    different_files(json_file, markdown, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)
     settings = replace(defaults.timing, num_runs=iterations or defaults.timing.num_runs)

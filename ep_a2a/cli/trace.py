@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """Run dispatch and combine with kernels that note what they do, and write traces.
 
-    Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens, and timeline.png.
+    Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens, and
+    timeline.png with timeline.dark.png for dark pages.
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """

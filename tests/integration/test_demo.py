@@ -124,7 +124,8 @@ def test_one_rank_with_few_words(small: tuple[str, ...]) -> None:
 def test_heat_map(small: tuple[str, ...], tmp_path: Path) -> None:
     picture = tmp_path / "traffic.png"
     assert str(picture) in succeeded(run_cli(*small, "--backend", "naive", "--plot", str(picture))).replace("\n", "")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for each in (picture, tmp_path / "traffic.dark.png"):
+        assert each.read_bytes().startswith(b"\x89PNG")
 
 
 def test_virtual_nodes(small: tuple[str, ...]) -> None:

@@ -89,4 +89,5 @@ def test_the_self_test_measures_and_draws(tmp_path: Path) -> None:
     assert "1 pairs" in printed
     assert "say nothing about GPUs" in printed.replace("\n", " ").replace("  ", "")
     assert "GB/s from rank" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for each in (picture, tmp_path / "rates.dark.png"):
+        assert each.read_bytes().startswith(b"\x89PNG")

@@ -12,6 +12,7 @@ import pytest
 
 from ep_a2a import env, errors
 from ep_a2a.cli import app
+from ep_a2a.commands import plot_style
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.testing.patch_registry import PATCHES
 
@@ -102,6 +103,6 @@ def test_every_page_is_in_the_index():
 def test_the_pictures_are_those_that_are_drawn():
     lines = round_trips.read_lines(PROJECT / "bench" / "results" / "2026-11-22_h200x4.jsonl")
     assert lines["ep_a2a"].keys() == lines["wire_limit"].keys() == {1, 16, 32, 128, 512, 4096}
-    for theme in drawing.THEMES:
+    for theme in plot_style.THEMES:
         assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
         assert (DOCS / "pictures" / f"round_trips_{theme.name}.svg").read_text() == round_trips.draw(theme, lines)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, NATIVE, ONLY_WHEN_NAMED
 from ep_a2a.commands.bench.launcher import run_sweep
-from ep_a2a.commands.bench.report import JsonLines, describe, plot_round_trips, reasons, write_markdown
+from ep_a2a.commands.bench.picture import plot_bench
+from ep_a2a.commands.bench.report import JsonLines, describe, reasons, write_markdown
 from ep_a2a.commands.bench.rows import Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.view import show
@@ -89,11 +90,8 @@ def execute(
         show(console, header, records)
         if markdown is not None:
             write_markdown(markdown, header, records)
-        if plot is not None:
-            if not any(record["status"] == Status.OK for record in records):
-                console.print("nothing was measured: the picture is empty", style="bold yellow", highlight=False)
-            plot_round_trips(records, plot, header.get("note", ""))
-        for path in filter(None, (json_file, plot, markdown)):
+        pictures = () if plot is None else plot_bench(records, plot, header)
+        for path in filter(None, (json_file, *pictures, markdown)):
             console.print(f"written: {path}", markup=False, highlight=False)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 

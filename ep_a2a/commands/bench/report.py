@@ -1,4 +1,4 @@
-"""Reports a sweep: its origin, JSON lines, its table, the same table in markdown, and a picture."""
+"""Reports a sweep: its origin, JSON lines, its table, and the same table in markdown."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ import ep_a2a
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
 from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline, shown_name
 from ep_a2a.commands.markdown import table_lines
-from ep_a2a.commands.plotting import Panel, check_can_plot, plot_panels
 from ep_a2a.commands.programs import command_output, package_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
-X_LABELS = {"num_tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
-LIMIT_STYLE = {"color": "black", "linestyle": "--"}
 CONTENDER = "contender"
 """Heading of the last column that names a row; those before it are the fields that vary."""
 
@@ -228,55 +225,3 @@ def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> Non
         *(f"- {reason}" for reason in reasons(records)),
     ]
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-
-
-def plot_round_trips(records: Sequence[Record], path: Path, note: str = "") -> None:
-    """Draws the round trip, both axes logarithmic: a line per contender and other varying field, the limit dashed.
-
-    The x axis is the tokens per rank, or max_sms where nothing else varies; no bound is drawn rightmost, as "all".
-
-    Args:
-        records: as make_records makes them; those without times are left out.
-        path: *.png or *.svg.
-        note: a line below the title.
-
-    Raises:
-        MissingPackageError, ConfigError: as `check_can_plot`.
-    """
-    check_can_plot(path)
-    x_field = choose_x(records)
-    values = sorted({int(record[x_field]) for record in records})
-    # Only a bound can be 0, which means that there is none.
-    places = {value: value or 2 * max(values) for value in values}
-    ticks = {place: "all" if x_field == "max_sms" and not value else str(value) for value, place in places.items()}
-    panel = Panel(X_LABELS[x_field], "round trip, µs", ticks, log_y=True)
-    for label, points in make_lines(records).items():
-        style = LIMIT_STYLE if label.split(",")[0] == LIMIT else {"marker": "o"}
-        panel.lines.append((label, sorted((places[value], us) for value, us in points.items()), style))
-    constant = constant_fields(records)
-    if x_field != "num_tokens":
-        constant = f"T {records[0]['num_tokens']}, {constant}"
-    plot_panels([panel], "\n".join(filter(None, (constant, note))), path)
-
-
-def choose_x(records: Sequence[Record]) -> str:
-    """Returns the field of the x axis: max_sms where nothing else varies, else num_tokens."""
-    if len({record["num_tokens"] for record in records}) == 1 and varying_fields(records) == ["num_tokens", "max_sms"]:
-        return "max_sms"
-    return "num_tokens"
-
-
-def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
-    """Returns, by label, microseconds by the field of the x axis: the least where several records are alike."""
-    x_field = choose_x(records)
-    varying = [name for name in varying_fields(records) if name not in ("num_tokens", x_field)]
-    lines: dict[str, dict[int, float]] = {}
-    for record in sorted(records, key=lambda record: int(record[x_field])):
-        if record["status"] == Status.OK:
-            named = [name for name in varying if has_effect(record, name)]
-            shown = shown_name(record["contender"], record["device"])
-            label = ", ".join([shown, *(f"{FIELDS[name]} {record[name]}" for name in named)])
-            line = lines.setdefault(label, {})
-            x = record[x_field]
-            line[x] = min(line.get(x, float("inf")), record["round_trip_us"])
-    return lines

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ep_a2a.commands.demo.picture import plot_traffic
 from ep_a2a.commands.demo.report import make_report
 from ep_a2a.commands.demo.view import show_report
 from ep_a2a.commands.demo.worker import NUM_STEPS, run_rank
-from ep_a2a.commands.plotting import check_can_plot, plot_traffic
+from ep_a2a.commands.plotting import check_can_plot
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 
 if TYPE_CHECKING:
@@ -58,13 +59,12 @@ def execute(
             results = call_ranks(pool, run_rank, settings, text.tokens, corrupt_rank)
         status.update("comparing with the dense layer")
         report = make_report(settings, text, ranks_asked_for, results)
-    if plot is not None:
-        plot_traffic(report["rows"], f"{report['backend']}, {settings.num_tokens} tokens, top-{settings.topk}", plot)
+    pictures = () if plot is None else plot_traffic(report, settings, plot)
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         console = Console()
         show_report(console, report, verbose=verbose)
-        if plot is not None:
-            console.print(f"heat map: {plot}", markup=False)
+        for picture in pictures:
+            console.print(f"written: {picture}", markup=False, highlight=False)
     return 0 if report["matches"] else EXIT_MISMATCH

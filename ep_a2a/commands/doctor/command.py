@@ -73,14 +73,15 @@ def _selftest(
         if not works:
             return None, [_not_run(f"it needs {name}")]
     try:
+        from ep_a2a.commands.doctor.picture import plot_rates
         from ep_a2a.commands.doctor.selftest import judge, run_selftest
-        from ep_a2a.commands.plotting import check_can_plot, plot_matrix
+        from ep_a2a.commands.plotting import check_can_plot
 
         if plot is not None:
             check_can_plot(plot)
         test = run_selftest(verdict.device, verdict.ranks_per_node[0], pair_secs, _show_progress)
         if plot is not None:
-            plot_matrix(test.gb_per_s, f"pushes on {verdict.device}", "GB/s", plot, digits=3)
+            plot_rates(test, plot)
     except ImportError as problem:
         return None, [_not_run(str(problem))]
     except EpA2AError as problem:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
-from ep_a2a.errors import ConfigMismatchError
+from ep_a2a.errors import ConfigMismatchError, without_section
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -169,5 +169,5 @@ def _error_text(failure: RankFailure) -> str:
     errors = [*failure.errors.values()]
     if errors:
         first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
-        return f"{type(first).__name__}: {first}"
+        return f"{type(first).__name__}: {without_section(str(first))}"
     return failure.summary

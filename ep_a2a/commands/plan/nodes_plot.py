@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.commands.plotting import Panel, plot_panels
+import ep_a2a
+from ep_a2a.commands.plot_style import BUFFERS, COMBINE, DISPATCH, Caption
+from ep_a2a.commands.plotting import BYTE_UNITS, TIME_UNITS, Panel, plot_panels, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,34 +15,48 @@ if TYPE_CHECKING:
     from ep_a2a.commands.simulation.predict import Prediction
 
 STYLES = {"node": "-", "rank": "--", "expert": ":"}
-MB, GB = 1e6, 1e9
 X_LABEL = "GPUs (EP size)"
+KEY = {"dispatch": DISPATCH, "combine": COMBINE, "buffers": BUFFERS}
 
 
-def plot_predictions(found: Sequence[Prediction], path: Path) -> None:
+def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Path]:
     """Writes a picture of three panels: times, bytes through a NIC, buffers; a line for each number of copies.
 
     Args:
         found: of one shape. path: *.png or *.svg.
 
     Raises:
-        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.check_can_plot.
+        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.write_picture.
     """
     ticks = {count: str(count) for count in sorted({each.cluster.num_ranks for each in found})}
-    panels = times, wires, buffers = tuple(
-        Panel(X_LABEL, label, ticks) for label in ("time, µs", "bytes sent by a GPU's NIC, MB", "buffers of a GPU, GB")
+    values: dict[str, tuple[Sequence[tuple[float, str]], dict[str, Callable[[Prediction], float]]]] = {
+        "time": (TIME_UNITS, {"dispatch": lambda each: each.dispatch_us, "combine": lambda each: each.combine_us}),
+        "sent by a GPU's NIC": (BYTE_UNITS, {"dispatch": lambda each: each.nic_dispatch_bytes,
+                                             "combine": lambda each: each.nic_combine_bytes}),
+        "buffers of a GPU": (BYTE_UNITS, {"buffers": lambda each: each.buffer_bytes}),
+    }  # fmt: skip
+    copies = list(dict.fromkeys(each.copies for each in found))
+    panels = []
+    for label, (units, lines) in values.items():
+        size, unit = unit_for(max(value(each) for each in found for value in lines.values()), units)
+        panel = Panel(X_LABEL, f"{label} ({unit})", ticks)
+        for name, value in lines.items():
+            for kind in copies:
+                points = [(each.cluster.num_ranks, value(each) / size) for each in found if each.copies == kind]
+                style = {"color": f"C{KEY[name]}", "linestyle": STYLES[kind], "marker": "o"}
+                panel.lines.append((f"{name}, a copy per {kind}", points, style))
+        panels.append(panel)
+    key = [(name, {"color": f"C{number}"}) for name, number in KEY.items()]
+    key += [(f"a copy per {kind}", {"linestyle": STYLES[kind]}) for kind in copies]
+    return plot_panels(panels, key, _caption(found), path)
+
+
+def _caption(found: Sequence[Prediction]) -> Caption:
+    shape, cluster = found[0].shape, found[0].cluster
+    return Caption(
+        "Predicted, not measured: time, traffic and memory of an exchange between nodes",
+        "A simulator's values. Solid: a token crosses once to each node; dashed: once to each rank",
+        f"{shape.num_tokens} tokens per GPU, hidden {shape.hidden_dim}, top-{shape.topk} of {shape.num_experts} "
+        f"experts, dispatch {'fp8' if shape.casts else 'bf16'}; {cluster.gpus_per_node} GPUs per node, a NIC of "
+        f"{cluster.nic_gbps:g} Gb/s per GPU · ep_a2a {ep_a2a.__version__}, ep-a2a plan --nodes",
     )
-
-    def draw(panel: Panel, label: str, color: str, copies: str, value: Callable[[Prediction], float]) -> None:
-        points = [(each.cluster.num_ranks, value(each)) for each in found if each.copies == copies]
-        panel.lines.append((label, points, {"color": color, "linestyle": STYLES[copies], "marker": "o"}))
-
-    for copies in dict.fromkeys(each.copies for each in found):
-        name = f"a copy per {copies}"
-        draw(times, f"dispatch, {name}", "C0", copies, lambda each: each.dispatch_us)
-        draw(times, f"combine, {name}", "C1", copies, lambda each: each.combine_us)
-        draw(wires, f"dispatch, {name}", "C0", copies, lambda each: each.nic_dispatch_bytes / MB)
-        draw(wires, f"combine, {name}", "C1", copies, lambda each: each.nic_combine_bytes / MB)
-        draw(buffers, name, "C2", copies, lambda each: each.buffer_bytes / GB)
-    tokens, gbps = found[0].shape.num_tokens, found[0].cluster.nic_gbps
-    plot_panels(panels, f"PREDICTED, not measured: {tokens} tokens per GPU, {gbps:g} Gb/s", path)

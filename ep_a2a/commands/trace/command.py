@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
 
-WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
+WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")
 """Names of the files that the command writes."""
 
 
@@ -36,11 +36,14 @@ def execute(workload: Workload, device: str, num_steps: int, folder: Path, *, pl
         write_trace({rank: own}, folder / f"trace_RANK_{rank}.json")
     write_trace(spans, folder / "trace.json")
     if plot:
-        note = f"{workload.num_tokens} tokens per rank, {workload.quant_type}, {workload.layout}, {device}"
-        plot_timeline(last_step(spans), folder / "timeline.png", note)
+        note = (
+            f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
+            f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}, {device} · ep-a2a trace"
+        )
+        plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
     console = Console()
     _show(console, spans, device)
-    written = "trace_RANK_*.json, trace.json" + (", timeline.png" if plot else "")
+    written = "trace_RANK_*.json, trace.json" + (", timeline.png, timeline.dark.png" if plot else "")
     console.print(f"{folder}: {written}", markup=False, soft_wrap=True)
     if left_over := [name for name in removed if not (folder / name).exists()]:
         console.print(f"removed there, of an earlier run: {', '.join(left_over)}", markup=False, soft_wrap=True)

@@ -1,0 +1,248 @@
+"""Pictures of the command line: nothing lies over the data, what was not measured is grey, units fit, two themes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_a2a.commands import plotting
+from ep_a2a.commands.bench import picture as bench_picture
+from ep_a2a.commands.bench.picture import plot_bench
+from ep_a2a.commands.demo.picture import plot_traffic
+from ep_a2a.commands.demo.settings import DemoSettings
+from ep_a2a.commands.doctor.picture import plot_rates
+from ep_a2a.commands.doctor.selftest import SelfTest
+from ep_a2a.commands.doctor.selftest_rank import PairResult
+from ep_a2a.commands.plan.nodes import predictions
+from ep_a2a.commands.plan.nodes_plot import plot_predictions
+from ep_a2a.commands.plot_style import DARK, LIGHT, THEMES, Caption, style_of, text_inches, wrap
+from ep_a2a.commands.plotting import Panel
+from ep_a2a.commands.trace.timeline import plot_timeline
+from ep_a2a.errors import ConfigError
+from ep_a2a.telemetry.spans import HOST, TraceSpan
+
+PROJECT = Path(__file__).resolve().parents[2]
+mpl = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.text")
+
+GPUS = {"device": "cuda", "gpus": ["NVIDIA H200"] * 4, "ep_a2a": "0.1.0", "commit": "648c52e"}
+CPU = {"device": "cpu", "ep_a2a": "0.1.0", "commit": None}
+
+
+def bench_rows() -> list[dict[str, Any]]:
+    lines = (PROJECT / "bench" / "results" / "2026-11-22_h200x4.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["record"] == "row"]
+
+
+def some_spans(us: int) -> list[TraceSpan]:
+    start_ns = 5_000_000_000_000
+    bars = (("dispatch", HOST, 0, 4), ("quant_and_put", 0, 1, 3), ("wait", 0, 3, 9), ("topk_reduce", 0, 9, 12))
+    return [
+        TraceSpan(name, "", "dispatch", 1, program, start_ns + begin * us * 1000, start_ns + end * us * 1000)
+        for name, program, begin, end in bars
+    ]
+
+
+def self_test(device: str, num_ranks: int) -> SelfTest:
+    pairs: dict[tuple[int, int], PairResult | str] = {
+        pair: PairResult((120.0, 98.5), 1.0, 1, 1) for pair in itertools.combinations(range(num_ranks), 2)
+    }
+    return SelfTest(device, num_ranks, pairs | {(0, 1): "RankTimeoutError: late"})
+
+
+DRAWN = {
+    "traffic": lambda path: plot_traffic({"rows": [[9, 23], [2500, 0]], "backend": "ep_a2a"}, DemoSettings(2), path),
+    "traffic of many ranks": lambda path: plot_traffic(
+        {"rows": [[7] * 24] * 24, "backend": "ep_a2a"}, DemoSettings(24), path
+    ),
+    "bench": lambda path: plot_bench(
+        [row for row in bench_rows() if row["quant_type"] == "fp8_per_1x128" and row["combine_quant"] == "none"
+         and not row["max_sms"] and not row["gpus_per_node"]], path, GPUS
+    ),
+    "bench, everything": lambda path: plot_bench(bench_rows(), path, GPUS),
+    "bench on CPU": lambda path: plot_bench([row | {"device": "cpu"} for row in bench_rows()], path, CPU),
+    "timeline": lambda path: plot_timeline({0: some_spans(1), 1: some_spans(2)}, path, "a note " * 30),
+    "timeline on CPU": lambda path: plot_timeline({0: some_spans(100_000)}, path, device="cpu"),
+    "rates": lambda path: plot_rates(self_test("cuda", 8), path),
+    "rates of two": lambda path: plot_rates(self_test("cuda", 2), path),
+    "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
+    "nodes": lambda path: plot_predictions(predictions("2,4", max_tokens=32, hidden_dim=512), path),
+}  # fmt: skip
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Draws by the name of a picture; returns the figures of both themes without writing them."""
+
+    def draw(name: str) -> list[Any]:
+        found = []
+
+        def keep(make: Any, path: Path) -> tuple[Path, Path]:
+            for theme in THEMES:
+                with mpl.rc_context(style_of(theme)):
+                    figure = make(theme)
+                    figure.draw_without_rendering()
+                    found.append(figure)
+            return path, path
+
+        monkeypatch.setattr(plotting, "write_picture", keep)
+        DRAWN[name](tmp_path / "x.png")
+        return found
+
+    return draw
+
+
+def words_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.findobj(mpl.text.Text) if text.get_text()]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_nothing_lies_over_the_data_or_is_cut(figures, name: str) -> None:
+    for figure in figures(name):
+        page = figure.bbox.padded(1)
+        names = [each for axes in figure.axes for each in axes.texts if isinstance(each, mpl.text.Annotation)]
+        for each in (*figure.texts, *figure.legends, *names):
+            # an annotation's own box reaches to the data by its line
+            box = mpl.text.Text.get_window_extent(each) if each in names else each.get_window_extent()
+            assert page.contains(*box.p0), each
+            assert page.contains(*box.p1), each
+            assert not [axes for axes in figure.axes if axes.bbox.overlaps(box)], each
+        assert not [axes for axes in figure.axes if axes.get_legend()]
+        for axes in figure.axes:
+            box = axes.get_tightbbox()
+            assert page.contains(*box.p0), axes
+            assert page.contains(*box.p1), axes
+            assert not [text for text in figure.texts if text.get_window_extent().overlaps(box)], axes
+
+
+@pytest.mark.parametrize("name", ["bench", "bench, everything"])
+def test_names_of_lines_do_not_touch(figures, name: str) -> None:
+    (axes,) = figures(name)[0].axes
+    boxes = [mpl.text.Text.get_window_extent(each) for each in axes.texts]
+    assert len(boxes) == len(axes.lines) >= 4
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_what_was_not_measured_is_grey(figures) -> None:
+    for theme, figure in zip((LIGHT, DARK), figures("rates")):
+        image = figure.axes[0].images[0]
+        colours = image.to_rgba(image.get_array())
+        grey = mpl.colors.to_rgba(theme.unmeasured)
+        for source, destination in itertools.product(range(8), repeat=2):
+            unmeasured = source == destination or {source, destination} == {0, 1}
+            assert (tuple(colours[source, destination]) == grey) == unmeasured
+        assert "Rates of pushes between ranks: 98.5 to 120 GB/s" in words_of(figure)
+        assert any("failed: 0 and 1" in text for text in words_of(figure))
+
+
+def test_cpu_pictures_tell_nothing_about_speed(figures) -> None:
+    for name in ("bench on CPU", "rates on CPU"):
+        text = "\n".join(words_of(figures(name)[0]))
+        assert "Functional check" in text
+        assert "nothing about speed" in text
+        assert "ok" in text
+        assert not [word for word in ("µs", "GB/s", "nccl") if word in text]
+    assert "failed" in words_of(figures("rates on CPU")[0])
+
+
+def test_a_wrong_result_counts_for_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    monkeypatch.setattr(bench_picture, "plot_checks", lambda rows, caption, *_: found.update(rows=rows, words=caption))
+    rows = [row for row in bench_rows() if row["num_tokens"] in (1, 16) and row["quant_type"] == "fp8_per_1x128"]
+    rows += [rows[-1] | {"status": "error"}, rows[0] | {"contender": "deepep", "status": "unavailable"}]
+    plot_bench(rows, tmp_path / "x.png", CPU)
+    assert found["rows"]["deepep"] == {"1": None}
+    assert {"1": True, "16": True} in found["rows"].values()
+    assert [row for row in found["rows"].values() if row.get("16") is False]
+    num_rows = len(found["rows"])
+    assert found["words"].title == f"Functional check: {num_rows - 2} of {num_rows - 1} contenders are right"
+
+
+@pytest.mark.parametrize(("name", "unit", "most"), [("timeline", "µs", 24), ("timeline on CPU", "s", 1.2)])
+def test_a_timeline_has_the_unit_of_its_length(figures, name: str, unit: str, most: float) -> None:
+    (axes,) = figures(name)[0].axes
+    assert axes.get_xlabel() == f"{unit} since the first bar"
+    assert axes.get_xlim()[0] == 0
+    assert most <= axes.get_xlim()[1] < 1.2 * most
+    assert axes.xaxis.get_major_formatter().get_offset() == ""
+
+
+def test_units() -> None:
+    assert plotting.unit_for(0.0, plotting.TIME_UNITS) == (1e-3, "ns")
+    assert plotting.unit_for(999.0, plotting.TIME_UNITS) == (1.0, "µs")
+    assert plotting.unit_for(1e3, plotting.TIME_UNITS) == (1e3, "ms")
+    assert plotting.unit_for(7e12, plotting.BYTE_UNITS) == (1e9, "GB")
+
+
+def test_titles_say_what_is_seen_and_footers_hold_parameters(figures) -> None:
+    title, reading, *footer = (text.get_text() for text in figures("bench")[0].texts)
+    assert title == "Round trip: ep_a2a takes 1.02 to 1.21 times the wire limit"
+    assert "logarithmic" in reading
+    assert "H 7168" in "\n".join(footer)
+    assert "4 x NVIDIA H200 · ep_a2a 0.1.0 (648c52e), ep-a2a bench" in footer
+    nodes = figures("nodes")[0]
+    assert nodes.axes[0].get_ylabel() == "time (µs)"
+    assert nodes.texts[0].get_text().startswith("Predicted, not measured")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_dark_variant_is_written_beside(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"traffic{suffix}"
+    written = DRAWN["traffic"](path)
+    assert written == (path, tmp_path / f"traffic.dark{suffix}")
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    light, dark = (each.read_bytes() for each in written)
+    assert light != dark
+    if suffix == ".svg":
+        assert LIGHT.page.encode() in light
+        assert DARK.page.encode() in dark
+        DRAWN["traffic"](path)
+        assert path.read_bytes() == light
+
+
+def test_files_that_cannot_be_written_are_found_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "x.dark.png").mkdir()
+    with pytest.raises(ConfigError, match=r"x\.dark\.png"):
+        plotting.check_can_plot(tmp_path / "x.png")
+    assert [each.name for each in tmp_path.iterdir()] == ["x.dark.png"]
+
+
+def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    with pytest.raises(ConfigError, match="No space left"):
+        DRAWN["traffic"](tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wanted", [[0.5] * 5, [0.0, 1.0, 0.99], [0.2], [1.0] * 10, []])
+def test_names_are_spread_without_touching(wanted: list[float]) -> None:
+    sizes = [0.08 + 0.01 * (i % 2) for i in range(len(wanted))]
+    placed = plotting.spread(wanted, sizes)
+    edges = sorted((y - size / 2, y + size / 2) for y, size in zip(placed, sizes))
+    assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(edges))
+    assert all(low >= -1e-9 and high <= 1 + 1e-9 for low, high in edges)
+
+
+def test_lines_of_text_fit() -> None:
+    lines = wrap("a title that is longer than the picture is wide", 2.0, 12)
+    assert len(lines) > 1
+    assert all(text_inches(line, 12) <= 2.0 for line in lines)
+    assert wrap("", 2.0, 12) == []
+
+
+def test_ticks_do_not_touch() -> None:
+    panel = Panel("x", "y", {n: str(n) for n in range(1, 65)}, log_y=True, lines=[("one", [(1, 2.0), (64, 3.0)], {})])
+    with mpl.rc_context(style_of(LIGHT)):
+        figure = plotting.lines_figure(panel, Caption("title"), LIGHT)
+    figure.draw_without_rendering()
+    boxes = [each.get_window_extent() for each in figure.axes[0].get_xticklabels() if each.get_text()]
+    assert len(boxes) > 8
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
