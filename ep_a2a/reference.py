@@ -7,7 +7,7 @@ difference.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -122,33 +122,19 @@ def dispatch_reference(
     _check_dispatch_inputs(tokens, ids, max_num_tokens)
     given_weights = _all_or_none("weights", weights, ids)
     given_scales = _all_or_none("scales", scales, ids)
+    if kind == Layout.EXPERT_MAJOR and given_weights is None:
+        raise InputError("weights with layout expert_major", "none")
     owners = [_owners(rank_ids, num_experts, world_size) for rank_ids in ids]
     positions = [
         torch.arange(rank_ids.shape[0], dtype=torch.int32) + source * stride for source, rank_ids in enumerate(ids)
     ]
-    if kind == Layout.EXPERT_MAJOR and given_weights is None:
-        raise InputError("weights with layout expert_major", "none")
     block_rows = max_num_tokens if kind != Layout.COMPACT else None
-    result = []
-    for destination in range(world_size):
-        sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in owners]
-        counts = [rows.numel() for rows in sent]
-        received = DispatchReference(
-            tokens=_arrange(tokens, sent, block_rows, 0),
-            weights=None if given_weights is None else _arrange(given_weights, sent, block_rows, 0),
-            scales=None if given_scales is None else _arrange(given_scales, sent, block_rows, 0),
-            ids=_arrange(ids, sent, block_rows, pad_id),
-            source_positions=_arrange(positions, sent, block_rows, -1),
-            counts_per_source=torch.tensor(counts, dtype=torch.int32),
-            total_recv=sum(counts),
-            tokens_per_source=stride,
-            layout=kind,
-        )
-        if kind == Layout.EXPERT_MAJOR:
-            own = (_owners(torch.arange(num_experts), num_experts, world_size) == destination).nonzero().flatten()
-            received = _by_expert(received, own.tolist())
-        result.append(received)
-    return result
+    step = _Step(tokens, given_weights, given_scales, ids, positions, owners, stride, kind, block_rows, pad_id)
+    received = [_received(step, destination) for destination in range(world_size)]
+    if kind != Layout.EXPERT_MAJOR:
+        return received
+    experts = _owners(torch.arange(num_experts), num_experts, world_size)
+    return [_by_expert(rows, (experts == rank).nonzero().flatten().tolist()) for rank, rows in enumerate(received)]
 
 
 def combine_reference(
@@ -291,6 +277,39 @@ def _weighted_experts(
         weight = torch.where(slots, weights.to(torch.float32), 0.0)[chosen].sum(dim=1, keepdim=True)
         out[chosen] += weight * rows
     return out
+
+
+class _Step(NamedTuple):
+    """What all ranks bring to a dispatch, by source rank, and the form of what they receive."""
+
+    tokens: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor] | None
+    scales: Sequence[torch.Tensor] | None
+    ids: Sequence[torch.Tensor]
+    positions: Sequence[torch.Tensor]
+    owners: Sequence[torch.Tensor]
+    tokens_per_source: int
+    layout: Layout
+    block_rows: int | None
+    pad_id: int
+
+
+def _received(step: _Step, destination: int) -> DispatchReference:
+    """What one rank receives, arranged by source."""
+    sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in step.owners]
+    counts = [rows.numel() for rows in sent]
+    rows = step.block_rows
+    return DispatchReference(
+        tokens=_arrange(step.tokens, sent, rows, 0),
+        weights=None if step.weights is None else _arrange(step.weights, sent, rows, 0),
+        scales=None if step.scales is None else _arrange(step.scales, sent, rows, 0),
+        ids=_arrange(step.ids, sent, rows, step.pad_id),
+        source_positions=_arrange(step.positions, sent, rows, -1),
+        counts_per_source=torch.tensor(counts, dtype=torch.int32),
+        total_recv=sum(counts),
+        tokens_per_source=step.tokens_per_source,
+        layout=step.layout,
+    )
 
 
 def _by_expert(received: DispatchReference, experts: Sequence[int]) -> DispatchReference:

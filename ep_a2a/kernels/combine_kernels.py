@@ -147,6 +147,15 @@ def receive_results(
             clear_results(result, work.num_tokens, work.number, work.num_receivers, ADDED, COMBINE.DTYPE)
 
 
+@portable
+def begin_combine(table, state, num_tokens, S: tl.constexpr, FORM: tl.constexpr):
+    """The step's epoch, and what is not 0 when the calls come out of order or with other tokens than dispatch had."""
+    epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
+    # a graph of another number of tokens would leave rows behind that nobody takes
+    sent_tokens = tl.load(state + NUM_TOKENS)
+    return epoch, out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+
+
 @portable(
     do_not_specialize=["num_tokens", "stride", "slots_per_rank", "rank", "num_senders", "num_receivers", "pause_ns"],
     do_not_specialize_on_alignment=["ids", "weights_in"],
@@ -184,10 +193,7 @@ def combine_kernel(
     is_speaker = program == SPEAKER
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
-    # a graph of another number of tokens would leave rows behind that nobody takes
-    sent_tokens = tl.load(state + NUM_TOKENS)
-    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    epoch, out_of_order = begin_combine(table, state, num_tokens, S, FORM)
     answer = ask_poison(poison_word, WEIGHTS.GROUP)
     sender = program - 1
     is_sender = (sender >= 0) & (sender < num_senders)

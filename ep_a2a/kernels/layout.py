@@ -243,88 +243,124 @@ class OpLayout:
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> "OpLayout":
         """The layout of an op; equal on all ranks that agree on the config, but for `local` and `expert`."""
-        world_size, topk, max_tokens = config.world_size, config.topk, config.max_num_inp_token_per_rank
-        rows, hidden_dim = config.max_num_recv_tokens, config.hidden_dim
-        sent_rows = world_size * max_tokens
-        reduced_rows = sent_rows if config.layout == Layout.EXPERT_MAJOR else 0
-        expert_rows = config.num_local_experts * reduced_rows
         rings = Rings.of(config)
-        num_nodes, channels, slots = rings.num_nodes, rings.num_channels, rings.num_slots
-        mirrored = world_size if rings.by_puts or rings.by_host else 0
-        # chunks that the host moves have no counters, and are packed for all nodes at once
-        counted = 0 if rings.by_host else num_nodes
-        to_experts: tuple[int, ...] = (num_nodes, channels, slots, rings.slot_words)
-        back: tuple[int, ...] = (num_nodes, channels, slots, rings.back_slot_words)
-        packed: tuple[int, ...] = (channels, rings.staged_words)
-        packed_back: tuple[int, ...] = (0,)
-        if rings.by_host:
-            to_experts = packed = (num_nodes, rings.node_words(max_tokens, back=False))
-            back = packed_back = (num_nodes, rings.node_words(max_tokens, back=True))
-        # with rings the ranks of a token's node take results from where its experts' ranks keep them
-        result_rows = rows if config.uses_rings else sent_rows
-        i32, i64, f32, u8 = torch.int32, torch.int64, torch.float32, torch.uint8
         return cls(
-            control=_block(
-                (Region.POISON, i32, (1,)),
-                (Region.DISPATCH_FLAGS, i32, (world_size,)),
-                (Region.COMBINE_FLAGS, i32, (world_size,)),
-                (Region.COUNTS, i64, (world_size, world_size + 1)),
-                (Region.WEIGHT_EPOCHS, i32, (world_size,)),
-                (Region.INDICES, i32, (rows, topk)),
-                (Region.SOURCE_POSITIONS, i32, (rows,)),
-                (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, hidden_dim)),
-                (Region.FLAGGED_SIDES, i64, (world_size * config.flagged_tokens, side_words(config))),
-                (Region.CHUNKS_ARRIVED, i64, (2, counted, channels)),
-                (Region.CHUNKS_TAKEN, i64, (2, counted, channels)),
-                (Region.MIRROR_POISON, i32, (mirrored and 1,)),
-                (Region.MIRROR_COMBINE_FLAGS, i32, (mirrored,)),
-                (Region.MIRROR_COUNTS, i64, (mirrored, world_size + 1)),
-                (Region.MIRROR_WEIGHT_EPOCHS, i32, (mirrored,)),
-                (Region.UNREAD, i64, (int(rings.by_puts),)),
-            ),
-            dispatch=_block(
-                (Region.TOKENS, config.wire_dtype, (rows, hidden_dim)),
-                (Region.SCALES, u8, (rows, config.num_scales * config.scale_bytes)),
-                (Region.WEIGHTS, f32, (rows, topk)),
-                (Region.CHUNKS, i32, to_experts),
-                (Region.STAGED_CHUNKS, i32, packed),
-            ),
-            combine=_block(
-                (Region.COMBINE_ROWS, config.combine_wire_dtype, (result_rows, hidden_dim)),
-                (Region.COMBINE_SCALES, f32, (result_rows, config.num_combine_scales)),
-                (Region.COMBINE_WEIGHTS, f32, (result_rows, topk)),
-                (Region.CHUNKS_BACK, i32, back),
-                (Region.CHUNKS_SENT_BACK, i32, packed_back),
-            ),
-            local=_block(
-                (Region.STATE, i32, (STATE_WORDS,)),
-                (Region.CHUNK_COUNTS, i64, (MAX_DISPATCH_PROGRAMS, world_size)),
-                (Region.LIMITS, i64, (2,)),
-                (Region.ROUTES, i32, (max_tokens, world_size)),
-                (Region.SENT_INDICES, i32, (max_tokens, topk)),
-                (Region.RECV_COUNTS, i32, (world_size,)),
-                (Region.TOTAL_RECV, i32, (1,)),
-                (Region.EXPERT_COUNTS, i32, (max(1, config.num_local_experts),)),
-                (Region.EXPERT_RECV_COUNT, i32, (max(1, config.num_local_experts),)),
-                (Region.CHANNEL_STATE, i32, (2, channels, 2, counted)),
-                (Region.OWN_LINES, i32, (max_tokens if num_nodes else 0, num_nodes)),
-                (Region.FORWARDED_CHANNELS, i32, (num_nodes,)),
-                (Region.FORWARDED_CHUNKS, i32, (channels, num_nodes)),
-                (Region.FORWARDED_LINES, i32, (num_nodes, rings.num_chunks)),
-                (Region.FORWARDED_ROWS, i32, (num_nodes, rings.num_chunks * rings.chunk_tokens, rings.gpus_per_node)),
-            ),
-            result=_block(
-                (Region.RESULT, config.combined_dtype, (max_tokens, hidden_dim)),
-                (Region.RESULT_WEIGHTS, f32, (max_tokens, topk)),
-            ),
-            expert=_block(
-                (Region.EXPERT_ROWS, config.wire_dtype, (expert_rows, hidden_dim)),
-                (Region.EXPERT_SCALES, u8, (expert_rows, config.num_scales * config.scale_bytes)),
-                (Region.EXPERT_WEIGHTS, f32, (expert_rows,)),
-                (Region.EXPERT_SLOTS, i32, (reduced_rows, topk)),
-                (Region.REDUCED_ROWS, config.combined_dtype, (reduced_rows, hidden_dim)),
-            ),
+            control=_control_block(config, rings),
+            dispatch=_dispatch_block(config, rings),
+            combine=_combine_block(config, rings),
+            local=_local_block(config, rings),
+            result=_result_block(config),
+            expert=_expert_block(config),
         )
+
+
+I32, I64, F32, U8 = torch.int32, torch.int64, torch.float32, torch.uint8
+
+
+def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
+    world_size, rows = config.world_size, config.max_num_recv_tokens
+    mirrored = world_size if rings.by_puts or rings.by_host else 0
+    channels, counted = rings.num_channels, _counted_nodes(rings)
+    return _block(
+        (Region.POISON, I32, (1,)),
+        (Region.DISPATCH_FLAGS, I32, (world_size,)),
+        (Region.COMBINE_FLAGS, I32, (world_size,)),
+        (Region.COUNTS, I64, (world_size, world_size + 1)),
+        (Region.WEIGHT_EPOCHS, I32, (world_size,)),
+        (Region.INDICES, I32, (rows, config.topk)),
+        (Region.SOURCE_POSITIONS, I32, (rows,)),
+        (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, config.hidden_dim)),
+        (Region.FLAGGED_SIDES, I64, (world_size * config.flagged_tokens, side_words(config))),
+        (Region.CHUNKS_ARRIVED, I64, (2, counted, channels)),
+        (Region.CHUNKS_TAKEN, I64, (2, counted, channels)),
+        (Region.MIRROR_POISON, I32, (mirrored and 1,)),
+        (Region.MIRROR_COMBINE_FLAGS, I32, (mirrored,)),
+        (Region.MIRROR_COUNTS, I64, (mirrored, world_size + 1)),
+        (Region.MIRROR_WEIGHT_EPOCHS, I32, (mirrored,)),
+        (Region.UNREAD, I64, (int(rings.by_puts),)),
+    )
+
+
+def _dispatch_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
+    rows = config.max_num_recv_tokens
+    chunks: tuple[int, ...] = (rings.num_nodes, rings.num_channels, rings.num_slots, rings.slot_words)
+    staged: tuple[int, ...] = (rings.num_channels, rings.staged_words)
+    if rings.by_host:
+        # chunks that the host moves are packed for all nodes at once
+        chunks = staged = (rings.num_nodes, rings.node_words(config.max_num_inp_token_per_rank, back=False))
+    return _block(
+        (Region.TOKENS, config.wire_dtype, (rows, config.hidden_dim)),
+        (Region.SCALES, U8, (rows, config.num_scales * config.scale_bytes)),
+        (Region.WEIGHTS, F32, (rows, config.topk)),
+        (Region.CHUNKS, I32, chunks),
+        (Region.STAGED_CHUNKS, I32, staged),
+    )
+
+
+def _combine_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
+    max_tokens = config.max_num_inp_token_per_rank
+    # with rings the ranks of a token's node take results from where its experts' ranks keep them
+    rows = config.max_num_recv_tokens if config.uses_rings else config.world_size * max_tokens
+    chunks: tuple[int, ...] = (rings.num_nodes, rings.num_channels, rings.num_slots, rings.back_slot_words)
+    staged: tuple[int, ...] = (0,)
+    if rings.by_host:
+        chunks = staged = (rings.num_nodes, rings.node_words(max_tokens, back=True))
+    return _block(
+        (Region.COMBINE_ROWS, config.combine_wire_dtype, (rows, config.hidden_dim)),
+        (Region.COMBINE_SCALES, F32, (rows, config.num_combine_scales)),
+        (Region.COMBINE_WEIGHTS, F32, (rows, config.topk)),
+        (Region.CHUNKS_BACK, I32, chunks),
+        (Region.CHUNKS_SENT_BACK, I32, staged),
+    )
+
+
+def _local_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
+    world_size, max_tokens = config.world_size, config.max_num_inp_token_per_rank
+    local_experts = max(1, config.num_local_experts)
+    num_nodes, channels, num_chunks = rings.num_nodes, rings.num_channels, rings.num_chunks
+    return _block(
+        (Region.STATE, I32, (STATE_WORDS,)),
+        (Region.CHUNK_COUNTS, I64, (MAX_DISPATCH_PROGRAMS, world_size)),
+        (Region.LIMITS, I64, (2,)),
+        (Region.ROUTES, I32, (max_tokens, world_size)),
+        (Region.SENT_INDICES, I32, (max_tokens, config.topk)),
+        (Region.RECV_COUNTS, I32, (world_size,)),
+        (Region.TOTAL_RECV, I32, (1,)),
+        (Region.EXPERT_COUNTS, I32, (local_experts,)),
+        (Region.EXPERT_RECV_COUNT, I32, (local_experts,)),
+        (Region.CHANNEL_STATE, I32, (2, channels, 2, _counted_nodes(rings))),
+        (Region.OWN_LINES, I32, (max_tokens if num_nodes else 0, num_nodes)),
+        (Region.FORWARDED_CHANNELS, I32, (num_nodes,)),
+        (Region.FORWARDED_CHUNKS, I32, (channels, num_nodes)),
+        (Region.FORWARDED_LINES, I32, (num_nodes, num_chunks)),
+        (Region.FORWARDED_ROWS, I32, (num_nodes, num_chunks * rings.chunk_tokens, rings.gpus_per_node)),
+    )
+
+
+def _result_block(config: EpDispatchCombineConfig) -> Block:
+    max_tokens = config.max_num_inp_token_per_rank
+    return _block(
+        (Region.RESULT, config.combined_dtype, (max_tokens, config.hidden_dim)),
+        (Region.RESULT_WEIGHTS, F32, (max_tokens, config.topk)),
+    )
+
+
+def _expert_block(config: EpDispatchCombineConfig) -> Block:
+    by_expert = config.layout == Layout.EXPERT_MAJOR
+    received_rows = config.world_size * config.max_num_inp_token_per_rank if by_expert else 0
+    rows = config.num_local_experts * received_rows
+    return _block(
+        (Region.EXPERT_ROWS, config.wire_dtype, (rows, config.hidden_dim)),
+        (Region.EXPERT_SCALES, U8, (rows, config.num_scales * config.scale_bytes)),
+        (Region.EXPERT_WEIGHTS, F32, (rows,)),
+        (Region.EXPERT_SLOTS, I32, (received_rows, config.topk)),
+        (Region.REDUCED_ROWS, config.combined_dtype, (received_rows, config.hidden_dim)),
+    )
+
+
+def _counted_nodes(rings: Rings) -> int:
+    """Nodes whose chunks are counted as they come and go: none where the host moves chunks."""
+    return 0 if rings.by_host else rings.num_nodes
 
 
 def side_words(config: EpDispatchCombineConfig) -> int:
