@@ -48,7 +48,7 @@ SPEAKER = tl.constexpr(0)
 
 
 @portable
-def tell_peers(
+def post_to_peers(
     table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     ORDERS: tl.constexpr,
 ):  # fmt: skip
@@ -59,13 +59,13 @@ def tell_peers(
     if HAS_WEIGHTS:
         lanes = tl.arange(0, WORLD_LANES)
         present = lanes < WORLD_SIZE
-        told = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
-        tl.store(told, like(lanes, epoch), mask=present)
+        epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
+        tl.store(epochs_at, like(lanes, epoch), mask=present)
     post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
 
 
 @portable
-def hear_peers(
+def await_peers(
     table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1,
 ):  # fmt: skip
@@ -77,8 +77,8 @@ def hear_peers(
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, WORLD_LANES)
-            told = address(table, WEIGHT_EPOCHS, rank, WORLD_SIZE, tl.int32) + lanes
-            brought = tl.load(told, mask=lanes < WORLD_SIZE, other=0, volatile=True)
+            epochs_at = address(table, WEIGHT_EPOCHS, rank, WORLD_SIZE, tl.int32) + lanes
+            brought = tl.load(epochs_at, mask=lanes < WORLD_SIZE, other=0, volatile=True)
             missing = ((brought != epoch) & (lanes < WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
@@ -93,7 +93,7 @@ def send_results(
 ):  # fmt: skip
     """The sending part of a program: posts to the peers, or sends its share of the rows. first: from first_unit."""
     if is_speaker & (poison == 0):
-        tell_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+        post_to_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
     if is_sender & (poison == 0):
         begin_span(FORM.SPANS, table, COPY_AND_PUT, S.WORLD_SIZE)
         push_results(
@@ -128,7 +128,7 @@ def receive_results(
     if is_speaker:
         if poison == 0:
             # then every peer's experts have read what this rank overwrites next
-            poison = hear_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+            poison = await_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     elif (work.number >= 0) & (poison == 0):
         own = first_own_row_of(counts, stride, rank, S)

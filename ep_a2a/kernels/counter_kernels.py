@@ -106,8 +106,8 @@ def count_dispatch_kernel(
     epoch, _ = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
     sources = tl.arange(0, WORLD_LANES)[:, None]
     targets = tl.arange(0, WORLD_LANES)[None, :]
-    told = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + sources * (WORLD_SIZE + 1) + targets
-    words = tl.load(told, mask=(sources < WORLD_SIZE) & (targets < WORLD_SIZE), other=0, volatile=True)
+    counts_at = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + sources * (WORLD_SIZE + 1) + targets
+    words = tl.load(counts_at, mask=(sources < WORLD_SIZE) & (targets < WORLD_SIZE), other=0, volatile=True)
     rows = tl.where(epoch_of(words) == epoch, payload_of(words), 0)
 
     kept = sum_where(rows, (sources == rank) & (targets == rank))

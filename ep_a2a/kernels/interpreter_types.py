@@ -1,4 +1,4 @@
-"""Remembers Triton's types while kernels are interpreted. Triton makes each anew, which takes a third of the time."""
+"""Caches Triton's types while kernels are interpreted. Triton makes each anew, which takes a third of the time."""
 
 import contextlib
 import functools
@@ -14,11 +14,11 @@ _numpy_dtype = functools.cache(interpreter._get_np_dtype)
 _blocks: dict[Any, dict[str, Any]] = {}
 """Attributes of block types by (element type, shape)."""
 _SHAPE = "ep_a2a_shape"
-"""Attribute of a remembered block type: the numel and the shape of its tensors."""
+"""Attribute of a cached block type: the numel and the shape of its tensors."""
 _SCALAR = tl.constexpr(1), tl.tuple([])
 
 
-def _remembered_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+def _cached_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """block_type.__init__ that computes each type's attributes once; pointers are made per argument, so not kept."""
     sizes = tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
     key = element_ty.name, sizes
@@ -34,14 +34,14 @@ def _remembered_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.__dict__.update(known)
 
 
-def _tensor_of_remembered_type(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  Triton's name
+def _tensor_of_cached_type(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  Triton's name
     """tensor.__init__ with the shape that the type has already."""
-    remembered = type.__dict__.get(_SHAPE) if type.is_block() else _SCALAR
-    if remembered is None:  # a type that was made outside
+    cached = type.__dict__.get(_SHAPE) if type.is_block() else _SCALAR
+    if cached is None:  # a type that was made outside
         _init_tensor(self, handle, type)
         return
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = remembered
+    self.numel, self.shape = cached
 
 
 def _dtype_of_element(tt_dtype: Any) -> Any:
@@ -51,10 +51,10 @@ def _dtype_of_element(tt_dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def remembered_types() -> Iterator[None]:
-    """Puts the remembering functions in the place of Triton's, which are equal but for time."""
+def cached_types() -> Iterator[None]:
+    """Puts the caching functions in the place of Triton's, which are equal but for time."""
     original = interpreter._get_np_dtype
-    core.block_type.__init__, core.tensor.__init__ = _remembered_block_type, _tensor_of_remembered_type
+    core.block_type.__init__, core.tensor.__init__ = _cached_block_type, _tensor_of_cached_type
     interpreter._get_np_dtype = _dtype_of_element
     try:
         yield

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction, interp
 from triton.runtime.jit import JITFunction
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.kernels.interpreter_types import remembered_types
+from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
 
 _interpreting = threading.Lock()
@@ -101,7 +101,7 @@ class PortableFunction(JITFunction):
                 "one interpreted kernel at a time in a process", "a second thread", "Use one process per rank on CPU."
             )
         try:
-            with _without_overflow_checks(), remembered_types():
+            with _without_overflow_checks(), cached_types():
                 _InPlaceExecutor(self.python, self.arg_names, _indexable(grid))(*args, **kwargs)
         finally:
             _interpreting.release()

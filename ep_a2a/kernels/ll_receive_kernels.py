@@ -53,9 +53,9 @@ def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
 @portable
 def judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS: tl.constexpr):
     """(number of words beside the row that have not arrived, non-zero when the source sends no row `index`)."""
-    told = epoch_of(side) == epoch
-    absent = (sides_at == SIDE_WORDS) & told & (payload_of(side) <= index)
-    late = tl.where(absent, NO_ROW, (sent & (told == 0)).to(tl.int32))
+    has_epoch = epoch_of(side) == epoch
+    absent = (sides_at == SIDE_WORDS) & has_epoch & (payload_of(side) <= index)
+    late = tl.where(absent, NO_ROW, (sent & (has_epoch == 0)).to(tl.int32))
     num_late = reduce_sum(late, 0)
     return num_late & (NO_ROW - 1), num_late & NO_ROW
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
-from ep_a2a.kernels.combine_kernels import hear_peers
+from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
 from ep_a2a.kernels.combine_send_kernels import block_offsets
 from ep_a2a.kernels.jit import portable
@@ -345,7 +345,7 @@ def return_kernel(
     out = Results(table, result, ids, num_tokens, epoch, rank)
     forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
     if poison == 0:
-        poison = hear_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, A.HAS_WEIGHTS, True)
+        poison = await_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, A.HAS_WEIGHTS, True)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, S, R, A)
     if poison != 0:

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_kernels import tell_peers
+from ep_a2a.kernels.combine_kernels import post_to_peers
 from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
@@ -72,5 +72,5 @@ def offer_results_kernel(
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
     if is_last:
         if not any_poisoned:
-            tell_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, HAS_WEIGHTS, True)
+            post_to_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, HAS_WEIGHTS, True)
     finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE)

@@ -173,13 +173,13 @@ def rows_of_programs_before(
             thread reads each word and the reduction is one verdict for all.
     """
     ranks = tl.arange(0, WORLD_LANES)
-    told = address(table, CHUNK_COUNTS, rank, WORLD_SIZE, tl.int64)
-    tl.store(told + program * WORLD_SIZE + ranks, flagged(own, epoch), mask=ranks < WORLD_SIZE)
+    posted_at = address(table, CHUNK_COUNTS, rank, WORLD_SIZE, tl.int64)
+    tl.store(posted_at + program * WORLD_SIZE + ranks, flagged(own, epoch), mask=ranks < WORLD_SIZE)
     before = tl.full((PROGRAM_LANES, WORLD_LANES), 0, tl.int32)
     for start in range(0, program, PROGRAM_LANES):
         programs = start + tl.arange(0, PROGRAM_LANES)
         mask = (programs < program)[:, None] & (ranks < WORLD_SIZE)[None, :]
-        where = told + programs[:, None] * WORLD_SIZE + ranks[None, :]
+        where = posted_at + programs[:, None] * WORLD_SIZE + ranks[None, :]
         words = tl.load(where, mask=mask, other=0, volatile=True)
         while reduce_sum(reduce_sum(((epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
             words = tl.load(where, mask=mask, other=0, volatile=True)

@@ -11,7 +11,7 @@ lines that those have received.
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_kernels import hear_peers
+from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage
 from ep_a2a.kernels.primitives import (
@@ -299,7 +299,7 @@ def sum_nodes_kernel(
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
     if poison == 0:
-        poison = hear_peers(
+        poison = await_peers(
             table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST
         )  # fmt: skip
     for chunk in range(program, num_chunks, num_programs):

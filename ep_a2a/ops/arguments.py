@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
-MAX_REMEMBERED = 4096
+MAX_CACHED = 4096
 """Shapes of calls that a cache holds before it starts anew."""
 
 T = TypeVar("T")
@@ -111,9 +111,9 @@ class CombineArguments(NamedTuple):
     copies: Copies = ()
 
 
-def remember(cache: dict[Hashable, T], key: Hashable, value: T) -> T:
+def add_to_cache(cache: dict[Hashable, T], key: Hashable, value: T) -> T:
     """Adds to a cache, which is emptied first when it is full; returns the value."""
-    if len(cache) >= MAX_REMEMBERED:
+    if len(cache) >= MAX_CACHED:
         cache.clear()
     cache[key] = value
     return value

@@ -17,10 +17,10 @@ from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, Form, LowLate
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages, remember
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages, add_to_cache
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.inputs import elements_of
-from ep_a2a.ops.launch_plan import Plan, make_plan
+from ep_a2a.ops.launch_plan import LaunchPlan, make_plan
 from ep_a2a.ops.row_constants import (
     MANY_TOKENS,
     MAX_BLOCK_WORDS,
@@ -86,7 +86,7 @@ class IntraNodeKernels:
         self._can_depend = self._capability >= DEPENDENT_LAUNCH_CAPABILITY
         self._tables: TunedTables | None = None
         self._compiled_stages: tuple[Stages, ...] = (WHOLE,)
-        self._plans: dict[Hashable, tuple[Phase, Plan]] = {}
+        self._launch_plans: dict[Hashable, tuple[Phase, LaunchPlan]] = {}
         self._variants: dict[tuple[Any, ...], CompiledKernel] = {}
         self._spans = False
         self._count = CompiledKernel(
@@ -99,7 +99,7 @@ class IntraNodeKernels:
     def limit_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
         self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
-        self._plans.clear()
+        self._launch_plans.clear()
         self.compile()
 
     @property
@@ -114,7 +114,7 @@ class IntraNodeKernels:
     def use_tables(self, tables: TunedTables) -> None:
         """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
         self._tables = tables
-        self._plans.clear()
+        self._launch_plans.clear()
 
     def launch_of(
         self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
@@ -168,7 +168,7 @@ class IntraNodeKernels:
             args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None, stages,
             block_num, warp_per_block,
         )  # fmt: skip
-        found = self._plans.get(key)
+        found = self._launch_plans.get(key)
         if found is None:
             phase = self.dispatch_phase(args.max_num_tokens)
             found = self._make_plan(
@@ -187,7 +187,7 @@ class IntraNodeKernels:
             Phase.COMBINE, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None,
             args.biases[0] is None, args.biases[1] is None, stages, block_num, warp_per_block,
         )  # fmt: skip
-        found = self._plans.get(key)
+        found = self._launch_plans.get(key)
         if found is None:
             found = self._make_plan(
                 key, Phase.COMBINE, args, stages, block_num, warp_per_block,
@@ -200,12 +200,12 @@ class IntraNodeKernels:
     def _make_plan(
         self, key: Hashable, phase: Phase, args: DispatchArguments | CombineArguments, stages: Stages, block_num: int,
         warp_per_block: int, variant_of: VariantOf, values_of: ValuesOf,
-    ) -> tuple[Phase, Plan]:  # fmt: skip
+    ) -> tuple[Phase, LaunchPlan]:  # fmt: skip
         """Makes and keeps the launches of all calls with this key."""
         launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
         sizes = self.num_sms, self.max_sms
         plan = make_plan(self.config, phase, launch, stages, variant_of, values_of, *sizes, self._interpreted)
-        return remember(self._plans, key, (phase, plan))
+        return add_to_cache(self._launch_plans, key, (phase, plan))
 
     def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
         """Launches the count of received rows per local expert into counts, int32 [E]."""
@@ -233,7 +233,7 @@ class IntraNodeKernels:
     def record_spans(self) -> None:
         """Takes kernels that note when their programs begin and end what they do, from now on."""
         self._spans = True
-        self._plans.clear()
+        self._launch_plans.clear()
         if self._by_expert is not None:
             self._by_expert = ExpertMajorKernels(self.config, self.table, self.device, spans=True)
         self.compile()

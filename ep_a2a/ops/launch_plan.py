@@ -17,7 +17,7 @@ VariantOf = Callable[[Launch, Stages], "CompiledKernel"]
 ValuesOf = Callable[[Launch], tuple[Any, ...]]
 Launches = Iterator[tuple["CompiledKernel", tuple[Any, ...], int]]
 """Kernel, run-time arguments and programs of each launch, in order."""
-Plan = tuple[tuple["CompiledKernel", Launch, int], ...]
+LaunchPlan = tuple[tuple["CompiledKernel", Launch, int], ...]
 """Launches in order: kernel, launch numbers, programs."""
 
 
@@ -31,7 +31,7 @@ def make_plan(
     num_sms: int,
     max_sms: int,
     is_interpreted: bool,
-) -> Plan:
+) -> LaunchPlan:
     """The launches of a call that does `stages`. Kernels are compiled: the registers that they got bound the programs.
 
     Args:

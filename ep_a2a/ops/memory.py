@@ -231,7 +231,7 @@ class BoundMemory:
             found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
 
-    def settled_record(self) -> list[int]:
+    def synchronized_record(self) -> list[int]:
         """The whole error record, after the device has come to rest."""
         if self.acquired.local_own.is_cuda:
             torch.cuda.synchronize(self.acquired.local_own.device)

@@ -15,7 +15,7 @@ from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, remember
+from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, add_to_cache
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.front import ValidatedOp
@@ -96,7 +96,7 @@ class EpDispatchCombineOp(ValidatedOp):
         key = (max_num_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         prepared = self._prepared_calls.get(key)
         if prepared is None:
-            prepared = remember(self._prepared_calls, key, prepare_dispatch(self.memory, self.device, step))
+            prepared = add_to_cache(self._prepared_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
         self.memory.acquired.slot.enter(self)
         self._prepared = prepared
@@ -215,7 +215,7 @@ class EpDispatchCombineOp(ValidatedOp):
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
         if self.memory.record_words[0]:
-            failure = Failure.from_record(self.memory.settled_record(), self.config.world_size)
+            failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             raise failure.exception(self.config.rank, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def reset(self) -> None:

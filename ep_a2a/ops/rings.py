@@ -48,7 +48,7 @@ class InterNodeKernels(IntraNodeKernels):
 
     A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
     is two: results are offered to the node, and the exchange of sums. In halves, an op whose rings hold a whole step
-    sends its chunks in the first; else only row numbers and results are told in the first. A call's block_num bounds
+    sends its chunks in the first; else only row numbers and results travel in the first. A call's block_num bounds
     the programs that exchange nothing.
     """
 

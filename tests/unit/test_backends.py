@@ -273,7 +273,7 @@ def test_counts_and_positions():
 def test_rows_by_source_of_deepeps_ranges():
     """First row << 32 | rows, as its tests/legacy/test_low_latency.py reads them."""
     ranges = torch.tensor([[(0 << 32) | 2, (2 << 32) | 1], [(0 << 32) | 0, (0 << 32) | 4]])
-    assert received_rows.expert_sources(ranges).tolist() == [2, 5]
+    assert received_rows.rows_per_source(ranges).tolist() == [2, 5]
 
 
 def test_dropped_slots_go_where_the_token_goes_anyway():

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from ep_a2a.kernels.interpreter_types import remembered_types
+from ep_a2a.kernels.interpreter_types import cached_types
 
 ELEMENTS = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.bfloat16, tl.float32, tl.float8e4nv, tl.pointer_type(tl.int32))
 SHAPES = ([1], [8], [4, 16], [2, 1, 4])
@@ -33,7 +33,7 @@ def test_they_equal_tritons(element: Any, shape: list[int] | None) -> None:
         return element if shape is None else tl.block_type(element, [tl.constexpr(size) for size in shape])
 
     expected = facts_of(make())
-    with remembered_types():
+    with cached_types():
         for _ in range(2):  # made, and remembered
             found = make()
             assert facts_of(found) == expected
@@ -43,13 +43,13 @@ def test_they_equal_tritons(element: Any, shape: list[int] | None) -> None:
 
 def test_tritons_own_come_back_after_an_error() -> None:
     before = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-    with pytest.raises(ValueError, match="power of 2"), remembered_types():
+    with pytest.raises(ValueError, match="power of 2"), cached_types():
         tl.block_type(tl.int32, [3])
     assert (core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype) == before
 
 
 def test_pointers_to_different_elements_are_not_taken_for_each_other() -> None:
-    with remembered_types():
+    with cached_types():
         first, second = (tl.block_type(tl.pointer_type(element), [4]) for element in (tl.int32, tl.float32))
         assert first.element_ty.element_ty != second.element_ty.element_ty
         assert interpreter._get_np_dtype(first) == interpreter._get_np_dtype(second) == np.uint64

@@ -94,7 +94,7 @@ def unpickle_engine(path: str) -> None:
     pickle.loads(Path(path).read_bytes())
     from vllm.v1.engine.core import EngineCoreProc
 
-    assert EngineCoreProc._send_engine_dead.is_ours
+    assert EngineCoreProc._send_engine_dead.is_replacement
 
 
 def clients_are_told_our_errors() -> None:

@@ -88,8 +88,8 @@ def the_workers_calls_are_checked(manager: Manager) -> None:
     from ep_a2a.integrations.vllm import worker
 
     for name in worker.CHECKED_CALLS:
-        assert getattr(Worker, name).is_ours
-        assert getattr(CPUWorker, name).is_ours
+        assert getattr(Worker, name).is_replacement
+        assert getattr(CPUWorker, name).is_replacement
         assert getattr(Worker, name).__name__ == name
     calls = [vars(Worker)[name] for name in worker.CHECKED_CALLS]
     worker.patch_worker()

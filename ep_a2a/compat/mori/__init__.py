@@ -50,11 +50,11 @@ def install(*, replace: bool = False) -> None:
     others = {name: module for name, module in sys.modules.items() if _is_mori(name)}
     # every module, or `import mori.ops` would load the same files a second time under that name
     below = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
-    ours = {_NAME + name.removeprefix(__name__): importlib.import_module(name) for name in (__name__, *below)}
+    modules = {_NAME + name.removeprefix(__name__): importlib.import_module(name) for name in (__name__, *below)}
     for name in others:
         del sys.modules[name]
     _replaced.update(others)
-    sys.modules.update(ours)
+    sys.modules.update(modules)
 
 
 def uninstall() -> None:

@@ -21,12 +21,12 @@ _managers: WeakKeyDictionary[Any, AiterAll2AllManager] = WeakKeyDictionary()
 
 
 class AiterAll2AllManager:
-    """AITER's MoriAll2AllManager on one of our managers: `get_handle` returns ops with MORI's interface.
+    """AITER's MoriAll2AllManager on one of this package's managers: `get_handle` returns ops with MORI's interface.
 
-    All other attributes are our manager's.
+    All other attributes are that manager's.
 
     Args:
-        manager: ours.
+        manager: any of this package's.
     """
 
     def __init__(self, manager: All2AllManagerBase) -> None:
@@ -60,10 +60,10 @@ class AiterAll2AllManager:
 
 
 def install_manager(communicator: Any, backend: str = "") -> AiterAll2AllManager:
-    """Sets an AITER communicator's `all2all_manager` to a manager of ours, and returns it.
+    """Sets an AITER communicator's `all2all_manager` to one of this package's managers, and returns it.
 
     The first call makes the manager; later calls return the same one. Call it before the property is read, or AITER
-    makes a manager of its own. The communicator destroys ours with itself.
+    makes a manager of its own. The communicator destroys it with itself.
 
     Args:
         communicator: `get_ep_group().device_communicator`.
@@ -84,6 +84,6 @@ def install_manager(communicator: Any, backend: str = "") -> AiterAll2AllManager
     manager.device = communicator.device
     if communicator.device_group is not None and communicator.device_group is not communicator.cpu_group:
         manager.device_group = communicator.device_group
-    ours = _managers[communicator] = AiterAll2AllManager(manager)
-    communicator.all2all_manager = ours
-    return ours
+    aiter_manager = _managers[communicator] = AiterAll2AllManager(manager)
+    communicator.all2all_manager = aiter_manager
+    return aiter_manager

@@ -40,12 +40,12 @@ def unreadable_variable() -> EnvironmentVariableError | None:
     return None
 
 
-def ours(function: F) -> F:
+def replacement(function: F) -> F:
     """Marks a function that replaces one of vLLM's, so that patches are applied once."""
-    function.is_ours = True  # type: ignore[attr-defined]
+    function.is_replacement = True  # type: ignore[attr-defined]
     return function
 
 
-def is_ours(function: Callable[..., Any]) -> bool:
-    """Whether `ours` has marked this function."""
-    return getattr(function, "is_ours", False)
+def is_replacement(function: Callable[..., Any]) -> bool:
+    """Whether `replacement` has marked this function."""
+    return getattr(function, "is_replacement", False)

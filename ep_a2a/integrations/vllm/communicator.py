@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.worker import patch_worker
@@ -105,7 +105,7 @@ def patch_prepare_finalize() -> None:
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     original = all2all_utils.maybe_make_prepare_finalize
-    if is_ours(original):
+    if is_replacement(original):
         return
     support.check_signatures()
     replacement = _replacing(original)
@@ -116,7 +116,7 @@ def patch_prepare_finalize() -> None:
 
 
 def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @ours
+    @replacement
     @functools.wraps(original)
     def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
         parallel = moe.moe_parallel_config

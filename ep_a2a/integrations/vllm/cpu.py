@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, ours
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, replacement
 
 
 def patch_runner() -> None:
@@ -18,10 +18,10 @@ def patch_runner() -> None:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     original = MoERunner._select_forward
-    if is_ours(original):
+    if is_replacement(original):
         return
 
-    @ours
+    @replacement
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
         parallel = self.moe_config.moe_parallel_config

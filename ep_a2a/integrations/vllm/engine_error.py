@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import EpA2AError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def patch_engine() -> None:
         from vllm.v1.engine.core_client import BackgroundResources
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if is_ours(EngineCoreProc._send_engine_dead):
+        if is_replacement(EngineCoreProc._send_engine_dead):
             return
         message = getattr(EngineCoreProc, MESSAGE)
         users = (
@@ -91,7 +91,7 @@ def _sending_cause(engine_class: Any, message: bytes) -> Callable[..., Any]:
     """Wraps `_send_engine_dead`, which an engine calls while it handles its last error: the message gets the cause."""
     send = engine_class._send_engine_dead
 
-    @ours
+    @replacement
     @functools.wraps(send)
     def send_engine_dead(self: Any, *args: Any, **kwargs: Any) -> Any:
         # whatever fails here, the original must run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_ours, logger, ours
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,11 +69,11 @@ def _refuse_when_chosen(error: Exception) -> None:
     """Makes ParallelConfig(all2all_backend="ep_a2a") raise the refusal; vLLM's own error would be an unknown name."""
     parallel = sys.modules.get("vllm.config.parallel")
     config_class = getattr(parallel, "ParallelConfig", None)
-    if config_class is None or is_ours(config_class.__init__):
+    if config_class is None or is_replacement(config_class.__init__):
         return
     original = config_class.__init__
 
-    @ours
+    @replacement
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("all2all_backend") == BACKEND_NAME:
@@ -89,10 +89,10 @@ def _add_name() -> None:
 
     config_class = parallel.ParallelConfig
     original_post_init = config_class.__post_init__
-    if is_ours(original_post_init):
+    if is_replacement(original_post_init):
         return
 
-    @ours
+    @replacement
     def post_init(self: Any, *args: Any) -> None:
         original_post_init(self, *args)
         if self.all2all_backend == BACKEND_NAME:

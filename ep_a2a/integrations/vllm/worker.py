@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.errors import StateError
-from ep_a2a.integrations.vllm.common import is_ours, logger, ours
+from ep_a2a.integrations.vllm.common import is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.manager import live_managers
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def patch_worker() -> None:
     """Patches `worker-steps`, `worker-warm-up`, `worker-counters` and `output-thread`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    if is_ours(Worker.execute_model):
+    if is_replacement(Worker.execute_model):
         return
     # subclasses may override these methods: the CPU's worker has a warm-up of its own
     for worker in (Worker, *Worker.__subclasses__()):
@@ -75,7 +75,7 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
     step's kernels have ended by then.
     """
 
-    @ours
+    @replacement
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -49,7 +49,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
             num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank, num_experts=config.total_experts,
             use_fp8=config.casts_in_dispatch, round_scale=config.scale_format != ScaleFormat.FLOAT32,
         )  # fmt: skip
-        sources = received_rows.expert_sources(self._native_handle[RANGES])
+        sources = received_rows.rows_per_source(self._native_handle[RANGES])
         return Arrived(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.single_group_guard import OneGroup
+from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ TWO_SIDED = Library(
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_alltoall:MnnvlMoe"),
 )  # fmt: skip
 
-WORKSPACES = OneGroup("FlashInfer's workspaces", by_ranks=True)
+WORKSPACES = SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
 """Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
 later groups must have the same ranks."""
 

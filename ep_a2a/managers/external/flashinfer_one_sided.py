@@ -17,7 +17,7 @@ from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineO
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.external.single_group_guard import OneGroup
+    from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
@@ -122,7 +122,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _one_group(self, topology: Topology) -> OneGroup:
+    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return WORKSPACES
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult
-    from ep_a2a.managers.external.single_group_guard import OneGroup
+    from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
@@ -118,7 +118,7 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _one_group(self, topology: Topology) -> OneGroup:
+    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return WORKSPACES
 
 

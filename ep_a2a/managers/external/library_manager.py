@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
     from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
-    from ep_a2a.managers.external.single_group_guard import OneGroup
+    from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
     from ep_a2a.topology import Topology
 
 
@@ -74,9 +74,9 @@ class LibraryAll2AllManager(All2AllManagerBase):
                 error = own
             agree_on_config(config, self.groups.rendezvous, index, error)
             assert config is not None
-            one_group = self._one_group(topology)
-            if one_group is not None:
-                one_group.join(self.cpu_group, self._set_up)
+            guard = self._group_guard(topology)
+            if guard is not None:
+                guard.join(self.cpu_group, self._set_up)
             return self._build(config, topology, index)
 
         op: LibraryDispatchCombineOp = self.handle_cache.get_or_create(kwargs, make, index)
@@ -91,16 +91,16 @@ class LibraryAll2AllManager(All2AllManagerBase):
                 problem,
                 "Use a backend that `ep-a2a backends` has available.",
             )
-        one_group = self._one_group(topology)
-        second = None if one_group is None else one_group.refusal(self.cpu_group)
+        guard = self._group_guard(topology)
+        second = None if guard is None else guard.refusal(self.cpu_group)
         return second or self.capabilities.refusal(self.backend, config, topology.num_nodes)
 
-    def _one_group(self, topology: Topology) -> OneGroup | None:
+    def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
         """Returns the guard of a library that serves one group per process; None for other libraries."""
         return None
 
     def _set_up(self) -> None:
-        """Sets the library up for the group, once per process, if there is `_one_group`. Collective."""
+        """Sets the library up for the group, once per process, if there is `_group_guard`. Collective."""
 
     def _refused_index(self, index: int) -> EpA2AError | None:
         if not index or self.capabilities.micro_batches:

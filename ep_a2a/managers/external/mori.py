@@ -15,7 +15,7 @@ from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
-from ep_a2a.managers.external.single_group_guard import OneGroup
+from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -31,7 +31,7 @@ LIBRARY = Library(
 GROUP_NAME = "mori"
 NO_EXPERT = -1
 
-SYMMETRIC_MEMORY = OneGroup("MORI", by_ranks=False)
+SYMMETRIC_MEMORY = SingleGroupGuard("MORI", by_ranks=False)
 """MORI allocates collectively, over the first group that it was given."""
 
 
@@ -125,7 +125,7 @@ class MoriAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _one_group(self, topology: Topology) -> OneGroup:
+    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return SYMMETRIC_MEMORY
 
     def _set_up(self) -> None:

@@ -13,7 +13,7 @@ from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
-from ep_a2a.managers.external.single_group_guard import OneGroup
+from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 from ep_a2a.ops.base import leads
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LIBRARY = Library(
     needs=(":AllToAll", "nvshmem:nvshmem_init"),
 )  # fmt: skip
 
-NVSHMEM = OneGroup("NVSHMEM", by_ranks=False)
+NVSHMEM = SingleGroupGuard("NVSHMEM", by_ranks=False)
 
 
 class PplxOp(LibraryDispatchCombineOp):
@@ -120,7 +120,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
             )  # fmt: skip
         return super()._refusal(config, topology)
 
-    def _one_group(self, topology: Topology) -> OneGroup | None:
+    def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
         return NVSHMEM if topology.internode else None
 
     def _set_up(self) -> None:

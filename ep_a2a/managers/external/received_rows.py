@@ -42,7 +42,7 @@ def positions(sources: torch.Tensor, tokens: torch.Tensor, tokens_per_source: in
     return (sources * tokens_per_source + tokens).to(torch.int32)
 
 
-def expert_sources(layout_range: torch.Tensor) -> torch.Tensor:
+def rows_per_source(layout_range: torch.Tensor) -> torch.Tensor:
     """Returns rows per source [W] from DeepEP's ranges int64 [E, W], which are first row << 32 | number of rows."""
     return (layout_range & ((1 << 32) - 1)).sum(0).to(torch.int32)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class OneGroup:
+class SingleGroupGuard:
     """The group that a library was set up for in this process, for the life of it.
 
     Args:

@@ -1,4 +1,4 @@
-"""`mori.ops.dispatch_combine`: MORI's op, with its names, parameters and results, around one of ours."""
+"""`mori.ops.dispatch_combine`: MORI's op, with its names, parameters and results, around an op of this package."""
 
 from __future__ import annotations
 
