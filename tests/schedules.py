@@ -16,7 +16,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankPool
-from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_cases import Case, make_op, run_step, set_first_epoch
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.ring_cases import SMALL_RINGS
 
@@ -85,8 +85,7 @@ def run_with_pauses(context: RankContext, case: Case, num_steps: int, seed: int)
     """Steps of the case against the oracle; the pauses that this rank made."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        if case.first_epoch:
-            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
+        set_first_epoch(op, case, arena)
         with random_pauses(seed * case.world_size + context.rank) as count:
             for number in range(num_steps):
                 run_step(case, op, number, context.device)

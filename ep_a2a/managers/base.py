@@ -26,6 +26,9 @@ DispatchedTokens = (
 )
 DispatchedLogits = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
+_HOOKS = {"dispatch": "_dispatch_topk", "dispatch_router_logits": "_dispatch_logits"}
+"""Method and what a backend that offers it defines in its place."""
+
 HandleKey = tuple[int, tuple[tuple[str, Hashable], ...]]
 
 
@@ -219,7 +222,22 @@ class All2AllManagerBase:
             hidden_states, router_logits: this rank's T_r rows.
             is_sequence_parallel: without effect: all ranks of the group exchange in either case.
             extra_tensors: further tensors of T_r rows; gathered likewise and returned as a list at the end.
+
+        Raises:
+            UnsupportedError: the backend moves tokens with their ids only.
+            ShapeError, DeviceError: the tensors do not fit each other.
+            ConfigMismatchError: another rank's tensors have other dtypes or row shapes.
+            AlternationError: the dispatch before has not been combined.
+            RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
         """
+        return self._dispatch_logits(hidden_states, router_logits, extra_tensors)
+
+    def _dispatch_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        extra_tensors: Sequence[torch.Tensor] | None,
+    ) -> DispatchedLogits:
         raise self._unsupported("dispatch_router_logits")
 
     def dispatch(
@@ -265,8 +283,10 @@ class All2AllManagerBase:
         """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.
 
         Args:
-            hidden_states: [N, H], one row per dispatched row, in the same order: the sum of this rank's experts for
-                that token, already multiplied by the router's weights; zeros where it has none of them.
+            hidden_states: [N, H], one row per row that `dispatch` returned, in the same order: the sum of this rank's
+                experts for that token, already multiplied by the router's weights. Every one of the N rows is added,
+                so a row must be zeros where no expert of this rank is named. `ep_a2a` returns no such rows from
+                `dispatch`; the backends on torch.distributed return the rows of all tokens of all ranks.
             is_sequence_parallel: without effect.
         """
         raise self._unsupported("combine")
@@ -335,7 +355,7 @@ class All2AllManagerBase:
     @classmethod
     def offers(cls, method: str) -> bool:
         """Whether this backend has `method`, and does not only inherit the refusal."""
-        implementation = "_dispatch_topk" if method == "dispatch" else method
+        implementation = _HOOKS.get(method, method)
         return getattr(cls, implementation) is not getattr(All2AllManagerBase, implementation)
 
     def _unsupported(self, method: str) -> UnsupportedError:

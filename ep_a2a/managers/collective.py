@@ -70,21 +70,12 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         hidden, weights, ids, *extra = self._gather([hidden_states, topk_weights, topk_ids, *(extra_tensors or ())])
         return (hidden, weights, ids) if extra_tensors is None else (hidden, weights, ids, extra)
 
-    def dispatch_router_logits(
+    def _dispatch_logits(
         self,
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: Sequence[torch.Tensor] | None = None,
+        extra_tensors: Sequence[torch.Tensor] | None,
     ) -> DispatchedLogits:
-        """Gathers every rank's hidden states and router logits, in rank order; see the base class.
-
-        Raises:
-            ShapeError, DeviceError: the tensors do not fit each other.
-            ConfigMismatchError: another rank's tensors have other dtypes or row shapes.
-            AlternationError: the dispatch before has not been combined.
-            RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
-        """
         hidden, logits, *extra = self._gather([hidden_states, router_logits, *(extra_tensors or ())])
         return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
 
@@ -108,6 +99,9 @@ class CollectiveAll2AllManager(All2AllManagerBase):
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """This rank's rows `[T_r, H]` of the sum over ranks of `hidden_states` `[sum T_r, H]`, added in float32.
+
+        The manager does not know which experts a rank owns, so it adds every rank's row for every token. A row of a
+        token that names no expert of this rank must be zeros, as fused MoE kernels with an expert map leave it.
 
         Args:
             hidden_states: bf16, fp16 or fp32, results of this rank's experts for the dispatched rows, in their order.

@@ -17,6 +17,32 @@ def num_rows(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
     return min(config.world_size * max_num_tokens, config.max_num_recv_tokens)
 
 
+class OpSizes:
+    """Sizes of an op's steps, by MORI's names."""
+
+    config: EpDispatchCombineConfig
+
+    def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
+        """(source rank, token) of a value of get_dispatch_src_token_pos."""
+        return divmod(int(flat_idx), self.max_num_tokens_to_send())
+
+    def max_num_tokens_to_send_per_rank(self) -> int:
+        """M, the most tokens that a rank dispatches."""
+        return self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_send(self) -> int:
+        """W * M, the most tokens that all ranks dispatch."""
+        return self.config.world_size * self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_recv_per_rank(self) -> int:
+        """Mean number of rows kept per source rank."""
+        return self.config.max_num_recv_tokens_per_rank
+
+    def max_num_tokens_to_recv(self) -> int:
+        """R, rows that dispatch returns at max_num_tokens = M."""
+        return self.config.max_num_recv_tokens
+
+
 def leads(config: EpDispatchCombineConfig, max_num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading sizes of what a step's dispatch returns: of the received ids, and of the rows for the experts.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.kernels.layout import Stage
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
-from ep_a2a.ops.base import num_rows
+from ep_a2a.ops.base import OpSizes, num_rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ NEXT_CALLS = ("dispatch", "dispatch_recv", "combine", "combine_recv")
 """By Stage."""
 
 
-class ValidatedOp(abc.ABC):
+class ValidatedOp(OpSizes, abc.ABC):
     """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
 
     Args:
@@ -268,26 +268,6 @@ class ValidatedOp(abc.ABC):
         """R, rows that dispatch returns for a step's max_num_tokens."""
         return num_rows(self.config, max_num_tokens)
 
-    def decode_send_flat_idx(self, flat: int) -> tuple[int, int]:
-        """(source rank, token) of a value of get_dispatch_src_token_pos."""
-        return divmod(flat, self.max_num_tokens_to_send())
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """M."""
-        return self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """W * M."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Rows kept per source, on average."""
-        return self.config.max_num_recv_tokens_per_rank
-
-    def max_num_tokens_to_recv(self) -> int:
-        """R at max_num_tokens = M."""
-        return self.config.max_num_recv_tokens
-
     @property
     def num_own_bytes(self) -> int:
         """Bytes of the op's buffers on its device that are not an arena's."""
@@ -306,10 +286,10 @@ class ValidatedOp(abc.ABC):
             "Use the backend 'ep_a2a'.",
         )  # fmt: skip
 
-    def set_max_sms(self, max_sms: int) -> None:  # noqa: B027  not all ops have something to do
+    def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
 
-    def warmup_split(self) -> None:  # noqa: B027  not all ops have something to do
+    def warmup_split(self) -> None:
         """Compiles the split calls, so that they can be captured. Without effect where nothing is left to compile."""
 
     def compile_halves(self) -> None:
@@ -323,7 +303,7 @@ class ValidatedOp(abc.ABC):
             "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
         )
 
-    def close(self) -> None:  # noqa: B027  not all ops have something to do
+    def close(self) -> None:
         """Ends the use of the op; local and idempotent."""
 
     def __enter__(self) -> Self:

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
-STEP_SHIFT = 16
-"""Step counters count arrivals in their lower bits (kernels/primitives.py)."""
 
 
 def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
@@ -205,13 +203,6 @@ class BoundMemory:
         limits = self.view(Region.LIMITS)
         for place, nanoseconds in enumerate(timeouts.in_nanoseconds()):
             limits[place].fill_(nanoseconds)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Makes `epoch` (uint32) that of the last finished step, on every rank alike; for tests of the wrap."""
-        self.steps.fill_(epoch << STEP_SHIFT)
-        word = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-        for region in (Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
-            self.view(region).fill_(word)
 
     @property
     def poisoned(self) -> bool:

@@ -47,10 +47,6 @@ class Topology:
         """Ranks of the largest node, the `gpu_per_node` of an EpDispatchCombineConfig."""
         return max(self.ranks_per_node)
 
-    def ranks_of_node(self, node: int) -> tuple[int, ...]:
-        """Ranks on `node`, ascending."""
-        return tuple(rank for rank, other in enumerate(self.node_of_rank) if other == node)
-
 
 def classify(report: TopologyReport, gpu_per_node: int | None = None) -> Topology:
     """Returns which ranks form a node. Pure.

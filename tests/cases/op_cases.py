@@ -17,6 +17,8 @@ from ep_a2a.config import (
     EpDispatchCombineKernelType,
     num_owned_experts,
 )
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.primitives import STEP_SHIFT
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.quantization import dequantize, fp32_to_e4m3_bits, quantize
@@ -482,12 +484,24 @@ def make_op(
     return EpDispatchCombineOp(case.config(context.rank, **changes), arena=arena, index=index)
 
 
+def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
+    """Makes the case's first epoch (uint32) that of the last finished step, on every rank alike; for the wrap."""
+
+    def set_epoch() -> None:
+        op.memory.steps.fill_(case.first_epoch << STEP_SHIFT.value)
+        word = (case.first_epoch + (1 << 31)) % (1 << 32) - (1 << 31)
+        for region in (Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
+            op.memory.view(region).fill_(word)
+
+    if case.first_epoch:
+        arena.together("setting the epoch", set_epoch)
+
+
 def run_case(context: RankContext, case: Case) -> None:
     """Every step of the case on one op, against the oracle."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        if case.first_epoch:
-            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
+        set_first_epoch(op, case, arena)
         for number in range(case.num_steps):
             run_step(case, op, number, context.device)
         op.check()

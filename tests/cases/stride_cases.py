@@ -11,7 +11,7 @@ import torch
 
 from ep_a2a.errors import ContiguityError
 from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import Case, Step, make_inputs, make_op, reference_of
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, reference_of, set_first_epoch
 from tests.cases.op_checks import raised
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ def strided_case(context: RankContext, case: Case, forms: list[list[Forms]]) -> 
     """Every step of the case; forms[step][rank]."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        if case.first_epoch:
-            arena.together("setting the epoch", lambda: op.memory.set_epoch(case.first_epoch))
+        set_first_epoch(op, case, arena)
         for number, of_ranks in enumerate(forms):
             strided_step(case, op, number, context.device, of_ranks[context.rank])
         op.check()

@@ -13,7 +13,7 @@ from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage, padded
 from ep_a2a.kernels.ll_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
-from ep_a2a.kernels.primitives import pause
+from ep_a2a.kernels.primitives import STEP_SHIFT, pause
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
     field_of,
@@ -25,7 +25,6 @@ from ep_a2a.kernels.routing_kernels import (
     rows_of_programs_before,
 )
 from ep_a2a.kernels.send_kernels import rows_of
-from ep_a2a.ops.memory import STEP_SHIFT
 from ep_a2a.routing import ROUTINGS, destination_mask
 from tests.markers import first_is_quick
 
@@ -276,7 +275,7 @@ class Arrival:
         words, sides = torch.zeros(WORD_LANES, dtype=torch.int32), torch.zeros(SIDE_LANES, dtype=torch.int64)
         out = torch.full((2,), 77, dtype=torch.int32)
         table = table_of(WORLD, {(Region.POISON, RANK): self.poison, (Region.LIMITS, RANK): self.limit})
-        table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = self.num_ended << STEP_SHIFT
+        table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = self.num_ended << STEP_SHIFT.value
         take.interpret(
             (1,), table, self.rows, self.sides, self.count, sent, words, sides, out, as_int32(row.epoch), index, RANK,
             SOURCE, WORLD_SIZE=WORLD, SIDE_WORDS=SIDE_WORDS, SIDE_LANES=SIDE_LANES, ROW_WORDS=ROW_WORDS,

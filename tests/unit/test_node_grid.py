@@ -20,7 +20,7 @@ def test_every_rank_has_its_node_and_its_partners(num_nodes, gpus_per_node):
         assert (grid.num_nodes, grid.gpus_per_node) == (num_nodes, gpus_per_node)
         assert rank == grid.node * gpus_per_node + grid.local_rank
         assert grid.node_ranks[grid.local_rank] == grid.partners[grid.node] == rank
-        assert grid.node_ranks == topology.ranks_of_node(grid.node)
+        assert grid.node_ranks == tuple(i for i, node in enumerate(topology.node_of_rank) if node == grid.node)
         assert [grids[peer].node for peer in grid.partners] == list(range(num_nodes))
         assert {grids[peer].local_rank for peer in grid.partners} == {grid.local_rank}
 

@@ -43,7 +43,6 @@ def test_two_nodes_of_eight():
     assert topology.internode
     assert topology.contiguous
     assert not topology.uneven
-    assert topology.ranks_of_node(1) == tuple(range(8, 16))
 
 
 def test_uneven_nodes():

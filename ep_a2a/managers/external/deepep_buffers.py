@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.interface import CombineResult
     from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+    from ep_a2a.ops.adapter import RowsBack
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP"
 BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
@@ -43,6 +45,15 @@ class DeepEPOp(LibraryDispatchCombineOp):
     def _ids_for_native(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns ids [T, K] in DeepEP's dtype, with -1 in every slot without an expert."""
         return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
+
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        result, sums, _ = self._native.combine(
+            x=given.rows, handle=self._native_handle, topk_weights=given.weights
+        )  # fmt: skip
+        return self._combine_result(result, given, sums)
+
+    def _destroy(self) -> None:
+        self._native.destroy()
 
 
 def rows_and_scales(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -21,8 +21,6 @@ from ep_a2a.managers.external.library_op import Arrived
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
@@ -72,21 +70,12 @@ class DeepEPHighThroughputOp(DeepEPOp):
         by_pair: torch.Tensor = self._native_handle[PREFIX_MATRIX]
         return by_pair[:, self.config.rank]
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        result, sums, _ = self._native.combine(
-            x=given.rows, handle=self._native_handle, topk_weights=given.weights
-        )  # fmt: skip
-        return self._combine_result(result, given, sums)
-
     def _positions(self) -> torch.Tensor:
         if self._internode:
             raise self._unsupported("source positions on several nodes")
         sources = received_rows.sources_of_rows(self._recv_counts)
         tokens = self._native_handle[SOURCE_TOKENS][: sources.numel()]
         return received_rows.positions(sources, tokens, self.max_num_tokens_to_send())
-
-    def _destroy(self) -> None:
-        self._native.destroy()
 
 
 class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):

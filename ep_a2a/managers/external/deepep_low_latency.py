@@ -59,9 +59,6 @@ class DeepEPLowLatencyOp(DeepEPOp):
         )  # fmt: skip
         return CombineResult(result, None)
 
-    def _destroy(self) -> None:
-        self._native.destroy()
-
 
 class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
     """`deep_ep.Buffer` in low-latency mode, over NVLink inside a node and RDMA between nodes."""

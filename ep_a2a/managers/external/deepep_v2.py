@@ -17,8 +17,6 @@ from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
@@ -53,19 +51,10 @@ class DeepEPV2Op(DeepEPOp):
         metadata: torch.Tensor = self._native_handle.recv_src_metadata
         return metadata[:, 0]
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        result, sums, _ = self._native.combine(
-            x=given.rows, handle=self._native_handle, topk_weights=given.weights
-        )  # fmt: skip
-        return self._combine_result(result, given, sums)
-
     def _positions(self) -> torch.Tensor:
         tokens = self._global_tokens()[: int(self._total_recv)]
         stride = self._max_num_tokens
         return received_rows.positions(tokens // stride, tokens % stride, self.max_num_tokens_to_send())
-
-    def _destroy(self) -> None:
-        self._native.destroy()
 
 
 class DeepEPV2All2AllManager(LibraryAll2AllManager):

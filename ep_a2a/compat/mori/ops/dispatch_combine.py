@@ -12,6 +12,7 @@ from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
+from ep_a2a.ops.base import OpSizes
 
 if TYPE_CHECKING:
     from ep_a2a.interface import DispatchCombineOp, DispatchResult
@@ -94,7 +95,7 @@ def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) 
     return buffer
 
 
-class EpDispatchCombineOp(UnsupportedOpMethods):
+class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
     `mori.shmem.shmem_finalize()` gives its memory back. So does `close()`, for the next op, in the same order on all
@@ -256,26 +257,6 @@ class EpDispatchCombineOp(UnsupportedOpMethods):
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Returns the source of each received row, int32 [total_recv]: rank * (W * M) + token. Synchronises."""
         return self.native.get_dispatch_src_token_pos()
-
-    def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
-        """Returns (source rank, token) of a value of get_dispatch_src_token_pos."""
-        return divmod(int(flat_idx), self.max_num_tokens_to_send())
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """M, the most tokens that a rank dispatches."""
-        return self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """W * M, the most tokens that all ranks dispatch."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Mean number of rows kept per source rank."""
-        return self.config.max_num_recv_tokens_per_rank
-
-    def max_num_tokens_to_recv(self) -> int:
-        """R, the rows of dispatch's result."""
-        return self.config.max_num_recv_tokens
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
