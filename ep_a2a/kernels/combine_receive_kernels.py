@@ -122,11 +122,11 @@ def own_lines_of(
 def read_block(
     rows, scales, slots, own_line, first, rank, B: tl.constexpr, WORLD_SIZE: tl.constexpr, OWN_IN_PLACE: tl.constexpr
 ):
-    """A block of a token's rows as it lies there now: a tile for each rank, and if SCALED another with its scales.
+    """Reads a block of a token's rows once, arrived or not: a tile per rank, if SCALED followed by one with its scales.
 
-    Each element is read by one thread, so that a reduction over them is one verdict for all; the tile must have at
-    least as many lanes as a program has threads. Scales are a tile with one lane of each group read: as a vector of
-    groups, the compiler would load them several times, and might check one copy and multiply by another.
+    One thread reads each element, so a reduction over the elements gives all threads the same verdict. For that a tile
+    needs at least as many lanes as a program has threads. The scales' tile reads one lane of each group. A vector of
+    groups would not do: the compiler would load it several times, and might check one copy and multiply by another.
     """
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     lines = lines_of(rows, slots, B, WORLD_SIZE)

@@ -112,9 +112,10 @@ def first_unit(
     rows_in, table, counts, stride, rank, sender, is_sender, S: tl.constexpr, B: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Load a sender's first block, before the program waits for anything: (Aim, ReturnPlaces, values).
+    """Loads a sender's first block before the program waits for anything. Returns (Aim, ReturnPlaces, values).
 
-    The counts need not be there yet. So, but in layout compact, the row may be one that was not received.
+    Counts are read only in layout compact. In the other layouts the row may be one that was not received; push_results
+    compares its index with the counts before it sends.
     """
     num_blocks: tl.constexpr = (B.WIDTH + B.GROUPS_LANES * B.GROUP - 1) // (B.GROUPS_LANES * B.GROUP)
     aim = unit_of(sender, counts, stride, rank, num_blocks, S, OWN_IN_PLACE)

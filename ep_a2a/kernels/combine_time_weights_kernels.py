@@ -1,7 +1,8 @@
-"""Router weights that come with combine: every rank sends its own to all ranks, which place them as if dispatched.
+"""Kernel that exchanges router weights given to combine: each rank sends its own to all ranks.
 
-A weight is a flagged word: it is there when its epoch is, so that the exchange takes one hop and no fence. Words are
-sent to an inbox [W, M, TOPK] at every rank, line by source rank and token, and taken by the rows that dispatch left.
+A weight travels as a flagged word, which has arrived when it carries the step's epoch. So the exchange takes one hop
+and no fence. Every rank has an inbox [W, M, TOPK], indexed by source rank and token. From there the kernel copies the
+weights of received rows to where dispatch would have put them.
 """
 
 import triton.language as tl
@@ -101,9 +102,9 @@ def exchange_weights_kernel(
 ):  # fmt: skip
     """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
 
-    Program p sends to rank p, then receives from rank p: programs that run in turn, as the interpreter's do, end too,
-    since all ranks meet their partners in ascending order. Words of a step are overwritten in the next one at the
-    earliest, behind a dispatch that has waited for every peer's launches of this one.
+    Program p sends to rank p, then receives from rank p. All ranks meet their partners in ascending order, so programs
+    that run in turn, as in the interpreter, do not block each other. The next step overwrites the words at the
+    earliest, after a dispatch that has waited for every peer's launches of this step.
 
     Args:
         weights: this rank's own, [num_tokens, TOPK] float32 as int32.

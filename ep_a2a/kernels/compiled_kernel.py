@@ -29,7 +29,7 @@ REGISTER_GRANULARITY = 8
 
 
 def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
-    """Arguments of a CompiledKernel whose kernel calls NVSHMEM. NVSHMEM must have been started."""
+    """Returns the arguments that a CompiledKernel needs when its kernel calls NVSHMEM, which must have been started."""
     libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
     return {"libraries": libraries, "on_load": nvshmem.load_into}
 
@@ -115,11 +115,11 @@ class CompiledKernel:
         self._compiled, self._launch = compiled, compiled.run
 
     def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
-        """Launches the kernel on the current stream.
+        """Launches the kernel on the current stream by the compiled kernel's own launcher.
 
-        Triton's own way of a call binds, hashes and looks up all arguments each time, which costs more host time than
-        everything else of a step together, and asks its profiling hooks. The types of the arguments are fixed here, so
-        the compiled kernel's launcher can be called directly, with addresses for tensors and without hooks.
+        A call through Triton binds, hashes and looks up all arguments and asks the profiling hooks. That takes more
+        host time than the rest of a step. The types of the arguments are fixed after compilation, so the launcher can
+        be called directly, with addresses in place of tensors and without hooks.
         """
         if self._compiled is None:
             self.compile(args)

@@ -1,8 +1,9 @@
-"""Adds our error's text to vLLM's EngineDeadError, so that clients learn which rank has stopped.
+"""Patches that add the text of an EpA2AError to vLLM's EngineDeadError, so that clients learn which rank stopped.
 
-A dying engine sends its clients a constant message. They raise EngineDeadError with a constant text; the error itself
-is only in the engine's log. With these patches the message carries the text of an error of ours, and the client's
-EngineDeadErrors end with it, also as status 500 over HTTP. Other errors are reported as before.
+Without the patches a dying engine sends its clients a constant message. The clients raise EngineDeadError with a
+constant text, and the cause stands only in the engine's log. With the patches the engine's message carries the text of
+an EpA2AError that ended it. The clients' EngineDeadErrors end with this text, over HTTP in the body of status 500.
+vLLM reports all other errors without change.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def patch_engine() -> None:
         if not isinstance(message, bytes) or not all(_reads_message(each) for each in users):
             raise AttributeError(f"{MESSAGE} is not used as it was")
         send = _sending_cause(EngineCoreProc, message)
-        validate = _remembering_cause(BackgroundResources.validate_alive, message)
+        validate = _keeping_cause(BackgroundResources.validate_alive, message)
         init = _adding_cause(EngineDeadError.__init__)
     except Exception as error:  # noqa: BLE001 - the engine works without these patches
-        logger.debug("clients are not told why an engine ends", exc_info=error)
+        logger.debug("vLLM's clients will not get the cause of an engine's end", exc_info=error)
         return
     EngineCoreProc._send_engine_dead = send
     BackgroundResources.validate_alive = validate
@@ -61,7 +62,7 @@ def patch_engine() -> None:
 
 
 def cause_of(error: BaseException | None) -> str | None:
-    """Returns the text of the first error of ours among `error` and its causes, or None."""
+    """Returns the text of the first EpA2AError among `error` and its causes, or None."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -77,7 +78,10 @@ def cause_of(error: BaseException | None) -> str | None:
 
 
 def _text_from_worker(text: str) -> str | None:
-    """Returns the text of an error of ours inside vLLM's WORKER_FAILED; it begins as all our errors do. Else None."""
+    """Returns the text of an EpA2AError inside vLLM's WORKER_FAILED, or None.
+
+    The text of every EpA2AError begins with "expected " and contains "; got ".
+    """
     before, behind = WORKER_FAILED
     found, ends, _ = text.partition(before)[2].rpartition(behind)
     return found if ends and found.startswith("expected ") and "; got " in found else None
@@ -112,7 +116,7 @@ def _clients_are_python() -> bool:
     return not getattr(envs, "VLLM_USE_RUST_FRONTEND", False)
 
 
-def _remembering_cause(validate: Callable[..., Any], message: bytes) -> Callable[..., Any]:
+def _keeping_cause(validate: Callable[..., Any], message: bytes) -> Callable[..., Any]:
     """Wraps `validate_alive`, which gets each message of a client: keeps the cause, passes the constant message on."""
     import zmq
 
