@@ -52,14 +52,14 @@ RIGHT = (
     Case("the same, combine with weights", Rules(weights=True)),
     Case("the same, whole calls and halves mixed, own rows too", Rules(calls=tuple(Calls), is_reduced=True)),
     Case("the same, two ops of one index in turn", Rules(num_ops=2)),
-    Case("flagged dispatch, rows that contain EMPTY", Rules(paths=FLAGGED, written_in_full=True)),
+    Case("LL dispatch, rows that contain EMPTY", Rules(paths=FLAGGED, written_in_full=True)),
     Case(
         "flags with ORDERS only, launches that end before their stores have drained",
         Rules(paths=COUNTED, weights=True, launches_drain=False),
     ),
     Case("3 ranks, both dispatches in any order", Rules(**THREE, routes=TO_NEXT_OR_NOBODY)),
     Case("3 ranks, layout compact", Rules(**THREE, routes=TO_NEXT_OR_NOBODY, compact=True)),
-    Case("3 ranks, flagged dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
+    Case("3 ranks, LL dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
     Case("two parities of flagged words, a combine that does not wait for flags", Rules(**TWO_PARITIES)),
     Case("rings, 1 slot", ChunkRules()),
     Case("rings, 2 slots, up to 3 chunks", ChunkRules(num_slots=2, max_chunks=3, is_reduced=True)),
@@ -72,7 +72,7 @@ RIGHT = (
 
 HARMLESS = (
     Case("IntraNode, flags compared by `!=`", Rules(late=rules.differs)),
-    Case("IntraNode, a flagged dispatch that does not wait for its flags", Rules(poster_waits=False)),
+    Case("IntraNode, an LL dispatch that does not wait for its flags", Rules(poster_waits=False)),
 )
 
 MUTANTS = (
@@ -89,7 +89,7 @@ MUTANTS = (
         OVERWRITTEN,
     ),
     Case("combine's flag is posted before the experts have read", Rules(flag_behind_experts=False), OVERWRITTEN),
-    Case("dispatch of many tokens does not wait for flags", Rules(paths=COUNTED, dispatch_waits=False), STALE_READ),
+    Case("bulk dispatch does not wait for flags", Rules(paths=COUNTED, dispatch_waits=False), STALE_READ),
     Case("flags compared by `<`", Rules(first_epoch=3, late=rules.plainly_less), STALE_READ),
     Case("two parities, flags compared by `!=`", Rules(**TWO_PARITIES, late=rules.differs), DEADLOCK),
     Case("one parity where combine does not wait for flags", Rules(**TWO_PARITIES | {"num_copies": 1}), OVERWRITTEN),
@@ -109,14 +109,14 @@ MUTANTS = (
         Rules(paths=FLAGGED, written_in_full=True, releases=False),
         f"{STALE_READ}: FLAGGED_ROWS",
     ),
-    Case("staging of many tokens in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: FLAGGED_ROWS"),
+    Case("staging of a bulk dispatch in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: FLAGGED_ROWS"),
     Case("flagged words accepted whatever their epoch", Rules(tags_are_compared=False), STALE_READ),
     Case("readers do not leave EMPTY", Rules(readers_empty=False), STALE_READ),
     Case("relaxed flags, launches that end before their stores have drained", Rules(launches_drain=False), OVERWRITTEN),
     Case("rings: one slot too many", ChunkRules(extra_slots=1), OVERWRITTEN),
     Case("rings: one slot too many, of 2", ChunkRules(num_slots=2, max_chunks=3, extra_slots=1), OVERWRITTEN),
     Case("rings: a slot is given back before the chunk is read", ChunkRules(taken_first=True), OVERWRITTEN),
-    Case("rings: no release before the arrival is told", ChunkRules(releases=False), STALE_READ),
+    Case("rings: no release before the arrival is posted", ChunkRules(releases=False), STALE_READ),
     Case("rings: arrivals compared by `!=`", ChunkRules(num_slots=2, arrived_behind=chunks.differs), DEADLOCK),
     Case("rings: arrivals compared by `<`", ChunkRules(arrived_behind=chunks.plainly_less), STALE_READ),
     Case("rings: what was taken compared by `<`", ChunkRules(taken_behind=chunks.plainly_less), OVERWRITTEN),

@@ -19,8 +19,8 @@ EPOCHS = 8
 class Path(enum.StrEnum):
     """Which dispatch a step takes (policy.dispatch_phase)."""
 
-    COUNTED = "dispatch of many tokens"
-    FLAGGED = "flagged dispatch"
+    COUNTED = "bulk dispatch"
+    FLAGGED = "LL dispatch"
 
 
 class Calls(enum.StrEnum):
@@ -72,7 +72,7 @@ class Rules:
         weights: combine brings weights, so that its flags order.
         written_in_full: flagged rows contain EMPTY.
         late: how flags are compared with epochs.
-        dispatch_waits, poster_waits, combine_waits: the dispatch of many tokens, the flagged dispatch and combine wait
+        dispatch_waits, poster_waits, combine_waits: the bulk dispatch, the LL dispatch and combine wait
             for their flags.
         releases: flags that order are posted behind a fence.
         launches_drain: a launch ends when its stores have come to where they belong ("What is physical").
@@ -80,7 +80,7 @@ class Rules:
         flag_behind_experts: combine's flag is posted when the experts have read, not when dispatch has ended.
         num_copies: copies of counts, flagged rows and what travels beside them, used in turn.
         num_ops: ops of one index, used in turn, that share TOKENS and COMBINE_ROWS.
-        shared_staging: the dispatch of many tokens brings its rows in the flagged rows' slots.
+        shared_staging: the bulk dispatch brings its rows in the flagged rows' slots.
         tags_are_compared: a word with an epoch is accepted for the step's epoch only.
         readers_empty: readers leave EMPTY behind.
     """
