@@ -32,13 +32,13 @@ def command(
     exit code is 1 where a size could not be measured. It needs GPUs: times on CPU say nothing about them.
     """
     import torch
-    from rich.console import Console
 
     from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Sweep
     from ep_a2a.commands.options import numbers
-    from ep_a2a.commands.tune.report import default_output, show
-    from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune, tune
+    from ep_a2a.commands.tune.command import execute
+    from ep_a2a.commands.tune.report import default_output
+    from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune
 
     world_size = ranks or torch.cuda.device_count()
     check_can_tune(world_size)
@@ -58,15 +58,6 @@ def command(
         max_num_tokens=("same",),
         num_tokens=numbers("max-tokens", max_tokens, DEFAULT_SIZES),
     ).points()
-    progress, results, complete = Console(stderr=True), [], True
-    for result in tune(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder):
-        if isinstance(result, str):
-            complete = False
-            progress.print(result, style="red", markup=False, highlight=False)
-            continue
-        results.append(result)
-        told = f"{result.workload.max_num_tokens}: {result.default_us:.1f} -> {result.best_us:.1f} µs"
-        progress.print(told, style="dim", highlight=False)
-    show(results)
+    complete = execute(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder)
     typer.echo(f"tables: {folder}")
     raise typer.Exit(0 if complete else EXIT_MISSING_POINTS)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 from ep_a2a.commands.bench import wire_push
 from ep_a2a.commands.doctor import selftest_rank
 from ep_a2a.commands.doctor.diagnostic import Level
-from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest
+from ep_a2a.commands.doctor.selftest import SelfTest, judge, num_parts, run_selftest
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_pair
+from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 
@@ -93,9 +96,12 @@ def die_in_one_pair(context: RankContext, pair: tuple[int, int], secs: float) ->
 
 def test_each_pair_stands_for_itself():
     """A rank that dies takes nothing else with it."""
-    asked: list[tuple[int, int]] = []
-    result = run_selftest("cpu", 3, 0.0, asked.append, die_in_one_pair)
-    assert asked == [(0, 1), (0, 2), (1, 2)]
+    shown = io.StringIO()
+    with Progress("testing", num_parts(3), Console(file=shown, width=80)) as progress:
+        result = run_selftest("cpu", 3, 0.0, progress, die_in_one_pair)
+    assert shown.getvalue().splitlines() == [
+        "1/4 ranks 0 and 1", "2/4 ranks 0 and 2", "3/4 ranks 1 and 2", "4/4 all ranks together",
+    ]  # fmt: skip
     assert "exit code 7" in result.pairs[0, 1]
     rates = result.gb_per_s
     assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 2], 0, 1)

@@ -10,7 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
+from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.tune import command
 from ep_a2a.commands.tune import search as tune
 from ep_a2a.commands.tune.report import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
@@ -104,6 +106,25 @@ def test_the_search_ends_with_its_budget():
     start, search = searched(TunedLaunch(2, 0, 32, 1, 2048, 1), budget=1)
     assert start == tune.chosen_launches(config_of(), H200_SMS)
     assert (search.num_trials, search.is_complete) == (1, False)
+
+
+def outcome_of(num_tokens: int) -> tune.Outcome:
+    workload = Workload(4, num_tokens, num_tokens, quant_type="fp8_per_1x128")
+    default = tune.chosen_launches(config_of(max_num_inp_token_per_rank=num_tokens), H200_SMS)
+    return tune.Outcome(workload, default, default, 110.0, 99.0, 7, True, "sm_90", "a GPU")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_size_is_a_line_of_progress(fails, monkeypatch, tmp_path, capsys):
+    points = [outcome_of(size).workload for size in (8, 16)]
+    monkeypatch.setattr(
+        command, "tune", lambda points, *_: iter([outcome_of(8), "16: a rank died" if fails else outcome_of(16)])
+    )
+    assert command.execute(points, TimingSettings(), 60.0, tmp_path) is not fails
+    out, err = capsys.readouterr()
+    last = "2/2 16: a rank died" if fails else "2/2 16 tokens: 110.0 -> 99.0 µs"
+    assert err.splitlines() == ["1/2 8 tokens: 110.0 -> 99.0 µs", last]
+    assert "round trips" in out
 
 
 def test_outcomes_become_entries_and_a_table_on_the_terminal(tmp_path, capsys):

@@ -16,6 +16,7 @@ from ep_a2a.commands.bench.rows import Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.view import show
 from ep_a2a.commands.options import numbers
+from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.bench.launcher import Runner
     from ep_a2a.commands.bench.rows import Row
-    from ep_a2a.commands.bench.workload import Sweep
+    from ep_a2a.commands.bench.workload import Sweep, Workload
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,18 @@ def execute(
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
-    progress = Console(stderr=True, quiet=not runner.shows_results)
     lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
-
-    def on_row(row: Row) -> None:
-        progress.print(_progress_text(row, device), style="dim", highlight=False)
-
-    for rows in run_sweep(points, names, settings, runner, on_row):
-        records += make_records(rows, device)
-        if lines is not None:
-            lines.append(records[-len(rows) :])
+    progress_console = Console(stderr=True, quiet=not runner.shows_results)
+    with Progress("measuring", len(points) * len(names), progress_console) as progress:
+        rows_of_points = run_sweep(
+            points, names, settings, runner, lambda row: progress.end(_progress_text(row, device)),
+            lambda workload, name: progress.begin(_part_text(workload, name, device)),
+        )  # fmt: skip
+        for rows in rows_of_points:
+            records += make_records(rows, device)
+            if lines is not None:
+                lines.append(records[-len(rows) :])
     _check_that_something_ran(records)
     if runner.shows_results:
         console = Console()
@@ -96,12 +98,16 @@ def execute(
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 
+def _part_text(workload: Workload, name: str, device: str) -> str:
+    bound = f" max SMs={workload.max_sms}" if workload.max_sms else ""
+    return f"T={workload.num_tokens}{bound} {shown_name(name, device)}"
+
+
 def _progress_text(row: Row, device: str) -> str:
-    workload, found = row.workload, row.status.value
+    found = row.status.value
     if row.timing is not None:
         found = "right" if device == "cpu" else f"{row.timing.round_trip.p50_us:.1f} µs"
-    bound = f" max SMs={workload.max_sms}" if workload.max_sms else ""
-    return f"T={workload.num_tokens}{bound} {shown_name(row.contender, device)}: {found}"
+    return f"{_part_text(row.workload, row.contender, device)}: {found}"
 
 
 def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:

@@ -127,8 +127,11 @@ def run_sweep(
     settings: TimingSettings,
     runner: Runner,
     on_row: Callable[[Row], None] = lambda row: None,
+    on_begin: Callable[[Workload, str], None] = lambda workload, name: None,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each point, in the order of `names`; calls `on_row` with each row.
+    """Yields the rows of each point, in the order of `names`.
+
+    Calls `on_begin` with the workload and the contender before each row, and `on_row` with the row.
 
     The limit is measured once for all points that are the same to it.
     """
@@ -137,6 +140,7 @@ def run_sweep(
         same = _as_limit_sees(workload)
         rows = []
         for name in names:
+            on_begin(workload, name)
             if name == LIMIT and same in limits:
                 row = replace(limits[same], workload=workload)
             else:

@@ -7,6 +7,8 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 import ep_a2a
 from ep_a2a.commands.doctor.backend_verdict import judge_backend, requested_backend, requested_ranks
 from ep_a2a.commands.doctor.checks import run_checks
@@ -14,6 +16,7 @@ from ep_a2a.commands.doctor.diagnostic import ERROR, Diagnostic, refused
 from ep_a2a.commands.doctor.probe import find_system_info
 from ep_a2a.commands.doctor.report import render
 from ep_a2a.commands.doctor.subprocess_probe import plan_bytes
+from ep_a2a.commands.progress import Progress
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import EpA2AError
 
@@ -74,12 +77,14 @@ def _selftest(
             return None, [_not_run(f"it needs {name}")]
     try:
         from ep_a2a.commands.doctor.picture import plot_rates
-        from ep_a2a.commands.doctor.selftest import judge, run_selftest
+        from ep_a2a.commands.doctor.selftest import judge, num_parts, run_selftest
         from ep_a2a.commands.plotting import check_can_plot
 
         if plot is not None:
             check_can_plot(plot)
-        test = run_selftest(verdict.device, verdict.ranks_per_node[0], pair_secs, _show_progress)
+        num_ranks = verdict.ranks_per_node[0]
+        with Progress("testing", num_parts(num_ranks), Console(stderr=True)) as progress:
+            test = run_selftest(verdict.device, num_ranks, pair_secs, progress)
         if plot is not None:
             plot_rates(test, plot)
     except ImportError as problem:
@@ -91,8 +96,3 @@ def _selftest(
 
 def _not_run(reason: str) -> Diagnostic:
     return Diagnostic("self-test", ERROR, f"not run: {reason}", "See above.")
-
-
-def _show_progress(pair: tuple[int, int]) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"ranks {pair[0]} and {pair[1]}\n")

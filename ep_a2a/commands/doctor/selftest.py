@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,9 @@ from ep_a2a.errors import ConfigMismatchError, without_section
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.commands.progress import Progress
 
     Pair = tuple[int, int]
 
@@ -102,7 +106,7 @@ def run_selftest(
     device: str,
     num_ranks: int,
     pair_secs: float = PAIR_SECS,
-    on_pair: Callable[[Pair], None] = lambda pair: None,
+    progress: Progress | None = None,
     body: Callable[..., PairResult | None] = check_pair,
 ) -> SelfTest:
     """Tests all pairs of ranks one after another, then all ranks together.
@@ -113,25 +117,38 @@ def run_selftest(
         device: "cpu" or "cuda", with a GPU for each rank.
         num_ranks: processes.
         pair_secs: how long to measure a pair.
-        on_pair: called with each pair before its test.
+        progress: of num_parts(num_ranks) parts; None shows nothing.
         body: what a rank does for a pair.
     """
     pairs: dict[Pair, PairResult | str] = {}
     with RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + pair_secs) as pool:
         for pair in itertools.combinations(range(num_ranks), 2):
-            on_pair(pair)
-            try:
-                results = pool.run(body, pair, pair_secs)
-            except RankFailure as failure:
-                pairs[pair] = _error_text(failure)
-            else:
-                pairs[pair] = results[pair[0]]
+            with _part(progress, f"ranks {pair[0]} and {pair[1]}"):
+                try:
+                    pairs[pair] = pool.run(body, pair, pair_secs)[pair[0]]
+                except RankFailure as failure:
+                    pairs[pair] = _error_text(failure)
         step_us, together = 0.0, ""
-        try:
-            step_us = pool.run(check_op, ALL_SECS)[0][0]
-        except RankFailure as failure:
-            together = _error_text(failure)
+        with _part(progress, "all ranks together"):
+            try:
+                step_us = pool.run(check_op, ALL_SECS)[0][0]
+            except RankFailure as failure:
+                together = _error_text(failure)
     return SelfTest(device, num_ranks, pairs, together, step_us)
+
+
+def num_parts(num_ranks: int) -> int:
+    """Returns the parts of a self-test: the pairs, and all ranks together."""
+    return math.comb(num_ranks, 2) + 1
+
+
+@contextlib.contextmanager
+def _part(progress: Progress | None, name: str) -> Iterator[None]:
+    if progress is not None:
+        progress.begin(name)
+    yield
+    if progress is not None:
+        progress.end(name)
 
 
 def judge(test: SelfTest) -> list[Diagnostic]:

@@ -1,0 +1,46 @@
+"""Runs a search for several sizes, shows how far it is, and prints what it has found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ep_a2a.commands.progress import Progress
+from ep_a2a.commands.tune.report import show
+from ep_a2a.commands.tune.search import tune
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ep_a2a.commands.bench.timing import TimingSettings
+    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.tune.search import Outcome
+
+
+def execute(points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path) -> bool:
+    """Searches for each workload, writes tables into the folder and prints the outcomes.
+
+    Returns:
+        Whether every size could be measured.
+
+    Raises:
+        UnsupportedError: there are fewer GPUs than ranks.
+    """
+    outcomes: list[Outcome] = []
+    sizes = [f"{point.max_num_tokens} tokens, {budget_secs:g} s at most" for point in points]
+    with Progress("tuning", len(points), Console(stderr=True)) as progress:
+        progress.begin(sizes[0])
+        for number, result in enumerate(tune(points, settings, budget_secs, folder), 1):
+            if isinstance(result, str):
+                progress.end(result, "red")
+            else:
+                outcomes.append(result)
+                times = f"{result.default_us:.1f} -> {result.best_us:.1f} µs"
+                progress.end(f"{result.workload.max_num_tokens} tokens: {times}")
+            if number < len(points):
+                progress.begin(sizes[number])
+    if outcomes:
+        show(outcomes)
+    return len(outcomes) == len(points)
