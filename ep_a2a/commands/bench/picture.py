@@ -86,7 +86,7 @@ def _title(lines: dict[str, dict[int, float]]) -> str:
     if len(limits) != 1 or NATIVE not in lines:
         return "Round trip of dispatch and combine"
     ratios = [us / limits[0][x] for x, us in lines[NATIVE].items() if x in limits[0]]
-    least, most = (f"{each:.3g}" for each in (min(ratios, default=0), max(ratios, default=0)))
+    least, most = (f"{each:.2f}" for each in (min(ratios, default=0), max(ratios, default=0)))
     return f"Round trip: {NATIVE} takes {least if least == most else f'{least} to {most}'} times the wire limit"
 
 
