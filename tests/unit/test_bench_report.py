@@ -24,7 +24,7 @@ from ep_a2a.commands.bench.report import (
 )
 from ep_a2a.commands.bench.rows import Row, Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import Statistic, Timing, TimingSettings
-from ep_a2a.commands.bench.view import columns_that_fit, show
+from ep_a2a.commands.bench.view import show
 from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -120,14 +120,6 @@ def test_the_terminal_shows_all_columns_at_its_width():
     # each table names its rows
     assert text.count("│ nccl_agrs ") == text.count("contender") > 1
     assert shown(make_records(rows_of(workload_of(8))), 200).count("contender") == 1
-
-
-def test_a_table_that_is_too_wide_is_cut_behind_the_names():
-    headings, rows = ["T", "contender", "aa", "bb", "cc"], [["1", "x" * 9, "1", "2", "3"]]
-    assert columns_that_fit(headings, rows, 80) == [[0, 1, 2, 3, 4]]
-    assert columns_that_fit(headings, rows, 27) == [[0, 1, 2, 3], [0, 1, 4]]
-    # wider than the terminal even with one column
-    assert columns_that_fit(headings, rows, 3) == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
 
 
 def test_on_cpu_it_is_a_functional_check():

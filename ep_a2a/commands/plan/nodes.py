@@ -88,4 +88,5 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
     if as_json:
         sys.stdout.write(json.dumps(values, indent=2) + "\n")
     else:
-        Console().print(report.as_table())
+        console = Console()
+        console.print(report.as_tables(console.width))

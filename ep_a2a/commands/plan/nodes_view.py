@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -34,25 +35,38 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class Report:
-    """A table with a title above and notes below."""
+    """A table with a title above and notes below.
+
+    Attributes:
+        title, headings, rows, notes: its texts.
+        num_group_columns: first columns, by which a terminal's tables are grouped; their texts are the tables' titles.
+        num_names: columns behind those that name a row.
+    """
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    num_group_columns: int
+    num_names: int
 
-    def as_table(self) -> RenderableType:
-        """Returns the report for a terminal."""
+    def as_tables(self, width: int) -> RenderableType:
+        """Returns the report for a terminal of `width` characters: a table for each group of rows."""
         from rich.console import Group
         from rich.text import Text
 
-        from ep_a2a.commands.tables import new_table
+        from ep_a2a.commands.wide_tables import fitting_tables
 
-        numbers = (heading for heading, first in zip(self.headings, self.rows[0]) if first[-1:].isdigit())
-        table = new_table(self.title, self.headings, right=numbers)
-        for row in self.rows:
-            table.add_row(*row)
-        return Group(Text(PREDICTED, style="bold yellow"), table, *(Text(note) for note in self.notes))
+        first = self.num_group_columns
+        tables = []
+        for group, rows in groupby(self.rows, key=lambda row: row[:first]):
+            cells = [row[first:] for row in rows]
+            right = {heading for heading, text in zip(self.headings[first:], cells[0]) if text[-1:].isdigit()}
+            tables += fitting_tables(
+                ", ".join(group), self.headings[first:], cells, num_names=self.num_names, width=width, right=right
+            )
+        title = Text(self.title, style="italic")
+        return Group(Text(PREDICTED, style="bold yellow"), title, *tables, *(Text(note) for note in self.notes))
 
     def as_markdown(self) -> str:
         """Returns the report as markdown."""
@@ -87,6 +101,7 @@ def report_of(found: Sequence[Prediction]) -> Report:
             "with more GPUs than experts each expert has as many copies as it takes to fill them",
             CONSTANTS,
         ),
+        num_group_columns=0, num_names=3,
     )  # fmt: skip
 
 
@@ -115,4 +130,5 @@ def report_of_published(found: Sequence[Compared]) -> Report:
             "no constant is fitted to a row; NVLink of H800 and links of MI300X and MI355X are the same documents'",
             CONSTANTS,
         ),
+        num_group_columns=2, num_names=4,
     )  # fmt: skip
