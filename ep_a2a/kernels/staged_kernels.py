@@ -317,7 +317,7 @@ def sum_nodes_kernel(
 
 
 @portable(do_not_specialize=["poison", "phase", "rank"])
-def tell_failure_kernel(table, poison, phase, rank, S: tl.constexpr):
+def post_failure_kernel(table, poison, phase, rank, S: tl.constexpr):
     """Records a failure that the host has found, and poisons the ranks of this node; one program."""
     epoch, _ = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
     # an earlier failure, which a rank of this node has posted, takes precedence

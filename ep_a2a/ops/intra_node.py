@@ -125,7 +125,7 @@ class IntraNodeKernels:
             self.max_sms,
         )  # fmt: skip
         if self._tables is not None:
-            self._tables.tell(self.config, phase.value, max_num_tokens, launch.reason)
+            self._tables.log_source(self.config, phase.value, max_num_tokens, launch.reason)
         return launch
 
     def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
@@ -215,7 +215,7 @@ class IntraNodeKernels:
     def compile(self) -> None:
         """Compiles and loads every variant that whole dispatches and combines without own launch numbers can reach.
 
-        Nothing is launched. The halves of the split calls are compiled when they are first used, or by warmup_split.
+        Nothing is launched. Split calls are compiled when they are first used, or by warmup_split.
         Each rank begins elsewhere in the list, so that ranks of one host find most variants in Triton's disk cache.
         """
         if self._interpreted:

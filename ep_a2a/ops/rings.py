@@ -47,9 +47,9 @@ class InterNodeKernels(IntraNodeKernels):
     """Compiles and launches the kernels of rings for one config; every rank's memory must be addressable by all.
 
     A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
-    is two: results are offered to the node, and the exchange of sums. In halves, an op whose rings hold a whole step
-    sends its chunks in the first; else only row numbers and results travel in the first. A call's block_num bounds
-    the programs that exchange nothing.
+    is two: results are offered to the node, and the exchange of sums. In split calls, an op whose rings hold a whole
+    step sends its chunks in the first half; else only row numbers and results travel in the first half. A call's
+    block_num bounds the programs that exchange nothing.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class InterNodeKernels(IntraNodeKernels):
             self._variants[key].run(1, (self.table,), self.device)
 
     def _put_mirrors(self, *, counts: bool = False, flags: bool = False, weights: bool = False) -> Launches:
-        """What tells ranks that only puts reach of a failure, and of what is said; see put_mirrors_kernel."""
+        """Puts failures, and the named kinds of words, to ranks that kernels cannot store to (put_mirrors_kernel)."""
         if not self._rings.by_puts:
             return
         key = "put mirrors", counts, flags, weights

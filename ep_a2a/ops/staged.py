@@ -13,8 +13,8 @@ from ep_a2a.kernels.staged_kernels import (
     pack_kernel,
     pack_sums_kernel,
     pass_on_kernel,
+    post_failure_kernel,
     sum_nodes_kernel,
-    tell_failure_kernel,
 )
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
 from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
@@ -42,8 +42,8 @@ class StagedKernels(InterNodeKernels):
     adds the nodes. Every exchange has the lines of max_num_tokens tokens for each node, whatever the routing: sizes are
     known on the host, and a graph can hold it.
 
-    In halves a dispatch begins its exchange in the first and ends it in the second, so that it overlaps what is
-    launched in between; but not while a graph is captured. A combine exchanges in its second half.
+    A split dispatch begins its exchange in dispatch_send and ends it in dispatch_recv, so the exchange overlaps what is
+    launched in between; but not while a graph is captured. A split combine exchanges in combine_recv.
 
     Args:
         config: the op's. memory: bound to it.
@@ -88,7 +88,7 @@ class StagedKernels(InterNodeKernels):
         return self._between.begin(received, sent, self._bound_secs(back=back))
 
     def _end(self, *, back: bool = False) -> None:
-        """Ends the running exchange; tells the ranks of this node of one that fails."""
+        """Ends the running exchange; poisons the ranks of this node if it fails."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -195,7 +195,7 @@ class StagedKernels(InterNodeKernels):
         return self._variants[key]
 
     def _failure_variant(self) -> CompiledKernel:
-        return self._variant("tell failure", tell_failure_kernel, {"S": self._op_shape})
+        return self._variant("post failure", post_failure_kernel, {"S": self._op_shape})
 
     def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""

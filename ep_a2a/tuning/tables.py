@@ -172,7 +172,7 @@ class TunedTables:
         """Returns the entry that `lookup` finds for a step of an op."""
         return lookup(self._tables.get(phase, Table()), shape_key(config, phase, max_num_tokens))
 
-    def tell(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
+    def log_source(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
         """Logs the source of a launch, at info, once per phase, shape and source in a process."""
         what = (phase, shape_key(config, phase, max_num_tokens), reason)
         if what not in _reported:

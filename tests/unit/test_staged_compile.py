@@ -50,7 +50,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     kernels = StagedKernels(config_of(**changes), arena, arena)
     kernels.num_sms = NUM_SMS
     moving = {"pack_kernel", "forward_kernel", "pack_sums_kernel", "sum_nodes_kernel"}
-    others = {"pass_on_kernel", "tell_failure_kernel"}
+    others = {"pass_on_kernel", "post_failure_kernel"}
     for variant, values in kernels.variants():
         name = variant.kernel.__name__
         if name not in moving | others:

@@ -29,7 +29,7 @@ class SingleGroupGuard:
         self._ranks: list[int] = []
 
     def refusal(self, group: ProcessGroup) -> UnsupportedError | None:
-        """Returns why this process cannot use the library in a group, or None. Other ranks may get None: tell them."""
+        """Returns why this process cannot use the library in a group, or None. Share it: other ranks may get None."""
         ranks = dist.get_process_group_ranks(group)
         if self._group is None or self._group is group or (self._by_ranks and self._ranks == ranks):
             return None
