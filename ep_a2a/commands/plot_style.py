@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INCH_POINTS = 72
-TITLE_POINTS, SUBTITLE_POINTS, TEXT_POINTS, FOOTER_POINTS = 16, 11.5, 11, 9
+TITLE_POINTS, SUBTITLE_POINTS, TEXT_POINTS, LABEL_POINTS, FOOTER_POINTS = 16, 11.5, 11, 10.5, 9
+"""Of fonts; labels are names of lines and rows."""
 LINE_SPACING = 1.4
 MARGIN_INCHES = 0.2
 

@@ -19,8 +19,8 @@ from ep_a2a.commands.doctor.selftest import SelfTest
 from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import predictions
 from ep_a2a.commands.plan.nodes_plot import plot_predictions
+from ep_a2a.commands.plot_lines import Panel, lines_figure, spread
 from ep_a2a.commands.plot_style import DARK, LIGHT, THEMES, Caption, style_of, text_inches, wrap
-from ep_a2a.commands.plotting import Panel
 from ep_a2a.commands.trace.timeline import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
@@ -63,13 +63,18 @@ DRAWN = {
         [row for row in bench_rows() if row["quant_type"] == "fp8_per_1x128" and row["combine_quant"] == "none"
          and not row["max_sms"] and not row["gpus_per_node"]], path, GPUS
     ),
+    "bench, one size": lambda path: plot_bench([row for row in bench_rows() if row["num_tokens"] == 1], path, GPUS),
+    "bench, nothing": lambda path: plot_bench([], path, GPUS),
     "bench, everything": lambda path: plot_bench(bench_rows(), path, GPUS),
     "bench on CPU": lambda path: plot_bench([row | {"device": "cpu"} for row in bench_rows()], path, CPU),
     "timeline": lambda path: plot_timeline({0: some_spans(1), 1: some_spans(2)}, path, "a note " * 30),
+    "timeline of nothing": lambda path: plot_timeline({0: []}, path),
     "timeline on CPU": lambda path: plot_timeline({0: some_spans(100_000)}, path, device="cpu"),
     "rates": lambda path: plot_rates(self_test("cuda", 8), path),
     "rates of two": lambda path: plot_rates(self_test("cuda", 2), path),
+    "rates of one": lambda path: plot_rates(SelfTest("cuda", 1, {}), path),
     "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
+    "one number of nodes": lambda path: plot_predictions(predictions("2", max_tokens=32, hidden_dim=512), path),
     "nodes": lambda path: plot_predictions(predictions("2,4", max_tokens=32, hidden_dim=512), path),
 }  # fmt: skip
 
@@ -184,6 +189,7 @@ def test_titles_say_what_is_seen_and_footers_hold_parameters(figures) -> None:
     assert "logarithmic" in reading
     assert "H 7168" in "\n".join(footer)
     assert "4 x NVIDIA H200 · ep_a2a 0.1.0 (648c52e), ep-a2a bench" in footer
+    assert figures("bench, everything")[0].texts[0].get_text() == "Round trip of dispatch and combine"
     nodes = figures("nodes")[0]
     assert nodes.axes[0].get_ylabel() == "time (µs)"
     assert nodes.texts[0].get_text().startswith("Predicted, not measured")
@@ -225,7 +231,7 @@ def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("wanted", [[0.5] * 5, [0.0, 1.0, 0.99], [0.2], [1.0] * 10, []])
 def test_names_are_spread_without_touching(wanted: list[float]) -> None:
     sizes = [0.08 + 0.01 * (i % 2) for i in range(len(wanted))]
-    placed = plotting.spread(wanted, sizes)
+    placed = spread(wanted, sizes)
     edges = sorted((y - size / 2, y + size / 2) for y, size in zip(placed, sizes))
     assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(edges))
     assert all(low >= -1e-9 and high <= 1 + 1e-9 for low, high in edges)
@@ -241,7 +247,7 @@ def test_lines_of_text_fit() -> None:
 def test_ticks_do_not_touch() -> None:
     panel = Panel("x", "y", {n: str(n) for n in range(1, 65)}, log_y=True, lines=[("one", [(1, 2.0), (64, 3.0)], {})])
     with mpl.rc_context(style_of(LIGHT)):
-        figure = plotting.lines_figure(panel, Caption("title"), LIGHT)
+        figure = lines_figure(panel, Caption("title"), LIGHT)
     figure.draw_without_rendering()
     boxes = [each.get_window_extent() for each in figure.axes[0].get_xticklabels() if each.get_text()]
     assert len(boxes) > 8

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.commands.bench.contenders import LIMIT, NATIVE
 from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, varying_fields
 from ep_a2a.commands.bench.rows import Status, shown_name
+from ep_a2a.commands.plot_cells import plot_checks
+from ep_a2a.commands.plot_lines import Panel, plot_lines
 from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import TIME_UNITS, Panel, plot_checks, plot_lines, unit_for
+from ep_a2a.commands.plotting import TIME_UNITS, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,10 +85,10 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
 def _title(lines: dict[str, dict[int, float]]) -> str:
     """What is seen: how far the op is from the limit, where the picture has one line of each."""
     limits = [line for label, line in lines.items() if is_limit(label)]
-    if len(limits) != 1 or NATIVE not in lines:
+    if len(limits) != 1 or NATIVE not in lines or lines[NATIVE].keys() - limits[0].keys():
         return "Round trip of dispatch and combine"
-    ratios = [us / limits[0][x] for x, us in lines[NATIVE].items() if x in limits[0]]
-    least, most = (f"{each:.2f}" for each in (min(ratios, default=0), max(ratios, default=0)))
+    ratios = [us / limits[0][x] for x, us in lines[NATIVE].items()]
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return f"Round trip: {NATIVE} takes {least if least == most else f'{least} to {most}'} times the wire limit"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import ep_a2a
+from ep_a2a.commands.plot_cells import plot_matrix
 from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import plot_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ def plot_traffic(report: Mapping[str, Any], settings: DemoSettings, path: Path) 
     caption = Caption(
         f"Dispatch sends {crossing:,} of {total:,} rows to another rank",
         "Rows from each rank (down) to each rank (across); the diagonal stays on its rank",
-        f"backend {report['backend']}, {settings.num_tokens} tokens over {settings.num_ranks} ranks, "
+        f"backend {report['backend']}, {settings.num_tokens} tokens, EP {settings.num_ranks}, "
         f"top-{settings.topk} of {settings.num_experts} experts · ep_a2a {ep_a2a.__version__}, ep-a2a demo",
     )
     return plot_matrix(rows, caption, "rows", path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import ep_a2a
+from ep_a2a.commands.plot_cells import plot_checks, plot_matrix
 from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import plot_checks, plot_matrix
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
     rates = [[rate or None for rate in row] for row in test.gb_per_s]
     known = [rate for row in rates for rate in row if rate is not None]
     failed = [pair for pair, result in test.pairs.items() if isinstance(result, str)]
-    footer = f"{test.num_ranks} ranks on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
+    footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
     if test.device == "cpu":
         words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
         ranks = [str(rank) for rank in range(test.num_ranks)]

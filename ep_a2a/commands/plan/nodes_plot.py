@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import ep_a2a
+from ep_a2a.commands.plot_lines import Panel, plot_panels
 from ep_a2a.commands.plot_style import BUFFERS, COMBINE, DISPATCH, Caption
-from ep_a2a.commands.plotting import BYTE_UNITS, TIME_UNITS, Panel, plot_panels, unit_for
+from ep_a2a.commands.plotting import BYTE_UNITS, TIME_UNITS, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

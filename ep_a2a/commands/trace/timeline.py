@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a.commands.plot_lines import plot_bars
 from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import TIME_UNITS, plot_bars, unit_for
+from ep_a2a.commands.plotting import TIME_UNITS, unit_for
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
 
 if TYPE_CHECKING:
