@@ -10,6 +10,7 @@ import ep_a2a
 PROJECT = Path(__file__).parents[2]
 READ = ("*.md", "*.toml", "*.cfg", "Makefile", "docs/**/*.md", "docs/**/*.py", "ep_a2a/**/*.py", "tools/**/*.py",
         "examples/**/*.py", ".github/**/*.yml")  # fmt: skip
+HEADING = r"\[([\d.]+)\] - (\d{4}-\d\d-\d\d)"
 PLACES = {"ep_a2a/__init__.py", "CHANGELOG.md"}
 
 
@@ -23,9 +24,11 @@ def test_the_version_stands_in_one_place() -> None:
 def test_the_changelog_has_sections_of_known_kinds_and_dates() -> None:
     """The form of keepachangelog.com."""
     text = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
-    versions = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d|unreleased)$", text, re.MULTILINE)
-    assert len(versions) == len(re.findall(r"^## ", text, re.MULTILINE))
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings.pop(0) == "[Unreleased]"
+    versions = [(found[1], found[2]) for each in headings if (found := re.fullmatch(HEADING, each))]
+    assert len(versions) == len(headings)
     assert versions[0][0] == ep_a2a.__version__
-    assert [date for _, date in versions[1:]] == sorted((date for _, date in versions[1:]), reverse=True)
+    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
     kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
