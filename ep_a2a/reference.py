@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DispatchReference:
-    """What one destination rank receives. Rows are ascending by (source rank, source token).
+    """The rows that one destination rank receives, ascending by (source rank, source token), and their metadata.
 
     N = total_recv. Layout compact: the tensors have exactly N rows. Layout rank_major: they are
     `[W, max_num_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
@@ -92,7 +92,7 @@ def dispatch_reference(
     stride_tokens: int | None = None,
     pad_id: int = -1,
 ) -> list[DispatchReference]:
-    """What every rank receives: each token once per distinct rank that owns one of its experts.
+    """Computes what every rank receives: each token once per distinct rank that owns one of its experts.
 
     Args:
         tokens: W tensors `[T_r, H]` of one dtype, by source rank; T_r may be 0.
@@ -175,7 +175,7 @@ def combine_reference(
 
 
 def reduce_experts_reference(results: torch.Tensor, received: DispatchReference, dtype: torch.dtype) -> torch.Tensor:
-    """What one rank's combine of layout expert_major sends: its experts' rows, weighed and added for each received row.
+    """Computes the rows that one rank's combine of layout expert_major sends: its experts' rows, weighed and added.
 
     Args:
         results: the experts' `[E, W * max_num_tokens, H]`; rows past `expert_counts` are not read.
@@ -275,7 +275,7 @@ def _weighted_experts(
 
 
 class _Step(NamedTuple):
-    """What all ranks bring to a dispatch, by source rank, and the form of what they receive."""
+    """The tensors that all ranks bring to a dispatch, by source rank, and the form of the result."""
 
     tokens: Sequence[torch.Tensor]
     weights: Sequence[torch.Tensor] | None
@@ -290,7 +290,7 @@ class _Step(NamedTuple):
 
 
 def _received(step: _Step, destination: int) -> DispatchReference:
-    """What one rank receives, arranged by source."""
+    """Computes the rows of one destination rank, by source."""
     sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in step.owners]
     counts = [rows.numel() for rows in sent]
     rows = step.block_rows
@@ -308,7 +308,7 @@ def _received(step: _Step, destination: int) -> DispatchReference:
 
 
 def _by_expert(received: DispatchReference, experts: Sequence[int]) -> DispatchReference:
-    """What was received, arranged by source, arranged by `experts` instead."""
+    """Rearranges received rows from an order by source to one by `experts`."""
     ids, tokens = received.valid_rows(received.ids), received.valid_rows(received.tokens)
     assert received.weights is not None
     slot_weights = received.valid_rows(received.weights)

@@ -79,7 +79,7 @@ class Scales(NamedTuple):
 
 
 class BulkDispatch(NamedTuple):
-    """How a bulk dispatch counts rows and waits.
+    """Constants by which a bulk dispatch counts rows and waits.
 
     BLOCK_TOKENS, MANY_TOKENS: tokens whose ids a program looks at at once, where it counts its own or all.
     COUNTS_ALONE: every program counts the rows before its own (redundant scan); else it learns them from the programs
@@ -99,7 +99,7 @@ class BulkDispatch(NamedTuple):
 
 
 class LowLatencyDispatch(NamedTuple):
-    """How rows with packed flags lie and are waited for.
+    """Constants of rows with packed flags: their layout and the waits for them.
 
     SLOTS: tokens per rank at most, TOKEN_LANES the next power of two. COUNT_BITS: bits that hold such a number.
     SCALE_WORDS: words of scales beside a row; HAS_SCALES: whether they travel. COUNT_LANES, SIDE_LANES: lanes of a
@@ -133,7 +133,7 @@ class Block(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """How a combine adds.
+    """Constants of a combine's sums.
 
     DTYPE: of the result. CHECK_INDICES: ids are compared with those of dispatch. OWN_IN_PLACE: this rank's own rows are
     added where they lie, instead of being sent. READ_AHEAD: see add_results.
@@ -146,7 +146,7 @@ class Combine(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """How received rows are copied to their experts' rows.
+    """Constants of the copies of received rows to their experts' rows.
 
     ROW_WORDS: words of a row, of which a program copies BLOCK_WORDS at once. SCALE_WIDTH: elements of SCALE_DTYPE in a
     row's scales, 0 for none. ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end
@@ -206,7 +206,7 @@ class Line(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """How a launch numbers rows.
+    """Constants by which a launch numbers rows.
 
     MANY_TOKENS: tokens whose ids a program looks at at once. COUNT_BITS: bits that hold any rank's number of tokens.
     POISON_LANES: lanes of a wait, at least the threads of a program. FINISHES: the sending stage ends with this launch;
@@ -235,7 +235,7 @@ class Exchange(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How rows of results are added, first over the ranks of a node and then over nodes.
+    """Constants of sums of results, first over the ranks of a node and then over nodes.
 
     HIDDEN: elements of a row, of which a program adds BLOCK at once. WEIGHTS_AT: words before the weights in a line on
     its way back. DTYPE: of results, ELEMENT: integers of its width. QUANTIZED: ranks offer rows of fp8, of which

@@ -78,7 +78,7 @@ def add_line(counters, lanes, values):
 
 @portable
 def line_of_step(counters, step, num_kept_steps):
-    """Where the line of a step (from 1 on) begins; the latest num_kept_steps have one."""
+    """Address of the line of a step, counted from 1; the last num_kept_steps steps have one."""
     return counters + (1 + (step - 1) % num_kept_steps) * WORDS
 
 

@@ -179,7 +179,7 @@ def copy_block(table, row, slots, block, rank, S: tl.constexpr, E: tl.constexpr)
 
 @portable
 def clear_padding(table, stride, rank, num_local_experts, program, num_programs, S: tl.constexpr, E: tl.constexpr):
-    """This program's share of the rows of zeros behind each expert's rows."""
+    """Writes this program's share of the zeros behind each expert's rows."""
     recv_count = address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32)
     block_rows = S.WORLD_SIZE * stride
     for unit in range(program, num_local_experts * (E.ALIGNMENT - 1), num_programs):

@@ -86,7 +86,7 @@ class PortableFunction(JITFunction):
         return super().run(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """How interpreted device code calls its helpers; the compiler resolves calls itself and never comes here."""
+        """Calls the function from interpreted device code; the compiler resolves such calls by itself."""
         return self.python(*args, **kwargs)
 
     def interpret(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where compiled kernels come from: they are code, so only a folder that nobody else can write to will do."""
+"""Checks the folder of compiled kernels: they are code, so no other user may write to it."""
 
 from __future__ import annotations
 

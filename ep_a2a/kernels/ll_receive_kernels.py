@@ -64,7 +64,7 @@ def judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS: tl.constexpr):
 def judge_row(
     words, side, sides_at, num_late_sides, SIDE_WORDS: tl.constexpr, ALWAYS_FLAGGED: tl.constexpr
 ):  # fmt: skip
-    """How many words of a row have not arrived."""
+    """The number of words of a row that have not arrived."""
     if ALWAYS_FLAGGED:
         # no byte of a cast row is 0xFF, and the sender writes bytes: a word is there when none of its bytes is missing
         late = tl.sub(~words, 0x01010101, sanitize_overflow=False) & words & BYTE_SIGNS

@@ -209,7 +209,7 @@ def finish_stage(table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: 
 
 @portable
 def poison_of(table, rank, WORLD_SIZE: tl.constexpr):
-    """This rank's poison word, the same value in every thread of the program: one thread reads, all receive."""
+    """Reads this rank's poison word. One thread reads, so every thread of the program gets the same value."""
     word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
     return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
 

@@ -130,7 +130,7 @@ def wait_counts(
 
 @portable
 def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """The first rank whose counts have not come, or `otherwise`: whoever waits for it is not to blame."""
+    """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
     lanes = tl.arange(0, WORLD_LANES)
     lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
     words = tl.load(lines + WORLD_SIZE, mask=lanes < WORLD_SIZE, other=0, volatile=True)

@@ -170,7 +170,7 @@ def pick(values, lane, LANES: tl.constexpr):
 
 @portable
 def num_own_chunks(num_tokens, channel, R: tl.constexpr):
-    """Chunks that a channel sends to each node, at least one: whoever waits for a rank waits for its last chunk."""
+    """Chunks that a channel sends to each node, at least one, since a wait for a rank is one for its last chunk."""
     num_chunks = (num_tokens + R.CHUNK_TOKENS - 1) // R.CHUNK_TOKENS
     return tl.maximum((num_chunks - channel + R.CHANNELS - 1) // R.CHANNELS, 1)
 

@@ -180,7 +180,7 @@ class Arena:
         return (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
 
     def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
-        """Allocates memory that only this rank reaches, on all ranks or none: nobody waits for one that fails."""
+        """Allocates memory that only this rank reaches, on all ranks or none, so no rank waits for one that fails."""
         memory: OpMemory | None = None
         error: EpA2AError | None = None
         try:

@@ -138,7 +138,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """The first half of `dispatch`: sends, and waits for nobody (with layout compact and more than
+        """The first half of `dispatch`: sends, and waits for no rank (with layout compact and more than
         flagged_max_tokens, for the other ranks' counts). Arguments and errors are those of `dispatch`.
 
         Ranks may mix whole and split calls. The halves are compiled when first used: use them before a capture.
@@ -226,7 +226,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         bias_0: torch.Tensor | None = None,
         bias_1: torch.Tensor | None = None,
     ) -> CombineResult:
-        """The first half of `combine`: sends the rows back and waits for nobody. Arguments are those of `combine`.
+        """The first half of `combine`: sends the rows back and waits for no rank. Arguments are those of `combine`.
 
         `input` and `weights` may be overwritten by work that is launched after this. Returns what combine_recv will.
         """

@@ -99,7 +99,7 @@ class DeviceCommunicator:
         return self.all2all_manager.combine(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Destroys the manager, if there is one; idempotent. The groups belong to whoever made them."""
+        """Destroys the manager, if there is one; idempotent. Leaves the groups to their maker."""
         with self._lock:
             self._closed = True
             manager, self._manager = self._manager, None

@@ -64,7 +64,7 @@ class StepProfiler:
         self._calls.clear()
 
     def spans(self) -> list[TraceSpan]:
-        """Returns the spans of the latest steps: the host's, then the kernels' by start. Waits for the device."""
+        """Returns the spans of the last steps: the host's, then the kernels' by start. Waits for the device."""
         offset_ns, lines = clock_offset(self._op.device).offset_ns, self._lines.cpu()
         last = int(lines[..., STEP].max())
         whole = (lines[..., START] > 0) & (lines[..., END] >= lines[..., START])

@@ -1,4 +1,4 @@
-"""The handles that dispatch returns, for its combine and for a later dispatch of the same layout."""
+"""Handles that dispatch returns, for its combine and for further dispatches of the same layout."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class _PhasedContext:
 
     @property
     def signal_val(self) -> int:
-        """How often the next call's set of buffers has been used, that call included: 1, 1, 2, 2, 3, 3, ...
+        """The number of uses of the next call's set of buffers, that call included: 1, 1, 2, 2, 3, 3, ...
 
         No call of this package reads it: kernels count steps in device memory, so that replays of graphs count, too.
         """

@@ -191,7 +191,7 @@ class EPLowLatencyAllToAllLayer:
             profiler.clear()
 
     def dump_dispatch_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
-        """Writes the spans of the latest dispatches to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
+        """Writes the spans of the last dispatches to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
 
         The spans are quant_and_put, count_put, wait and postprocess; docs/profiling.md describes them. Times are those
         of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
@@ -202,7 +202,7 @@ class EPLowLatencyAllToAllLayer:
         return self._dump("dispatch", Path(folder))
 
     def dump_combine_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
-        """Writes the spans of the latest combines to `folder`/ll_combine_RANK_<rank>.json, as dump_dispatch_trace.
+        """Writes the spans of the last combines to `folder`/ll_combine_RANK_<rank>.json, as dump_dispatch_trace.
 
         The spans are copy_and_put, recv_wait and topk_reduce.
 

@@ -94,7 +94,7 @@ class PhaseBuffers:
         return rows, row_scales, self._num_dispatches
 
     def is_open(self, step: int) -> bool:
-        """Whether dispatch number `step` is the latest and has not been combined."""
+        """Whether dispatch number `step` is the last one and has not been combined."""
         return step == self._num_dispatches and self.op.has_open_step
 
     def expect_open(self, step: int) -> None:

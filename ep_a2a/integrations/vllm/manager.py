@@ -28,7 +28,7 @@ live_managers: weakref.WeakSet[VllmAll2AllManager] = weakref.WeakSet()
 
 
 def _refusal(method: str, purpose: str) -> Callable[..., NoReturn]:
-    """Returns a method that raises UnsupportedError; vLLM's managers have it and ours does not."""
+    """Returns a method that raises UnsupportedError, in place of one that only vLLM's managers offer."""
 
     def refuse(*_: Any) -> NoReturn:
         raise UnsupportedError(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How tokens are cast before they travel, and quantised after.
+    """The casts of tokens before they travel, and their quantisation afterwards.
 
     Attributes:
         cast: quant_type of the op: the fp8 cast inside dispatch; "none" sends rows as they are.

@@ -161,7 +161,7 @@ class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
 
 
 def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
-    """Arguments of MORI's config: its own fields, of which our config has the same; later ones keep their defaults.
+    """Returns the arguments of MORI's config that this package's config has; its other fields keep their defaults.
 
     Raises:
         ConfigError: MORI's config has a required field that ours does not know.
