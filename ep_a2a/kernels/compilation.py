@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
-TELL_AFTER_SECS = 2.0
+ANNOUNCE_AFTER_SECS = 2.0
 """Shorter waits need no message. Loading one kernel from Triton's cache never takes so long."""
 POLL_SECS = 0.2
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def compile_all(variants: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
     """Compiles and loads kernels; nothing is launched.
 
-    Where Triton compiles for more than TELL_AFTER_SECS, the first rank of each node says once how many kernels are
+    Where Triton compiles for more than ANNOUNCE_AFTER_SECS, the first rank of each node says once how many kernels are
     left. The message has level INFO. It goes to stderr where that is a terminal, or EP_A2A_LOG_LEVEL is INFO, unless
     logging shows it already.
 
@@ -51,7 +51,7 @@ def compile_all(variants: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], conf
 
 
 class _Watch:
-    """Waits beside the thread that compiles, and tells once where that takes long.
+    """Waits beside the thread that compiles, and logs once where that takes long.
 
     Args:
         kernels: those that are to be compiled.
@@ -89,11 +89,11 @@ class _Watch:
                 knobs.compilation.listener = previous
 
     def _wait(self) -> None:
-        secs = TELL_AFTER_SECS
+        secs = ANNOUNCE_AFTER_SECS
         while not self._ended.wait(secs):
             # with a warm cache many kernels are loaded, and none takes long
-            if self._really_compiles or time.monotonic() - self._begun_at > TELL_AFTER_SECS:
-                _tell(self._text())
+            if self._really_compiles or time.monotonic() - self._begun_at > ANNOUNCE_AFTER_SECS:
+                _announce(self._text())
                 return
             secs = POLL_SECS
 
@@ -105,10 +105,10 @@ class _Watch:
         return f"compiling for the first use: {count} ({names}); {kept}"
 
 
-def _tell(text: str) -> None:
+def _announce(text: str) -> None:
     logger.info(text)
-    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+    is_logged = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if is_logged or sys.stderr is None:
         return
-    is_seen = sys.stderr is not None and sys.stderr.isatty()
-    if is_seen or env.LOG_LEVEL.get() in ("INFO", "DEBUG"):
+    if sys.stderr.isatty() or env.LOG_LEVEL.get() in ("INFO", "DEBUG"):
         sys.stderr.write(f"ep_a2a: {text}\n")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-SHORT_SECS, TELL_AFTER_SECS, LONG_SECS = 0.05, 0.3, 0.45
+SHORT_SECS, ANNOUNCE_AFTER_SECS, LONG_SECS = 0.05, 0.3, 0.45
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "TELL_AFTER_SECS", TELL_AFTER_SECS)
+    monkeypatch.setattr(compilation, "ANNOUNCE_AFTER_SECS", ANNOUNCE_AFTER_SECS)
     monkeypatch.setattr(compilation, "POLL_SECS", 0.01)
     monkeypatch.delenv("EP_A2A_LOG_LEVEL", raising=False)
     # as in a program that has set no logging up: pytest has handlers
@@ -71,7 +71,7 @@ def compiled(kernels: Sequence[FakeKernel], config: EpDispatchCombineConfig | No
     compile_all([(cast("CompiledKernel", kernel), (kernel.name,)) for kernel in kernels], config or config_of())
 
 
-def told(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], stderr: io.StringIO | None = None) -> str:
+def announced(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], stderr: io.StringIO | None = None) -> str:
     """What is written to stderr, a terminal unless another one is given."""
     stderr = stderr or Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
@@ -85,7 +85,7 @@ def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -
         FakeKernel("count"),
     ]  # fmt: skip
     monkeypatch.setattr(knobs.cache, "dir", "/somewhere/cache")
-    text = told(monkeypatch, lambda: compiled(kernels))
+    text = announced(monkeypatch, lambda: compiled(kernels))
     assert text == (
         "ep_a2a: compiling for the first use: 3 of 3 kernels are left (combine, count); "
         "/somewhere/cache keeps them, so the next start is quick\n"
@@ -95,7 +95,7 @@ def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [FakeKernel("dispatch", SHORT_SECS), FakeKernel("combine", LONG_SECS)]
-    assert "1 of 2 kernels are left (combine)" in told(monkeypatch, lambda: compiled(kernels))
+    assert "1 of 2 kernels are left (combine)" in announced(monkeypatch, lambda: compiled(kernels))
 
 
 @pytest.mark.parametrize(
@@ -109,21 +109,21 @@ def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyP
     ids=["short", "cached", "none"],
 )
 def test_nothing_is_said_where_nothing_takes_long(kernels: list[FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, lambda: compiled(kernels)) == ""
+    assert announced(monkeypatch, lambda: compiled(kernels)) == ""
     assert all(kernel.is_compiled for kernel in kernels)
 
 
 def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_told(config: EpDispatchCombineConfig) -> bool:
-        return bool(told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)], config)))
+    def speaks(config: EpDispatchCombineConfig) -> bool:
+        return bool(announced(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)], config)))
 
-    assert [is_told(config_of(rank)) for rank in range(2)] == [True, False]
-    assert [is_told(config_of(rank, 4)) for rank in range(3, 6)] == [False, True, False]
+    assert [speaks(config_of(rank)) for rank in range(2)] == [True, False]
+    assert [speaks(config_of(rank, 4)) for rank in range(3, 6)] == [False, True, False]
 
 
-def test_without_a_terminal_only_those_who_ask_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_only_those_who_ask_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def text() -> str:
-        return told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)]), io.StringIO())
+        return announced(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)]), io.StringIO())
 
     assert text() == ""
     monkeypatch.setenv("EP_A2A_LOG_LEVEL", "info")
@@ -134,7 +134,7 @@ def test_what_logging_shows_is_not_written_again(monkeypatch: pytest.MonkeyPatch
     logger, shown = logging.Logger("own", logging.INFO), io.StringIO()  # noqa: LOG001
     logger.addHandler(logging.StreamHandler(shown))
     monkeypatch.setattr(compilation, "logger", logger)
-    assert told(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)])) == ""
+    assert announced(monkeypatch, lambda: compiled([FakeKernel("combine", LONG_SECS)])) == ""
     assert shown.getvalue().startswith("compiling for the first use")
 
 
@@ -177,11 +177,11 @@ class OfflineKernel(FakeKernel):
 
 
 def test_tritons_compiler_says_what_comes_from_its_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compilation, "TELL_AFTER_SECS", 1.0)
+    monkeypatch.setattr(compilation, "ANNOUNCE_AFTER_SECS", 1.0)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
 
     def text() -> str:
-        return told(monkeypatch, lambda: compiled([OfflineKernel("store") for _ in range(12)]))
+        return announced(monkeypatch, lambda: compiled([OfflineKernel("store") for _ in range(12)]))
 
     assert f"{tmp_path} keeps them" in text()
     # the second time everything is there, and loading each is quick
