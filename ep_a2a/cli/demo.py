@@ -28,6 +28,7 @@ def command(
     ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print choices and errors, too.")] = False,
 ) -> None:  # fmt: skip
     """Send real text through an expert-parallel MoE layer and compare with the dense layer.
 
@@ -43,4 +44,7 @@ def command(
         num_ranks, device_kind, tokens, hidden, experts, topk, quant.value, gpus_per_node,
         *choose_named_backend(backend),
     )  # fmt: skip
-    raise typer.Exit(execute(settings, read_text(text, tokens), ranks_asked_for=ranks, plot=plot, as_json=as_json))
+    code = execute(
+        settings, read_text(text, tokens), ranks_asked_for=ranks, plot=plot, as_json=as_json, verbose=verbose
+    )
+    raise typer.Exit(code)

@@ -54,6 +54,7 @@ def command(
     ] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else; bytes.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name the regions of each part, too.")] = False,
 ) -> None:
     """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
 
@@ -96,4 +97,4 @@ def command(
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
         plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
-    show(plan, assumed, as_json=as_json)
+    show(plan, assumed, as_json=as_json, verbose=verbose)

@@ -115,6 +115,13 @@ def test_backend_from_the_environment(small: tuple[str, ...]) -> None:
     assert checked_json(*small, EP_A2A_BACKEND="naive")["backend_reason"] == "named by EP_A2A_BACKEND"
 
 
+def test_details_on_request(small: tuple[str, ...]) -> None:
+    printed = succeeded(run_cli(*small, "--backend", "naive", "-v"))
+    assert printed.startswith("Right: 12 tokens")
+    for part in ("naive: named by --backend", "strict, by element", "softmax top-2 router"):
+        assert part in joined(printed)
+
+
 def test_one_rank_with_few_words(small: tuple[str, ...]) -> None:
     report = checked_json(*small, "--ranks", "1", "--tokens", "25")
     assert report["tokens_per_rank"] == [25]

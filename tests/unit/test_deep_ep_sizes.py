@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
-from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED
-from ep_a2a.commands.plan.view import view_of
 from ep_a2a.compat import deep_ep_sizes as sizes
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig
 from ep_a2a.errors import UnsupportedError
@@ -129,10 +125,7 @@ def test_the_command_says_every_region_and_deep_eps_hints(nodes):
 
 
 def test_details_name_every_region():
-    found, assumed = plan_op(max_tokens=128)
-    console = Console(file=io.StringIO(), width=120)
-    console.print(view_of(found, assumed, verbose=True))
-    text = " ".join(console.file.getvalue().replace("│", " ").split())
+    text = " ".join(plan(f"{EXAMPLE} -v").replace("│", " ").split())
     for each in ("poison", "sent indices", "128 x 8 int32, 4,096 bytes"):
         assert each in text
 
