@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 import shutil
-import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,50 +84,17 @@ def errors() -> str:
     return "\n\n".join(parts)
 
 
-def type_name(kind: Any) -> str:
-    """What an option takes, as `--help` says it: "" for a flag."""
-    choices = [each for each in typing.get_args(kind) if each is not type(None)]
-    if choices:
-        return type_name(choices[0])
-    if kind is bool:
-        return ""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return r"\|".join(str(member.value) for member in kind)
-    return {int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def option_row(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
-    """An option of a command's signature: its names, its default, its help."""
-    kind, info = typing.get_args(hint)[:2]
-    if isinstance(default, type(info)):  # `name: int = typer.Option(1)`
-        default = default.default
-    # In Annotated[..., typer.Option("--json")] the first name is the parameter that typer calls default.
-    given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
-    plain = f"--{name.replace('_', '-')}"
-    names = [each for each in given if each.startswith("-")] or [plain, *[f"--no-{plain[2:]}"] * (kind is bool)]
-    taken = type_name(kind)
-    shown = " ".join(filter(None, (", ".join(names), taken.replace(r"\|", "|"))))
-    value = default.value if isinstance(default, enum.Enum) else default
-    blank = value is None or value is False or value is inspect.Parameter.empty
-    return f"`{shown}`", "" if blank else f"`{value}`", info.help or ""
-
-
 def commands() -> str:
     """A section for each command of `ep-a2a`, from the signatures that typer reads."""
     from ep_a2a.cli import app
+    from ep_a2a.cli.help import options_of
 
     parts = []
     for name in app.COMMANDS:
         command = importlib.import_module(f"ep_a2a.cli.{name}").command
         lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(command.__doc__ or "")]
-        hints = typing.get_type_hints(command, include_extras=True)
-        panels: dict[str, list[tuple[str, str, str]]] = {}
-        for each in inspect.signature(command).parameters.values():
-            if typing.get_origin(hints.get(each.name)) is typing.Annotated:
-                info = typing.get_args(hints[each.name])[1]
-                panel = getattr(info, "rich_help_panel", None) or "Options"
-                panels.setdefault(panel, []).append(option_row(each.name, hints[each.name], each.default))
-        for panel, rows in panels.items():
+        for panel, options in options_of(command).items():
+            rows = [(f"`{names}`", f"`{value}`" if value else "", text) for names, value, text in options.values()]
             lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
         parts.append("\n\n".join(lines))
     return "\n\n".join(parts)

@@ -11,5 +11,9 @@ def main() -> None:
     try:
         from ep_a2a.cli.app import run
     except ImportError as error:
-        sys.exit(f"ep-a2a cannot start: {error}. To install what it needs: pip install typer rich")
+        sys.stderr.write(f"ep-a2a cannot start: {error}. To install what it needs: pip install typer rich\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
     run()

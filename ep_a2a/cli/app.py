@@ -1,57 +1,160 @@
-"""Makes the typer application: commands, common options, and the display of errors.
+"""Makes the typer application: commands, common options and exit codes, help, and the display of errors.
 
 A command is a module `ep_a2a.cli.<name>` with a function `command`. It imports torch and the rest of the package inside
 that function, so that `--help` is quick.
 """
 
+import errno
 import importlib
-from typing import Annotated
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ep_a2a import __version__
-from ep_a2a.commands.log import set_up_logging
-from ep_a2a.errors import EpA2AError
+from ep_a2a.cli.help import options_of
+from ep_a2a.commands import messages
+from ep_a2a.commands.files import cannot_write
+from ep_a2a.commands.log import check_environment, set_up_logging
+from ep_a2a.commands.messages import EXIT_CODES, EXIT_ERROR, EXIT_INTERRUPTED, Verbosity
+from ep_a2a.commands.options import Quiet, Verbose
+from ep_a2a.errors import ConfigError, EpA2AError
 
 DOCTOR = "doctor"
 COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", DOCTOR)
 """In the order of `--help`."""
-EXIT_ERROR = 2
-"""The request cannot be done. Exit code 1 is a command's own: it ran and found a mismatch."""
+MAX_NAME_COLUMNS = 28
+"""In --help, an option whose name is longer has its text on the next line."""
+OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+"""Errors of writing to stdout; those of files have a name."""
 
 
-def run() -> None:
-    """Runs the command line; an error of this package becomes one panel on stderr and exit code 2."""
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits with one of EXIT_CODES; an error is one panel on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show µ shows a question mark.
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
-        make_app()()
+        if sys.stdout is None:
+            raise ConfigError("an open standard output", "a closed one", "Run it without `>&-`.")
+        code = _code_of(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = say_interrupted()
     except EpA2AError as error:
-        show_error(error)
-        raise SystemExit(EXIT_ERROR) from None
+        code = EXIT_ERROR
+        messages.show_error(error)
+    except OSError as error:
+        if error.filename is None and error.errno not in OF_OUTPUT:
+            raise
+        code = EXIT_ERROR
+        messages.show_error(cannot_write(error.filename or "to standard output", error))
+        if error.filename is None:
+            _drop_output()
+    sys.exit(code)
 
 
 def make_app() -> typer.Typer:
     """Returns the application with all commands."""
-    app = typer.Typer(name="ep-a2a", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(
+        name="ep-a2a", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings=settings, epilog="`ep-a2a COMMAND -h` lists a command's options.",
+    )  # fmt: skip
     app.callback()(_common_options)
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")
-        app.command(name)(module.command)
+        kind = getattr(module, "Command", Command)
+        app.command(name, cls=kind, context_settings=settings)(module.command)
     return app
 
 
-def show_error(error: EpA2AError) -> None:
-    """Prints an error as a panel on stderr."""
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
+def say_interrupted() -> int:
+    """Says that Ctrl-C has ended the command; returns its exit code. A second Ctrl-C ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    messages.warn("interrupted")
+    return EXIT_INTERRUPTED
 
-    parts = Table.grid(padding=(0, 2))
-    parts_of_text = {"expected": error.expected, "got": error.got, "remedy": error.remedy, "see": error.section}
-    for label, text in parts_of_text.items():
-        # Text, not markup: error texts contain shapes in square brackets.
-        parts.add_row(Text(label, style="bold"), Text(text))
-    Console(stderr=True).print(Panel(parts, title=type(error).__name__, title_align="left", border_style="red"))
+
+class Command(TyperCommand):
+    """A command of `ep-a2a`: help that is never cut, options common to all, environment checked before it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command, with verbosity and logging as its options and variables say."""
+        given = [each.params for each in (ctx, ctx.parent) if each is not None]
+        quiet, verbose = (any(params.get(name) for params in given) for name in ("quiet", "verbose"))
+        if quiet and verbose:
+            ctx.fail("--quiet and --verbose exclude each other.")
+        level = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
+        messages.begin(ctx.command_path, {name for each in self.params for name in each.opts}, level)
+        # The doctor reports variables that cannot be used.
+        if self.name != DOCTOR:
+            check_environment()
+            set_up_logging()
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes a definition list for each panel of options."""
+        panels = options_of(inspect.unwrap(self.callback)) if self.callback is not None else {}
+        for panel, rows in panels.items():
+            own = [(names, f"{text} [default: {value}]" if value else text) for names, value, text in rows.values()]
+            if panel == "Options":
+                own.append(("-h, --help", "Show this message and exit."))
+            with formatter.section(panel):
+                formatter.write_dl(own, col_max=MAX_NAME_COLUMNS)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Writes the exit codes."""
+        _write_exit_codes(formatter)
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Returns the first paragraph of the help, for the list of commands, whatever its length."""
+        return " ".join((self.help or "").partition("\n\n")[0].split())
+
+
+class Group(TyperGroup):
+    """The command `ep-a2a` itself: Ctrl-C while a command runs is said in one word."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Writes where options are listed, and the exit codes."""
+        super().format_epilog(ctx, formatter)
+        _write_exit_codes(formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the named command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(say_interrupted()) from None
+        except BrokenPipeError as error:
+            # typer would end with 1 and without a word.
+            raise cannot_write("to standard output", error) from error
+
+
+def _code_of(arguments: Sequence[str] | None) -> int:
+    try:
+        make_app()(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else EXIT_ERROR
+    return 0
+
+
+def _write_exit_codes(formatter: Any) -> None:
+    with formatter.section("Exit codes"):
+        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+
+
+def _drop_output() -> None:
+    """Lets the interpreter flush what is left in stdout's buffer without an error."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
 
 
 def _show_version(asked: bool) -> None:
@@ -61,12 +164,10 @@ def _show_version(asked: bool) -> None:
 
 
 def _common_options(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Expert-parallel all-to-all for MoE inference."""
-    # The doctor reports a level that cannot be used, among other variables.
-    if context.invoked_subcommand != DOCTOR:
-        set_up_logging()

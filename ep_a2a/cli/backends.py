@@ -4,12 +4,16 @@ from typing import Annotated
 
 import typer
 
+from ep_a2a.commands.options import Quiet, Verbose
+
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the tables of capabilities, without what is found here.")
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show what each backend can do, and which can be used here."""
     import json

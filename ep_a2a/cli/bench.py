@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Device, check_folder, different_files, distinct, numbers
+from ep_a2a.commands.files import check_can_write, different_files
+from ep_a2a.commands.options import Device, Quiet, Verbose, distinct, numbers
 
 EXIT_MISSING_ROWS = 1
 CONTENDER_NAMES = (
@@ -44,6 +45,8 @@ def command(
         Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens, or bounds (PNG, SVG).")
     ] = None,
     markdown: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the table as markdown.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Check, then time dispatch, combine and their round trip beside baselines and the wire's limit.
 
@@ -66,7 +69,7 @@ def command(
     names = usual if contenders is None else present_names(distinct("contenders", contenders))
     check_names(names)
     for path in (json_file, markdown):
-        check_folder(path)
+        check_can_write(path)
     different_files(json_file, markdown, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Device, Quant
+from ep_a2a.commands.options import Device, Quant, Quiet, Verbose
 
 
 def command(
@@ -28,7 +28,8 @@ def command(
     ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print choices and errors, too.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:  # fmt: skip
     """Send real text through an expert-parallel MoE layer and compare with the dense layer.
 

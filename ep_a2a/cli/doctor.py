@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_a2a.commands.options import Quant
+from ep_a2a.commands.options import Quant, Quiet, Verbose
 
 
 def _configuration(text: str, **limits: Any) -> Any:
@@ -33,6 +33,8 @@ def command(
     selftest: Annotated[bool, _selftest("Let every two ranks of this host exchange data.")] = False,
     pair_secs: Annotated[float, _selftest("Seconds to test a pair.")] = 2.0,
     plot: Annotated[Path | None, _selftest("Draw the rates between ranks as a heat map (PNG).")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:  # fmt: skip
     """Say what this machine has, what would go wrong on it, and what to do; with --selftest, try it.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_a2a.commands.options import Quant, given, refuse
+from ep_a2a.commands.options import Quant, Quiet, Verbose, given, refuse
 
 
 def _model(text: str, **limits: Any) -> Any:
@@ -54,7 +54,8 @@ def command(
     ] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else; bytes.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name the regions of each part, too.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Device, Quant
+from ep_a2a.commands.options import Device, Quant, Quiet, Verbose
 
 SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
@@ -28,6 +28,8 @@ def command(
         "prof"
     ),
     plot: Annotated[bool, typer.Option(help="Draw the last step (needs matplotlib).")] = True,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run dispatch and combine with kernels that note what they do, and write traces.
 

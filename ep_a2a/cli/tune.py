@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ep_a2a.commands.options import Quiet, Verbose
+
 EXIT_MISSING_POINTS = 1
 
 
@@ -25,6 +27,8 @@ def command(
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder; default: EP_A2A_TUNING_DIR, the checkout's configs/.")
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Search for the fastest launch numbers of dispatch and combine, and write tuned tables.
 

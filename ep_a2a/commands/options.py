@@ -1,8 +1,10 @@
-"""Parses and checks option values: choices, lists, files to write, options that exclude each other."""
+"""Options that commands share, and the checks of their values: choices, lists, options that exclude each other."""
 
 import enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 OPTIONS = {"hidden_dim": "hidden", "cast": "quant", "num_credits": "credits"}
 """Options by parameter, where the names differ."""
@@ -23,6 +25,25 @@ class Quant(enum.StrEnum):
     NONE = "none"
     FP8_PER_TOKEN = "fp8_per_token"
     FP8_PER_1X128 = "fp8_per_1x128"
+
+
+MOST_HIDDEN = 1 << 20
+MOST_TOKENS = 1 << 24
+MOST_EXPERTS = 1 << 16
+MOST_TOPK = 1 << 10
+MOST_RANKS = 1 << 12
+MOST_PROCESSES = 1 << 10
+MOST_ITERATIONS = 1 << 24
+MOST_SEED = (1 << 31) - 1
+"""Bounds of options: far above what any machine can do, so that a slip of the keyboard is an error at once."""
+
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print results only: no notes, no progress.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print details; log at INFO unless the level is set.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+OutputFile = Annotated[Path | None, typer.Option("--output", help="Write what --json prints to this file.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of all that is random.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes GPUs where there are any.")]
+QuantOption = Annotated[Quant, typer.Option("--quant", help="Cast inside dispatch.")]
 
 
 def texts(text: str) -> tuple[str, ...]:
@@ -58,23 +79,6 @@ def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[in
     if not parts or not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--{option} to be numbers separated by commas, each 0 or more", repr(text), REMEDY)
     return tuple(int(part) for part in parts)
-
-
-def different_files(*paths: Path | None) -> None:
-    """Raises ConfigError where two outputs would go to one file."""
-    from ep_a2a.errors import ConfigError
-
-    resolved = [path.resolve() for path in paths if path is not None]
-    if len(set(resolved)) < len(resolved):
-        raise ConfigError("a file of its own for each output", ", ".join(map(str, resolved)), "Name another.")
-
-
-def check_folder(path: Path | None) -> None:
-    """Raises ConfigError where there is no folder to write `path` into."""
-    from ep_a2a.errors import ConfigError
-
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ConfigError(f"a folder {path.resolve().parent}", "none", "Make it, or name another.")
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

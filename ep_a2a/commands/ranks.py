@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.log import set_up_logging
+from ep_a2a.commands.log import log_level, set_up_logging
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
@@ -45,13 +45,13 @@ def joined_pool(num_ranks: int, device: str) -> Iterator[RankPool]:
     """
     with RankPool(num_ranks, device=device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
         with stdout_to_stderr():
-            call_ranks(pool, join)
+            call_ranks(pool, join, log_level())
         yield pool
 
 
-def join(context: RankContext) -> None:
+def join(context: RankContext, level: str) -> None:
     """Sets up logging on every rank; the first call into a pool, so it waits for the processes to start."""
-    set_up_logging()
+    set_up_logging(level)
 
 
 def call_ranks(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:

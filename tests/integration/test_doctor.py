@@ -63,7 +63,7 @@ def test_without_torch_and_triton(light: Path, module: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_without_typer(command: str) -> None:
     done = run_without_site("-m", "ep_a2a.cli", command)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "No module named 'typer'" in done.stderr
     assert "pip install typer rich" in done.stderr
 

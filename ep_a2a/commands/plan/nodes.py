@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ep_a2a.commands.options import check_folder, given, numbers, refuse
+from ep_a2a.commands.files import check_can_write
+from ep_a2a.commands.options import given, numbers, refuse
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
         known, when, why = ("markdown",), "--published", "the published tables decide it."
     refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
     markdown, plot = options["markdown"], options["plot"]
-    check_folder(markdown)
+    check_can_write(markdown)
     if plot is not None:
         check_can_plot(plot)
     if is_published:
