@@ -177,6 +177,20 @@ def in_turn(context: RankContext, case: Case) -> None:
         raised(errors.ClosedError, lambda: LayerStep.dispatch(case, layer, 0, context))
 
 
+def zero_copy(context: RankContext, case: Case) -> None:
+    """Rows that lie in the communication buffer only are combined; before anything can be there, an error."""
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        for number in range(4):
+            step = LayerStep.dispatch(case, layer, number, context)
+            given = torch.full_like(step.experts(), torch.nan), step.ids, step.weights, step.got[3]
+            if number < layer.combine_ctx.num_phases:
+                raised(errors.InputError, lambda given=given: layer.combine(*given, zero_copy=True), "nobody has asked")
+            layer.combine_ctx.send_tokens_comm_buf.copy_(step.experts())
+            step.check_combined(layer.combine(*given, zero_copy=True))
+        layer.finalize()
+
+
 def two_open_steps(context: RankContext, case: Case) -> None:
     """Both sets of buffers between dispatch and combine at once, combined in the other order; a third is refused."""
     with Arena(context.group, context.device) as arena:
@@ -291,4 +305,4 @@ def construction(context: RankContext, case: Case) -> None:
     shmem.shmem_finalize()
 
 
-BODIES = {body.__name__: body for body in (two_open_steps, refusals, a_rank_without_combine, construction)}
+BODIES = {body.__name__: body for body in (zero_copy, two_open_steps, refusals, a_rank_without_combine, construction)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_a2a.compat.triton_distributed.phases import NUM_PHASES, PhaseBuffers, make_config, make_phases
+from ep_a2a.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,10 @@ class LowlatencyDispatchContext(_PhasedContext):
 class LowlatencyCombineContext(_PhasedContext):
     """The context of combine: two sets of buffers, used in turn."""
 
+    def __init__(self, phases: list[PhaseBuffers], online_quant_fp8: bool, fp8_gsize: int) -> None:
+        super().__init__(phases, online_quant_fp8, fp8_gsize)
+        self._asked_phases: set[int] = set()
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of combine's rows and of its result."""
@@ -82,11 +87,26 @@ class LowlatencyCombineContext(_PhasedContext):
     def send_tokens_comm_buf(self) -> torch.Tensor:
         """Memory for the next combine's rows: [num_experts_per_rank, world_size * max_m, hidden] of `dtype`.
 
-        The first access allocates it. It saves no copy: combine sends rows from any memory.
+        A combine with zero_copy reads it. The first access allocates it. It saves no copy: combine sends rows from any
+        memory.
         """
         op = self.buffers.op
+        self._asked_phases.add(self.phase)
         rows = op.get_registered_combine_input_buffer(self.dtype)
         return rows.view(op.config.num_local_experts, self.world_size * self.max_m, self.hidden)
+
+    def filled_comm_buf(self) -> torch.Tensor:
+        """Returns send_tokens_comm_buf for a combine with zero_copy.
+
+        Raises:
+            InputError: nobody has asked for this buffer, so no rows can be in it.
+        """
+        if self.phase not in self._asked_phases:
+            raise InputError(
+                "rows in combine_ctx.send_tokens_comm_buf with zero_copy", "a buffer that nobody has asked for",
+                "Write the rows there before each combine, or pass zero_copy=False.",
+            )  # fmt: skip
+        return self.send_tokens_comm_buf
 
 
 def create_ep_ll_a2a_ctx(

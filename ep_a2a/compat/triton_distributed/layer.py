@@ -155,7 +155,7 @@ class EPLowLatencyAllToAllLayer:
             topk_weights: [T, K] of any floating dtype, of this rank's own tokens; None if dispatch was given them.
             dispatch_meta: from the dispatch to combine. Two open dispatches may be combined in either order, the same
                 on all ranks.
-            zero_copy: without effect; combine never copies its rows before sending.
+            zero_copy: take the rows from combine_ctx.send_tokens_comm_buf, and none from send_tokens.
 
         Returns:
             [T, H], new memory. A token without a valid expert becomes zeros.
@@ -171,10 +171,11 @@ class EPLowLatencyAllToAllLayer:
         op = buffers.op
         op.check()
         buffers.expect_open(dispatch_meta.step)
+        rows = self.combine_ctx.filled_comm_buf() if zero_copy else send_tokens
         weights = None if topk_weights is None else _in_float32(topk_weights)
         out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
         with self._recorded(buffers, "combine"):
-            op.combine(send_tokens, weights, topk_indices, out=out)
+            op.combine(rows, weights, topk_indices, out=out)
         self.combine_ctx.update_phase()
         return out
 
