@@ -169,6 +169,110 @@ def fewer_rows_than_received_buffer(context: RankContext) -> None:
             torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
 
 
+def rows_are_missing(context: RankContext) -> None:
+    """Rows cut to fewer than were received, as to this rank's T: an error, after which the right call works."""
+    with mori_world(context) as mori:
+        op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
+        # every rank receives rows, more than one
+        tokens, weights, ids = (torch.cat([each, each]) for each in tokens_of(0, context.world_size))
+        tokens, weights, ids = (each[:MAX_TOKENS].to(context.device) for each in (tokens, weights, ids))
+        for shorter_by in (1, 4):
+            received, received_weights, _, received_ids, total = op.dispatch(tokens, weights, None, ids)
+            cut = int(total) - shorter_by
+            missing = pytest.raises(InputError, match=f"{shorter_by} rows fewer")
+            if context.device.type == "cuda":
+                op.combine(received[:cut], None, ids)
+                torch.cuda.synchronize()
+                mori.shmem.shmem_barrier_all()
+                with missing:
+                    op.dispatch(tokens, weights, None, ids)
+                op.reset()
+                received = op.dispatch(tokens, weights, None, ids)[0]
+            else:
+                with missing:
+                    op.combine(received[:cut], received_weights[:cut], received_ids[:cut])
+                with pytest.raises(InputError, match="rows fewer"):
+                    op.combine(received[:1], weights[:1], ids)
+            combined, _ = op.combine(received[: cut + shorter_by], None, ids)
+            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+
+
+def the_documents_program(context: RankContext) -> None:
+    """The complete example of MORI's document on its calls, as printed but for sizes, devices and the world."""
+    with mori_world(context) as mori:
+        rank, world_size, device = context.rank, context.world_size, context.device
+        config = mori.ops.EpDispatchCombineConfig(
+            data_type=torch.bfloat16,
+            rank=rank,
+            world_size=world_size,
+            hidden_dim=HIDDEN_DIM,
+            scale_dim=0,
+            scale_type_size=1,
+            max_token_type_size=4,
+            max_num_inp_token_per_rank=MAX_TOKENS,
+            num_experts_per_rank=EXPERTS_PER_RANK,
+            num_experts_per_token=TOPK,
+            warp_num_per_block=8,
+            block_num=80,
+            use_external_inp_buf=False,
+            kernel_type=mori.ops.EpDispatchCombineKernelType.IntraNode,
+        )
+        op = mori.ops.EpDispatchCombineOp(config)
+        num_tokens = MAX_TOKENS - 1
+        torch.manual_seed(rank)
+        input_tokens = torch.randn(num_tokens, config.hidden_dim, dtype=torch.bfloat16, device=device)
+        weights = torch.rand(num_tokens, config.num_experts_per_token, dtype=torch.float32, device=device)
+        indices = torch.randint(0, config.num_experts_per_rank * config.world_size,
+                               (num_tokens, config.num_experts_per_token), dtype=torch.int32,
+                               device=device)  # fmt: skip
+        for _ in range(2):
+            dispatch_output, dispatch_weights, dispatch_scales, dispatch_indices, num_recv_tokens = \
+                op.dispatch(input_tokens, weights, None, indices, block_num=80, warp_per_block=8)  # fmt: skip
+            combine_output, combine_weights = op.combine(dispatch_output, dispatch_weights, dispatch_indices,
+                                                         block_num=80, warp_per_block=8, call_reset=False)  # fmt: skip
+            assert dispatch_scales is None
+            assert 0 < int(num_recv_tokens) <= len(dispatch_output)
+            expected = expected_sums(input_tokens.cpu(), indices.cpu(), world_size)
+            assert torch.equal(combine_output[:num_tokens].cpu(), expected)
+            num_ranks = num_distinct_ranks(indices, EXPERTS_PER_RANK * world_size, world_size)[:, None]
+            torch.testing.assert_close(combine_weights[:num_tokens], weights * num_ranks)
+        del op
+
+
+def the_guides_program(context: RankContext) -> None:
+    """The calls that AITER's guide prints, for an op of fp8 tokens with scales, as printed but for sizes."""
+    with mori_world(context) as mori:
+        hidden_dim, max_tokens, topk = 256, MAX_TOKENS, TOPK
+        num_experts, world_size = EXPERTS_PER_RANK * context.world_size, context.world_size
+        tokens, topk_weights, topk_ids = own_tokens(context)
+        tokens_qt = tokens.repeat(1, hidden_dim // HIDDEN_DIM).to(torch.float8_e4m3fn)
+        num_local_tokens = len(tokens)
+        scale = torch.rand(num_local_tokens, hidden_dim // 128, device=context.device)
+        mori_config = mori.ops.EpDispatchCombineConfig(
+            data_type=tokens_qt.dtype,
+            rank=context.rank,
+            world_size=world_size,
+            hidden_dim=hidden_dim,
+            scale_dim=scale.shape[-1],
+            scale_type_size=scale.dtype.itemsize,
+            max_token_type_size=torch.bfloat16.itemsize,
+            max_num_inp_token_per_rank=max_tokens,
+            num_experts_per_rank=num_experts // world_size,
+            num_experts_per_token=topk,
+        )
+        mori_op = mori.ops.EpDispatchCombineOp(mori_config)
+        for _ in range(2):
+            (out, weights, scales, ids, recv_num) = mori_op.dispatch(tokens_qt, topk_weights, scale, topk_ids)
+            assert len(weights) == len(scales) == len(ids) == len(out)
+            assert int(recv_num) <= len(out)
+            moe_output = out.to(torch.bfloat16)
+            combine_output = mori_op.combine(moe_output, topk_weights, topk_ids)
+            if isinstance(combine_output, tuple):
+                combine_output = combine_output[0]
+            result = combine_output[:num_local_tokens]
+            assert torch.equal(result.cpu(), expected_sums(tokens_qt.cpu(), topk_ids.cpu(), world_size))
+
+
 def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> None:
     """Virtual nodes: the kernel types that MORI has for several nodes."""
     with mori_world(context) as mori:
@@ -197,11 +301,10 @@ def what_is_refused(context: RankContext) -> None:
             with pytest.raises(UnsupportedError, match="rout"):
                 op.dispatch(tokens, weights, None, ids, **wish)
         received, received_weights, _, received_ids, _ = op.dispatch(tokens, weights, None, ids)
-        # MORI's line, and AITER's
-        with pytest.raises(ForeignIndicesError, match="own topk_ids"):
-            op.combine(received, received_weights, received_ids)
         with pytest.raises(InputError, match="not this rank's own topk_weights"):
-            op.combine(received, weights, ids)
+            op.combine(received, received_weights[: len(received) - 1].clone(), ids)
+        with pytest.raises(ForeignIndicesError, match="own topk_ids"):
+            op.combine(received, received_weights, received_ids[: len(received) - 1].clone())
         with pytest.raises(UnsupportedError, match="rout"):
             op.combine(received, None, ids, routing=object())
         # wrong ids of the right shape are seen on the device; then reset is collective

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched
 from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
 from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
@@ -43,58 +44,6 @@ def warmup_jit_kernels(kernel_type: EpDispatchCombineKernelType) -> None:
     """Does nothing: an op compiles its kernels, or finds them in Triton's cache, when it is built."""
 
 
-class CombineInput:
-    """Makes the input of our combine from that of MORI's.
-
-    MORI reads rows up to total_recv, so its callers may pass fewer rows than dispatch returned (ATOM does). Ours takes
-    as many rows as dispatch returned: shorter input is copied to a buffer of that size.
-
-    Args:
-        native: our op. config: its configuration.
-    """
-
-    def __init__(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
-        self._native, self._config = native, config
-        self._registered: torch.Tensor | None = None
-        self._rows: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None
-
-    def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
-        """Returns the op's registered buffer for combine's input."""
-        self._registered = self._native.get_registered_combine_input_buffer(dtype, hidden_dim)
-        return self._registered
-
-    def of(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, use_external_inp_buf: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns (rows, weights) for our combine, which refuses those that do not fit.
-
-        Args:
-            rows, weights: as given to MORI's combine.
-            use_external_inp_buf: 0, 1, or -1 for the config's.
-        """
-        external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
-        if not external and self._registered is not None:
-            return self._registered, weights
-        num_rows = self._config.max_num_expert_rows
-        if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[0] >= num_rows:
-            return rows, weights
-        if isinstance(weights, torch.Tensor) and weights.dim() == 2 and 0 < weights.shape[0] == rows.shape[0]:
-            self._weights = weights = _extended(weights, num_rows, self._weights)
-        if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
-            self._rows = rows = _extended(rows, num_rows, self._rows)
-        return rows, weights
-
-
-def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) -> torch.Tensor:
-    """Returns `tensor` extended to `num_rows` rows, in `buffer` if that has the shape, dtype and device."""
-    shape = (num_rows, *tensor.shape[1:])
-    if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (shape, tensor.dtype, tensor.device):
-        buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    buffer[: tensor.shape[0]] = tensor
-    return buffer
-
-
 class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
@@ -125,7 +74,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     def _wrap(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self.config, self.native = config, native
         self._combine_input = CombineInput(native, config)
-        self._indices: torch.Tensor | None = None
+        self._sent: Dispatched | None = None
 
     def dispatch(
         self,
@@ -149,9 +98,12 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         """
         if routing is not None or return_routing:
             raise refused("dispatch with routing or return_routing", ROUTING_REMEDY)
-        return self.native.dispatch(
+        self._combine_input.check()
+        result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
         )
+        self._combine_input.begin(Dispatched(weights, indices.shape[0], result))
+        return result
 
     def dispatch_send(
         self,
@@ -167,8 +119,9 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
         Launch numbers have no effect on split calls, nor has call_local_expert_count, as in MORI.
         """
+        self._combine_input.check()
         result = self.native.dispatch_send(input, weights, scales, indices)
-        self._indices = result[3]
+        self._sent = Dispatched(weights, indices.shape[0], result)
         return result
 
     def dispatch_recv(
@@ -176,9 +129,12 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     ) -> None:
         """The second half of `dispatch`; must follow `dispatch_send`."""
         self.native.dispatch_recv()
-        indices, self._indices = self._indices, None
-        if call_local_expert_count and indices is not None:
-            count_local_experts(indices, self.config.first_expert, self.local_expert_count)
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        self._combine_input.begin(sent)
+        if call_local_expert_count:
+            count_local_experts(sent.result[3], self.config.first_expert, self.local_expert_count)
 
     def combine(
         self,
@@ -197,10 +153,13 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
         Args:
             input: rows in the order of the received ones; they may end at any row past total_recv (shorter input is
-                copied once). Without an external buffer, rows are taken from the registered buffer instead, if it was
-                ever asked for.
-            weights: None, or [R, K] in the order of the received rows.
-            indices: this rank's own, as given to dispatch, or None.
+                copied once). Fewer rows are refused: on CPU by this call, on GPUs by the next call of the op, since
+                only the device knows total_recv. Without an external buffer, rows are taken from the registered buffer
+                instead, if it was ever asked for.
+            weights: None, or [R, K] in the order of the received rows. This rank's own topk_weights have no effect,
+                and a warning says so once.
+            indices: this rank's own, as given to dispatch, or None. Those that dispatch returned have no effect, and a
+                warning says so once.
             use_external_inp_buf: 0 or 1 instead of the config's; -1 takes that.
             call_reset: without effect.
 
@@ -209,8 +168,10 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         """
         if routing is not None:
             raise refused("combine with routing", ROUTING_REMEDY)
-        rows, weights = self._combine_input.of(input, weights, use_external_inp_buf)
-        return self.native.combine(rows, weights, indices, block_num, rdma_block_num, warp_per_block)
+        rows, weights, own_indices = self._combine_input.of(input, weights, indices, use_external_inp_buf)
+        result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
+        self._combine_input.end()
+        return result
 
     def combine_send(
         self,
@@ -221,8 +182,10 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         warp_per_block: int = -1,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`, for every kernel type. Returns the tensors that `combine_recv` fills."""
-        rows, weights = self._combine_input.of(input, weights, -1)
-        return self.native.combine_send(rows, weights, indices)
+        rows, weights, own_indices = self._combine_input.of(input, weights, indices, -1)
+        result = self.native.combine_send(rows, weights, own_indices)
+        self._combine_input.end()
+        return result
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The second half of `combine`; must follow `combine_send`."""
@@ -238,8 +201,9 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         except ClosedError:
             raise
         except EpA2AError:
-            self._indices = None
+            self._sent = None
             self.native.reset()
+        self._combine_input.reset()
 
     def close(self) -> None:
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""

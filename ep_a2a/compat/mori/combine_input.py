@@ -1,0 +1,197 @@
+"""What MORI's combine takes, made into what ours takes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ep_a2a.errors import InputError
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.interface import DispatchCombineOp, DispatchResult
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatched(NamedTuple):
+    """The dispatch that the next combine belongs to.
+
+    Attributes:
+        weights: this rank's own topk_weights, or None. num_tokens: T. result: what dispatch has returned.
+    """
+
+    weights: torch.Tensor | None
+    num_tokens: int
+    result: DispatchResult
+
+
+class CombineInput:
+    """Makes the arguments of our combine from those of MORI's.
+
+    MORI reads rows up to total_recv, so its callers may pass fewer rows than dispatch returned (ATOM does). Ours takes
+    as many rows as dispatch returned: shorter input is copied to a buffer of that size. MORI's kernels inside a node
+    read no ids, and its documents show calls with ids and weights in another order than that of the rows: both are
+    dropped here.
+
+    Args:
+        native: our op. config: its configuration.
+    """
+
+    def __init__(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
+        self._native, self._config = native, config
+        self._dispatched: Dispatched | None = None
+        self._lost_rows: LostRows | None = None
+        self._registered: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+
+    def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
+        """Returns the op's registered buffer for combine's input."""
+        self._registered = self._native.get_registered_combine_input_buffer(dtype, hidden_dim)
+        return self._registered
+
+    def begin(self, dispatched: Dispatched) -> None:
+        """Notes a dispatch whose rows have been received."""
+        self._dispatched = dispatched
+
+    def end(self) -> None:
+        """Forgets the dispatch, which has been combined."""
+        self._dispatched = None
+
+    def of(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None, use_external_inp_buf: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Returns (rows, weights, indices) for our combine, which refuses those that do not fit.
+
+        Args:
+            rows, weights, indices: as given to MORI's combine.
+            use_external_inp_buf: 0, 1, or -1 for the config's.
+
+        Raises:
+            InputError: rows of received tokens are missing.
+        """
+        self.check()
+        num_rows = self._config.max_num_expert_rows
+        num_given = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.dim() else num_rows
+        if self._are_own(weights, num_given):
+            _warn_once("topk_weights of this rank's own tokens: no sums of weights are returned")
+            weights = None
+        if self._are_received(indices, num_given):
+            _warn_once("indices of the received rows: combine knows where they go")
+            indices = None
+        external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
+        if not external and self._registered is not None:
+            return self._registered, weights, indices
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or num_given >= num_rows:
+            return rows, weights, indices
+        self._expect_all_rows(num_given)
+        if isinstance(weights, torch.Tensor) and weights.dim() == 2 and 0 < weights.shape[0] == num_given:
+            self._weights = weights = _extended(weights, num_rows, self._weights)
+        if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
+            self._rows = rows = _extended(rows, num_rows, self._rows)
+        return rows, weights, indices
+
+    def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
+        """Whether weights are those of this rank's own tokens, and not in the order of the rows."""
+        step = self._dispatched
+        if step is None or not isinstance(weights, torch.Tensor) or not weights.numel():
+            return False
+        if step.weights is not None and weights.data_ptr() == step.weights.data_ptr():
+            return weights.shape == step.weights.shape
+        own_shape = (step.num_tokens, self._config.topk)
+        return tuple(weights.shape) == own_shape and step.num_tokens not in (num_given, step.result[0].shape[0])
+
+    def _are_received(self, indices: torch.Tensor | None, num_given: int) -> bool:
+        """Whether ids are in the order of the received rows."""
+        step = self._dispatched
+        if step is None or not isinstance(indices, torch.Tensor) or indices.dim() != 2:
+            return False
+        received = step.result[3]
+        if indices.numel() and indices.data_ptr() == received.data_ptr():
+            return True
+        return indices.shape[0] != step.num_tokens and indices.shape[0] in (num_given, received.shape[0])
+
+    def _expect_all_rows(self, num_given: int) -> None:
+        """Raises InputError if there are received rows past the given ones; on a GPU the next `check` does."""
+        if self._dispatched is None:
+            return
+        total_recv = self._dispatched.result[4]
+        if self._lost_rows is None:
+            self._lost_rows = LostRows(total_recv.device)
+        self._lost_rows.note(total_recv, num_given)
+
+    def check(self) -> None:
+        """Raises InputError if an earlier combine on a GPU was given too few rows."""
+        if self._lost_rows is not None:
+            self._lost_rows.check()
+
+    def reset(self) -> None:
+        """Forgets the dispatch and rows that were missing. Local."""
+        self.end()
+        if self._lost_rows is not None:
+            self._lost_rows.clear()
+
+
+class LostRows:
+    """Notices that combine was given fewer rows than this rank has received, without waiting for a GPU.
+
+    Args:
+        device: where dispatch counts the received rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._most = torch.zeros(1, dtype=torch.int32, device=device)
+        self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True) if device.type == "cuda" else self._most
+
+    def note(self, total_recv: torch.Tensor, num_given: int) -> None:
+        """Notes a combine. May be captured.
+
+        Args:
+            total_recv: int32 [1], the received rows. num_given: rows that combine was given.
+
+        Raises:
+            InputError: on CPU, where nothing has been launched by then.
+        """
+        torch.maximum(self._most, total_recv - num_given, out=self._most)
+        if self._most.device.type == "cuda":
+            self._on_host.copy_(self._most, non_blocking=True)
+            return
+        try:
+            self.check()
+        finally:
+            self.clear()
+
+    def check(self) -> None:
+        """Raises InputError if a noted combine was given too few rows."""
+        num_lost = int(self._on_host[0])
+        if num_lost > 0:
+            raise InputError(
+                "input of combine to hold all total_recv received rows", f"{num_lost} rows fewer",
+                "Pass one row per received row, in the order of dispatch's rows; not one per token of this rank. "
+                "On GPUs the sums of the step are wrong: call reset() and repeat it.",
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        """Forgets what was noted."""
+        self._most.zero_()
+        if self._on_host is not self._most:
+            torch.cuda.synchronize(self._most.device)
+            self._on_host.zero_()
+
+
+def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Returns `tensor` extended to `num_rows` rows, in `buffer` if that has the shape, dtype and device."""
+    shape = (num_rows, *tensor.shape[1:])
+    if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (shape, tensor.dtype, tensor.device):
+        buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    buffer[: tensor.shape[0]] = tensor
+    return buffer
+
+
+@functools.cache
+def _warn_once(what: str) -> None:
+    logger.warning("mori on ep_a2a: combine makes no use of %s", what)
