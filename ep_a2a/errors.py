@@ -145,6 +145,12 @@ class ClosedError(StateError):
     remedy = "Ask the manager for a new handle: get_handle(kwargs)."
 
 
+class ForkedProcessError(StateError):
+    """A forked child used what its parent shares with other ranks."""
+
+    remedy = "Start processes by spawn or forkserver, and make groups, arenas and ops in the process that uses them."
+
+
 class ConfigMismatchError(EpA2AError, RuntimeError):
     """The ranks of a group disagree about a value that must be equal on all of them."""
 

@@ -259,7 +259,8 @@ class Arena:
         """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
 
         Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS; the log names
-        those who have not. Local where an op has failed here or is in the middle of a step.
+        those who have not. Local where an op has failed here or is in the middle of a step. A forked child closes
+        nothing of its parent's.
 
         Args:
             alone: waits for nobody. Other ranks that use what they mapped of this memory can go on.
@@ -267,6 +268,8 @@ class Arena:
         if self.closed:
             return
         self.closed = True
+        if not self.rendezvous.process.is_current:
+            return
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.memory.own_process import OwnProcess
 from ep_a2a.topology.facts import require_one_version, with_version
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Rendezvous:
         members: Sequence[int] | None = None,
         store: distributed_c10d.Store | None = None,
     ) -> None:
+        self.process = OwnProcess()
         self.group = group
         self.members = tuple(range(dist.get_world_size(group)) if members is None else members)
         self.rank = self.members.index(dist.get_rank(group))
@@ -64,7 +66,9 @@ class Rendezvous:
         Raises:
             RankTimeoutError: ranks did not come; the error names them.
             ConfigMismatchError: ranks came to meet about different things, or with another wire format.
+            ForkedProcessError: this is a forked child of the process that made this object.
         """
+        self.process.require("the group of ranks")
         self._sequence += 1
         answer = with_version({"label": label, "message": message})
         with self._store_must_answer(label):

@@ -10,8 +10,9 @@ import abc
 import warnings
 from typing import TYPE_CHECKING, Self
 
-from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
+from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.kernels.layout import Stage
+from ep_a2a.memory.own_process import OwnProcess
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
 from ep_a2a.ops.base import OpSizes, num_rows
 
@@ -43,6 +44,8 @@ class ValidatedOp(OpSizes, abc.ABC):
         self.device = device
         self.streams = streams
         self._stage = Stage.DISPATCH_SEND
+        self._process = OwnProcess()
+        self._interrupted: str | None = None
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -124,9 +127,7 @@ class ValidatedOp(OpSizes, abc.ABC):
             StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
         )  # fmt: skip
         self.streams.follow(self.device)
-        result = self._run_dispatch(WHOLE, block_num, warp_per_block)
-        self._stage = Stage.COMBINE_SEND
-        return result
+        return self._launch_dispatch("dispatch", WHOLE, Stage.COMBINE_SEND, block_num, warp_per_block)
 
     def dispatch_send(
         self,
@@ -149,9 +150,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         self._prepare_dispatch(StepInputs(input, weights, scales, indices, limit, pad_id, False))
         self.streams.follow(self.device)
-        result = self._run_dispatch(SEND)
-        self._stage = Stage.DISPATCH_RECEIVE
-        return result
+        return self._launch_dispatch("dispatch_send", SEND, Stage.DISPATCH_RECEIVE)
 
     def dispatch_recv(self) -> DispatchResult:
         """The second half of `dispatch`: waits for the rows of all ranks and returns them.
@@ -161,9 +160,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         """
         self._expect(Stage.DISPATCH_RECEIVE, "dispatch_recv")
         self.streams.follow(self.device)
-        result = self._run_dispatch(RECEIVE)
-        self._stage = Stage.COMBINE_SEND
-        return result
+        return self._launch_dispatch("dispatch_recv", RECEIVE, Stage.COMBINE_SEND)
 
     def combine(
         self,
@@ -212,9 +209,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         self._expect(Stage.COMBINE_SEND, "combine")
         self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
         self.streams.follow(self.device)
-        result = self._run_combine(WHOLE, block_num, warp_per_block)
-        self._end_step()
-        return result
+        return self._launch_combine("combine", WHOLE, block_num, warp_per_block)
 
     def combine_send(
         self,
@@ -233,9 +228,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         self._expect(Stage.COMBINE_SEND, "combine_send")
         self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
         self.streams.follow(self.device)
-        result = self._run_combine(SEND)
-        self._stage = Stage.COMBINE_RECEIVE
-        return result
+        return self._launch_combine("combine_send", SEND)
 
     def combine_recv(self) -> CombineResult:
         """The second half of `combine`: waits for this rank's rows, adds them and returns what `combine` does.
@@ -245,12 +238,47 @@ class ValidatedOp(OpSizes, abc.ABC):
         """
         self._expect(Stage.COMBINE_RECEIVE, "combine_recv")
         self.streams.follow(self.device)
-        result = self._run_combine(RECEIVE)
-        self._end_step()
+        return self._launch_combine("combine_recv", RECEIVE)
+
+    def _launch_dispatch(
+        self, call: str, stages: Stages, then: Stage, block_num: int = -1, warp_per_block: int = -1
+    ) -> DispatchResult:
+        """Launches the prepared dispatch and moves on to `then`. What interrupts it leaves the step torn."""
+        self._interrupted = call
+        try:
+            result = self._run_dispatch(stages, block_num, warp_per_block)
+        except EpA2AError:
+            self._interrupted = None
+            raise
+        self._stage = then
+        self._interrupted = None
+        return result
+
+    def _launch_combine(
+        self, call: str, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    ) -> CombineResult:
+        """Launches the prepared combine; its receiving half ends the step. What interrupts it leaves the step torn."""
+        self._interrupted = call
+        try:
+            result = self._run_combine(stages, block_num, warp_per_block)
+        except EpA2AError:
+            self._interrupted = None
+            raise
+        if stages.receive:
+            self._end_step()
+        else:
+            self._stage = Stage.COMBINE_RECEIVE
+            self._interrupted = None
         return result
 
     def _expect(self, stage: Stage, call: str) -> None:
         """Raises what has gone wrong so far, or AlternationError when the step is elsewhere."""
+        self._process.require("the op")
+        if self._interrupted:
+            raise StateError(
+                "every call to end", f"a {self._interrupted} that Ctrl-C or an exception has interrupted, so that its "
+                "step is torn", "op.reset() on every rank makes the op usable again.",
+            )  # fmt: skip
         self.check()
         if self._stage is not stage:
             raise AlternationError(f"{NEXT_CALLS[self._stage]} next", call)
@@ -258,11 +286,12 @@ class ValidatedOp(OpSizes, abc.ABC):
     def _end_step(self) -> None:
         """Makes dispatch the next call."""
         self._stage = Stage.DISPATCH_SEND
+        self._interrupted = None
 
     @property
     def has_open_step(self) -> bool:
-        """Whether a call has begun a step that no call has ended."""
-        return self._stage is not Stage.DISPATCH_SEND
+        """Whether a call has begun a step that no call has ended, also one that was interrupted."""
+        return self._interrupted is not None or self._stage is not Stage.DISPATCH_SEND
 
     def num_rows(self, max_num_tokens: int) -> int:
         """R, rows that dispatch returns for a step's max_num_tokens."""

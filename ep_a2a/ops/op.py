@@ -222,6 +222,7 @@ class EpDispatchCombineOp(ValidatedOp):
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
+        self._process.require("the op")
         self.engine.quiet()
         self._end_step()
         self.arena.together("resetting the op", lambda: self.memory.initialize(self.timeouts, refill=True))
@@ -235,6 +236,8 @@ class EpDispatchCombineOp(ValidatedOp):
         """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
         if not self._closed:
             self._closed = True
+            if not self._process.is_current:
+                return
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
             if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):

@@ -1,0 +1,105 @@
+"""What a process may do with an op: a forked child may not use it, and a call that Ctrl-C interrupts is torn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ep_a2a.errors import ForkedProcessError, RankTimeoutError, StateError
+from ep_a2a.kernels.jit import PortableFunction
+from ep_a2a.memory.arena import Arena
+from tests.cases.op_cases import Case, Step, make_op, run_step
+from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, raised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.testing import RankContext
+
+CASE = Case(world_size=2, tokens=((4, 3),), hidden_dim=32)
+
+
+def as_forked_child(work: Callable[[], object]) -> int:
+    """The exit code of a forked child that does `work`: 0 if that returned."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  nothing of the parent's may run on in the child
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_in_a_step(context: RankContext, case: Case) -> Any:
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        step = Step.dispatch(case, op, 1, context.device)
+        rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+
+        def misuse() -> None:
+            for call in (
+                lambda: op.combine(rows, None, None), lambda: op.combine_send(rows), op.reset,
+                lambda: make_op(context, case, arena), lambda: arena.rendezvous.barrier("of the child"),
+            ):  # fmt: skip
+                raised(ForkedProcessError, call, f"process {os.getppid()}, which made it", "spawn")
+            op.close()
+            arena.close()
+
+        code = as_forked_child(misuse)
+        step.check_dispatched()
+        step.combine()
+        run_step(case, op, 2, context.device)
+        return code
+
+
+def test_a_forked_child_may_not_call(ranks):
+    assert ranks(fork_in_a_step, CASE.world_size, CASE) == [0, 0]
+
+
+@contextlib.contextmanager
+def interrupting(function: str) -> Iterator[None]:
+    """Makes Ctrl-C come where a kernel has just called a device function."""
+    run = PortableFunction.__call__
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        if self.__name__ == function:
+            raise KeyboardInterrupt
+        return result
+
+    PortableFunction.__call__ = interrupted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PortableFunction.__call__ = run  # type: ignore[method-assign]
+
+
+def interrupt_a_call(context: RankContext, case: Case, call: str) -> None:
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS)
+        run_step(case, op, 0, context.device)
+        if context.rank:
+            step = Step.dispatch(case, op, 1, context.device)
+            with contextlib.suppress(RankTimeoutError):
+                op.combine(step.before_combine()[0], None, None)
+        else:
+            step = Step.dispatch(case, op, 1, context.device) if call == "combine" else None
+            function = "post_to_peers" if step else "post_counts"
+            with pytest.raises(KeyboardInterrupt), interrupting(function):
+                step.combine() if step else Step.dispatch(case, op, 1, context.device)
+            assert op.has_open_step
+            for again in (lambda: Step.dispatch(case, op, 1, context.device), op.dispatch_recv, op.combine_recv):
+                raised(StateError, again, f"a {call} that Ctrl-C", "torn", "op.reset()")
+        op.reset()
+        assert not op.has_open_step
+        run_step(case, op, 2, context.device)
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_an_interrupted_call_is_torn(ranks, call):
+    ranks(interrupt_a_call, CASE.world_size, CASE, call)
