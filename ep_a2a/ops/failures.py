@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ep_a2a.errors import (
@@ -56,8 +56,17 @@ class Failure:
 
     @classmethod
     def of_peer(cls, code: int, accused: int) -> Failure:
-        """A failure that a peer has reported."""
+        """A failure that a peer has reported, code and accused rank only."""
         return cls(code, accused, 0, 0, 0, ())
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a peer has reported that ranks disagree, which fits into no word, and not how."""
+        return self.code in (FailureCode.STRIDE_MISMATCH, FailureCode.WEIGHTS_MISSING) and not self.detail
+
+    def completed(self, per_rank: Sequence[int]) -> Failure:
+        """This failure with what each rank has said of the step; as it was where that shows no disagreement."""
+        return replace(self, detail=1, per_rank=tuple(per_rank)) if len(set(per_rank)) > 1 else self
 
     def exception(self, rank: int, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
         """The error to raise on this rank.

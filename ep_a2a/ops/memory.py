@@ -10,7 +10,16 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, Field, OpLayout, Region, Stage, State
+from ep_a2a.kernels.layout import (
+    RECORD_HEADER_WORDS,
+    REMOTE_MIRRORS,
+    FailureCode,
+    Field,
+    OpLayout,
+    Region,
+    Stage,
+    State,
+)
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Block
     from ep_a2a.memory.arena import Arena, OpMemory
+    from ep_a2a.ops.failures import Failure
     from ep_a2a.ops.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -221,6 +231,31 @@ class BoundMemory:
             # flagged words: the epoch is in the upper half
             found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
+
+    def completed(self, failure: Failure) -> Failure:
+        """A failure with what a peer that has reported it could not say: how ranks disagree, as they told this one."""
+        return failure.completed(self.told_of_step(failure.code)) if failure.is_incomplete else failure
+
+    def told_of_step(self, code: int) -> tuple[int, ...]:
+        """Returns what each rank has told this one of its last step, by rank. The device should have come to rest.
+
+        Args:
+            code: STRIDE_MISMATCH for the words that all ranks must share; WEIGHTS_MISSING for 1 where a rank brought
+                no weights to combine.
+
+        Returns:
+            () while a graph is captured, and where a rank has told nothing of that step.
+        """
+        if is_capturing(self.acquired.local_own.device):
+            return ()
+        rank = self.config.rank
+        if code == FailureCode.WEIGHTS_MISSING:
+            epochs = self.view(Region.COMBINE_FLAGS)
+            told = (self.view(Region.WEIGHT_EPOCHS) != epochs[rank]).int()
+        else:
+            words = self.view(Region.COUNTS)[:, -1]
+            epochs, told = words >> 32, words & UINT32_MASK
+        return tuple(told.tolist()) if bool((epochs == epochs[rank]).all()) else ()
 
     def synchronized_record(self) -> list[int]:
         """The whole error record, after the device has come to rest."""

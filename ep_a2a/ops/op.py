@@ -216,6 +216,7 @@ class EpDispatchCombineOp(ValidatedOp):
             raise ClosedError("an open op", "a closed one")
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
+            failure = self.memory.completed(failure)
             raise failure.exception(self.config.rank, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def reset(self) -> None:
