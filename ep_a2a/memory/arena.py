@@ -135,11 +135,34 @@ class Arena:
         self._free_unshared: list[int] = []
 
     def unshared_index(self) -> int:
-        """Returns an index that no other op has, for an op whose steps may overlap with any other's."""
+        """Returns an index that no other op has, for an op whose steps may overlap with any other's. Collective.
+
+        Indices of ops that every rank has dropped without closing them are free again. An op whose calls a graph has
+        captured keeps its memory until it is closed, since the graph may be replayed.
+        """
+        if not self._free_unshared and self._num_unshared:
+            self._reclaim()
         if self._free_unshared:
             return self._free_unshared.pop()
         self._num_unshared += 1
         return -self._num_unshared
+
+    def _reclaim(self) -> None:
+        """Frees the indices of dropped ops. Ranks collect their garbage at different times, so they agree on them."""
+        dropped = [-number for number in range(1, self._num_unshared + 1) if self._is_dropped(-number)]
+        everywhere = self.rendezvous.exchange("indices of dropped ops", dropped)
+        for index in sorted(set(dropped).intersection(*everywhere)):
+            for memory in self._memory_of(index):
+                memory.user = None
+            self.give_back(index)
+
+    def _memory_of(self, index: int) -> list[OpMemory]:
+        return [memory for (_, other), memory in self._memory.items() if other == index]
+
+    def _is_dropped(self, index: int) -> bool:
+        found = self._memory_of(index)
+        unused = not any(memory.in_use or memory.slot.streams.has_captured for memory in found)
+        return unused and any(memory.user is not None for memory in found)
 
     def give_back(self, index: int) -> None:
         """Frees an index from `unshared_index`, on all ranks in the same order; other indices are ignored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -40,7 +41,9 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
         try:
             _create(path, num_bytes)
         except OSError as cause:
-            error = HostMemoryError(f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}", str(cause))
+            error = HostMemoryError(
+                f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}", str(cause), _remedy_of(cause)
+            )
         rendezvous.agree("creating shared memory", error)
         names = rendezvous.exchange("shared memory names", path.name)
         try:
@@ -52,7 +55,8 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
             error = HostMemoryError(
                 "every rank's shared memory to be mappable",
                 str(cause),
-                "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host.",
+                _remedy_of(cause)
+                or "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host.",
             )
         rendezvous.agree("mapping shared memory", error)
     finally:
@@ -62,6 +66,13 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
     memory = SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
     _living.add(memory)
     return memory
+
+
+def _remedy_of(cause: OSError) -> str | None:
+    """The remedy of an error that is not about room in shared memory; None for others."""
+    if cause.errno in (errno.EMFILE, errno.ENFILE):
+        return "Raise the limit of open files (`ulimit -n`): each op holds some for each rank. Close unused ops."
+    return None
 
 
 def put(target: int, source: int, num_bytes: int, rank: int) -> None:

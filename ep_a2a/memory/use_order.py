@@ -35,9 +35,14 @@ def recording_on_cpu() -> Iterator[None]:
 
 
 class StreamOrder:
-    """Orders each call behind the previous one when that ran on another stream."""
+    """Orders each call behind the previous one when that ran on another stream.
+
+    Attributes:
+        has_captured: whether a graph has captured a call.
+    """
 
     def __init__(self) -> None:
+        self.has_captured = False
         self._last: tuple[int, bool, torch.cuda.Stream] | None = None
 
     def follow(self, device: torch.device) -> None:
@@ -49,6 +54,7 @@ class StreamOrder:
         last = self._last
         if last is not None and last[0] == number and last[1] == capturing:
             return
+        self.has_captured |= capturing
         stream = torch.cuda.current_stream(device)
         # a capture begins with a device synchronisation and cannot wait for streams outside
         if last is not None and last[0] != number and last[1] == capturing:

@@ -33,7 +33,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
-from tests.cases.op_cases import Case, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -371,6 +371,38 @@ def test_arena_hands_out_shares_and_gives_back(ranks):
         assert seen["closed"] == (True, 0, True, True)
         for call in ("acquire", "make", "dispatch", "check", "reset"):
             assert seen[call][0] is ClosedError, call
+
+
+def drop_ops(context: RankContext, case: Case) -> list[tuple[int, int, int]]:
+    """(bytes of the arena, open descriptors, mappings) after each of some ops that are dropped, some in a step."""
+    seen = []
+    with Arena(context.group, context.device) as arena:
+        kept = make_op(context, case, arena)
+        for number in range(12):
+            op = make_op(context, case, arena)
+            step = Step.dispatch(case, op, number, context.device)
+            if number % 3:
+                step.combine()
+            late = (op, step) if number % 4 == context.rank else None
+            del op, step
+            run_step(case, kept, number, context.device)
+            maps = Path("/proc/self/maps").read_text().count(host_shm.NAME_PREFIX)
+            seen.append((arena.num_bytes, len(os.listdir("/proc/self/fd")), maps))
+            # the ranks collect their garbage at different times
+            arena.rendezvous.barrier("dropped")
+            del late
+    return seen
+
+
+def test_dropped_ops_give_their_memory_back(ranks):
+    for seen in ranks(drop_ops, 2, Case(world_size=2, tokens=((4, 3),), hidden_dim=32)):
+        assert len(set(seen[4:])) == 1, seen
+
+
+def test_too_many_open_files_are_told_as_such(monkeypatch):
+    error = host_shm._remedy_of(OSError(errno.EMFILE, "Too many open files"))
+    assert "ulimit -n" in error
+    assert host_shm._remedy_of(OSError(errno.ENOSPC, "No space left on device")) is None
 
 
 def one_arena_after_another(context: RankContext, case: Case) -> list[int]:
