@@ -6,7 +6,6 @@ that function, so that `--help` is quick.
 
 import errno
 import importlib
-import inspect
 import os
 import signal
 import sys
@@ -14,22 +13,18 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from ep_a2a import __version__
-from ep_a2a.cli.help import options_of
+from ep_a2a.cli.command import Command, write_exit_codes
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import cannot_write
-from ep_a2a.commands.log import check_environment, set_up_logging
-from ep_a2a.commands.messages import EXIT_CODES, EXIT_ERROR, EXIT_INTERRUPTED, Verbosity
+from ep_a2a.commands.messages import EXIT_ERROR, EXIT_INTERRUPTED
 from ep_a2a.commands.options import Quiet, Verbose
 from ep_a2a.errors import ConfigError, EpA2AError
 
-DOCTOR = "doctor"
-COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", DOCTOR)
+COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
 """In the order of `--help`."""
-MAX_NAME_COLUMNS = 28
-"""In --help, an option whose name is longer has its text on the next line."""
 OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
 """Errors of writing to stdout; those of files have a name."""
 
@@ -82,49 +77,13 @@ def say_interrupted() -> int:
     return EXIT_INTERRUPTED
 
 
-class Command(TyperCommand):
-    """A command of `ep-a2a`: help that is never cut, options common to all, environment checked before it runs."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Runs the command, with verbosity and logging as its options and variables say."""
-        given = [each.params for each in (ctx, ctx.parent) if each is not None]
-        quiet, verbose = (any(params.get(name) for params in given) for name in ("quiet", "verbose"))
-        if quiet and verbose:
-            ctx.fail("--quiet and --verbose exclude each other.")
-        level = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
-        messages.begin(ctx.command_path, {name for each in self.params for name in each.opts}, level)
-        # The doctor reports variables that cannot be used.
-        if self.name != DOCTOR:
-            check_environment()
-            set_up_logging()
-        return super().invoke(ctx)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes a definition list for each panel of options."""
-        panels = options_of(inspect.unwrap(self.callback)) if self.callback is not None else {}
-        for panel, rows in panels.items():
-            own = [(names, f"{text} [default: {value}]" if value else text) for names, value, text in rows.values()]
-            if panel == "Options":
-                own.append(("-h, --help", "Show this message and exit."))
-            with formatter.section(panel):
-                formatter.write_dl(own, col_max=MAX_NAME_COLUMNS)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes the exit codes."""
-        _write_exit_codes(formatter)
-
-    def get_short_help_str(self, limit: int = 0) -> str:
-        """Returns the first paragraph of the help, for the list of commands, whatever its length."""
-        return " ".join((self.help or "").partition("\n\n")[0].split())
-
-
 class Group(TyperGroup):
     """The command `ep-a2a` itself: Ctrl-C while a command runs is said in one word."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Writes where options are listed, and the exit codes."""
         super().format_epilog(ctx, formatter)
-        _write_exit_codes(formatter)
+        write_exit_codes(formatter)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the named command."""
@@ -139,15 +98,10 @@ class Group(TyperGroup):
 
 def _code_of(arguments: Sequence[str] | None) -> int:
     try:
-        make_app()(arguments)
+        make_app()(arguments, prog_name="ep-a2a")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else EXIT_ERROR
     return 0
-
-
-def _write_exit_codes(formatter: Any) -> None:
-    with formatter.section("Exit codes"):
-        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
 
 
 def _drop_output() -> None:

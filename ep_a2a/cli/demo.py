@@ -5,20 +5,37 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Device, Quant, Quiet, Verbose
+from ep_a2a.commands.options import (
+    MOST_EXPERTS,
+    MOST_HIDDEN,
+    MOST_PROCESSES,
+    MOST_TOKENS,
+    MOST_TOPK,
+    AsJson,
+    Device,
+    DeviceOption,
+    OutputFile,
+    Quant,
+    QuantOption,
+    Quiet,
+    Seed,
+    Verbose,
+    at_most,
+    given,
+)  # fmt: skip
 
 
 def command(
-    ranks: Annotated[int, typer.Option(min=1, help="Processes; on GPUs at most one per GPU.")] = 4,
-    device: Annotated[Device, typer.Option(help="auto takes GPUs where there are any.")] = Device.AUTO,
+    ranks: Annotated[int, at_most(MOST_PROCESSES, "Processes; on GPUs at most one per GPU.")] = 4,
+    device: DeviceOption = Device.AUTO,
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text to send; default: the project's README.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens (words and marks) over all ranks.")] = 96,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size; rows must be a multiple of 16 bytes.")] = 256,
-    experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 16,
-    topk: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 4,
-    quant: Annotated[Quant, typer.Option(help="Cast inside dispatch.")] = Quant.NONE,
+    tokens: Annotated[int, at_most(MOST_TOKENS, "Tokens (words and marks) over all ranks.")] = 96,
+    hidden: Annotated[int, at_most(MOST_HIDDEN, "Hidden size; rows must be a multiple of 16 bytes.")] = 256,
+    experts: Annotated[int, at_most(MOST_EXPERTS, "Experts over all ranks.")] = 16,
+    topk: Annotated[int, at_most(MOST_TOPK, "Experts per token.")] = 4,
+    quant: QuantOption = Quant.NONE,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks per virtual node; default: as the machine is.")
     ] = None,
@@ -27,7 +44,9 @@ def command(
                                       "EP_A2A_BACKEND, ep_a2a.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    seed: Seed = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:  # fmt: skip
@@ -38,14 +57,23 @@ def command(
     from ep_a2a.commands.demo.command import execute
     from ep_a2a.commands.demo.model import read_text
     from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
+    from ep_a2a.commands.files import check_can_write, different_files
     from ep_a2a.commands.ranks import choose_device
 
+    check_can_write(output)
+    different_files(output, plot)
     device_kind, num_ranks = choose_device(device.value, ranks)
     settings = DemoSettings(
         num_ranks, device_kind, tokens, hidden, experts, topk, quant.value, gpus_per_node,
-        *choose_named_backend(backend),
+        *choose_named_backend(backend), **given({"seed": seed}),
     )  # fmt: skip
     code = execute(
-        settings, read_text(text, tokens), ranks_asked_for=ranks, plot=plot, as_json=as_json, verbose=verbose
+        settings,
+        read_text(text, tokens),
+        ranks_asked_for=ranks,
+        plot=plot,
+        output=output,
+        as_json=as_json,
+        verbose=verbose,
     )
     raise typer.Exit(code)

@@ -5,7 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_a2a.commands.options import Quant, Quiet, Verbose
+from ep_a2a.commands.options import (
+    MOST_HIDDEN,
+    MOST_RANKS,
+    MOST_SECS,
+    MOST_TOKENS,
+    AsJson,
+    OutputFile,
+    Quant,
+    Quiet,
+    Verbose,
+)
 
 
 def _configuration(text: str, **limits: Any) -> Any:
@@ -17,8 +27,11 @@ def _selftest(text: str, **limits: Any) -> Any:
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    ask_secs: Annotated[float, typer.Option(help="Seconds that torch may take to import.")] = 120.0,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    ask_secs: Annotated[
+        float, typer.Option(min=0.1, max=MOST_SECS, help="Seconds that torch may take to import.")
+    ] = 120.0,
     backend: Annotated[
         str | None, _configuration("As given to init_dist_env; default: the config file's, EP_A2A_BACKEND's.")
     ] = None,
@@ -27,11 +40,13 @@ def command(
         str | None, _configuration("Ranks of each node, separated by commas; default: one node with a rank per GPU, "
                                    "or 4 on CPU.")
     ] = None,
-    hidden: Annotated[int | None, _configuration("Hidden size.")] = None,
-    max_tokens: Annotated[int | None, _configuration("Tokens per rank; asks `ep-a2a plan` what an op takes.")] = None,
+    hidden: Annotated[int | None, _configuration("Hidden size.", min=1, max=MOST_HIDDEN)] = None,
+    max_tokens: Annotated[int | None, _configuration(
+        "Tokens per rank; asks `ep-a2a plan` what an op takes.", min=1, max=MOST_TOKENS
+    )] = None,
     quant: Annotated[Quant, _configuration("Cast inside dispatch.")] = Quant.NONE,
     selftest: Annotated[bool, _selftest("Let every two ranks of this host exchange data.")] = False,
-    pair_secs: Annotated[float, _selftest("Seconds to test a pair.")] = 2.0,
+    pair_secs: Annotated[float, _selftest("Seconds to test a pair.", min=0, max=MOST_SECS)] = 2.0,
     plot: Annotated[Path | None, _selftest("Draw the rates between ranks as a heat map (PNG).")] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -42,16 +57,35 @@ def command(
     """
     from ep_a2a.commands.doctor.backend_verdict import Request
     from ep_a2a.commands.doctor.command import execute
+    from ep_a2a.commands.files import check_can_write
 
+    if plot is not None:
+        if not selftest:
+            raise typer.BadParameter("it draws what --selftest measures: add that", param_hint="--plot")
+        from ep_a2a.commands.plotting import check_can_plot
+
+        check_can_plot(plot)
+    check_can_write(output)
     request = Request(backend, config, _counts(ranks_per_node), hidden, quant.value, max_tokens)
     raise typer.Exit(
-        execute(request, as_json=as_json, ask_secs=ask_secs, selftest=selftest, pair_secs=pair_secs, plot=plot)
+        execute(
+            request,
+            output=output,
+            as_json=as_json,
+            ask_secs=ask_secs,
+            selftest=selftest,
+            pair_secs=pair_secs,
+            plot=plot,
+        )
     )
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
     """Returns the numbers between commas, each 1 or more; () without a text."""
     parts = () if text is None else tuple(part.strip() for part in text.split(","))
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint="--ranks-per-node")
+    if not all(part.isdecimal() and len(part) < 10 and 1 <= int(part) <= MOST_RANKS for part in parts):
+        raise typer.BadParameter(
+            f"{text!r} is no list of numbers from 1 to {MOST_RANKS} with commas between, as 8,8",
+            param_hint="--ranks-per-node",
+        )
     return tuple(map(int, parts))

@@ -8,6 +8,8 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typer.models import OptionInfo
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,7 +22,8 @@ def options_of(command: Callable[..., Any]) -> dict[str, dict[str, tuple[str, st
         if typing.get_origin(hints.get(each.name)) is typing.Annotated:
             info = typing.get_args(hints[each.name])[1]
             if not getattr(info, "hidden", False):
-                panel = getattr(info, "rich_help_panel", None) or "Options"
+                usual = "Options" if isinstance(info, OptionInfo) else "Arguments"
+                panel = getattr(info, "rich_help_panel", None) or usual
                 panels.setdefault(panel, {})[each.name] = option_row(each.name, hints[each.name], each.default)
     return panels
 

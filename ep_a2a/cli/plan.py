@@ -5,15 +5,27 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_a2a.commands.options import Quant, Quiet, Verbose, given, refuse
+from ep_a2a.commands.options import (
+    MOST_EXPERTS,
+    MOST_PLANNED,
+    MOST_RANKS,
+    MOST_SEED,
+    MOST_TOKENS,
+    MOST_TOPK,
+    AsJson,
+    OutputFile,
+    Quant,
+    Quiet,
+    Verbose,
+)  # fmt: skip
 
 
 def _model(text: str, **limits: Any) -> Any:
     return typer.Option(help=text, rich_help_panel="Of a model in vLLM", **limits)
 
 
-def _op(text: str, least: int | None = None) -> Any:
-    return typer.Option(help=text, rich_help_panel="Of any op", min=least)
+def _op(text: str, least: int | None = None, most: int | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel="Of any op", min=least, max=most)
 
 
 def _nodes(text: str, *names: str, **limits: Any) -> Any:
@@ -22,25 +34,31 @@ def _nodes(text: str, *names: str, **limits: Any) -> Any:
 
 def command(
     vllm: Annotated[Path | None, _model("A model's config.json, or its folder.", exists=True)] = None,
-    data_parallel_size: Annotated[int | None, _model("As vLLM's; at least 2.", min=1)] = None,
-    tensor_parallel_size: Annotated[int | None, _model("As vLLM's; default: 1.", min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, _model("As vLLM's; default: 8192.", min=1)] = None,
-    num_redundant_experts: Annotated[int | None, _model("Of vLLM's load balancer; default: 0.", min=0)] = None,
+    data_parallel_size: Annotated[int | None, _model("As vLLM's; at least 2.", min=1, max=MOST_RANKS)] = None,
+    tensor_parallel_size: Annotated[int | None, _model("As vLLM's; default: 1.", min=1, max=MOST_RANKS)] = None,
+    max_num_batched_tokens: Annotated[int | None, _model("As vLLM's; default: 8192.", min=1, max=MOST_TOKENS)] = None,
+    num_redundant_experts: Annotated[
+        int | None, _model("Of vLLM's load balancer; default: 0.", min=0, max=MOST_EXPERTS)
+    ] = None,
     sequence_parallel: Annotated[
         bool | None, _model("Tensor-parallel ranks share their replica's tokens; default: by model.")
     ] = None,
-    ranks: Annotated[int | None, _op("GPUs; default: 8.", 1)] = None,
-    gpus_per_node: Annotated[int | None, _op("GPUs of a node; default: all, with --nodes or --vllm 8.", 1)] = None,
-    max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1)] = None,
-    topk: Annotated[int | None, _op("Experts per token; default: 8.", 1)] = None,
-    experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1)] = None,
+    ranks: Annotated[int | None, _op("GPUs; default: 8.", 1, MOST_RANKS)] = None,
+    gpus_per_node: Annotated[
+        int | None, _op("GPUs of a node; default: all, with --nodes or --vllm 8.", 1, MOST_RANKS)
+    ] = None,
+    max_tokens: Annotated[int | None, _op("Tokens per rank; default: 4096.", 1, MOST_TOKENS)] = None,
+    topk: Annotated[int | None, _op("Experts per token; default: 8.", 1, MOST_TOPK)] = None,
+    experts: Annotated[int | None, _op("Experts over all ranks; default: 256.", 1, MOST_EXPERTS)] = None,
     layout: Annotated[str | None, _op("compact (default), rank_major, expert_major.")] = None,
     combine_quant: Annotated[
         str | None, _op("Cast of combine: none (default), fp8_blockwise, fp8_direct_cast.")
     ] = None,
     scale_format: Annotated[str | None, _op("float32 (default), ue8m0, float32_power_of_two.")] = None,
-    max_total_recv_tokens: Annotated[int | None, _op("Cap on received rows; default: none.", 0)] = None,
-    flagged_max_tokens: Annotated[int | None, _op("Tokens of steps that travel as flags; default: 128.", 0)] = None,
+    max_total_recv_tokens: Annotated[int | None, _op("Cap on received rows; default: none.", 0, MOST_TOKENS)] = None,
+    flagged_max_tokens: Annotated[
+        int | None, _op("Tokens of steps that travel as flags; default: 128.", 0, MOST_TOKENS)
+    ] = None,
     nodes: Annotated[str | None, _nodes("Predict for numbers of nodes, separated by commas.")] = None,
     nic_gbps: Annotated[float | None, _nodes("Rate of each GPU's NIC, Gb/s; default: 400.")] = None,
     chunk_tokens: Annotated[int | None, _nodes("Tokens that cross in one message; default: 64.")] = None,
@@ -48,12 +66,16 @@ def command(
     published: Annotated[bool, _nodes("Predict other libraries' published times.", "--published")] = False,
     markdown: Annotated[Path | None, _nodes("Write the predictions as markdown.", dir_okay=False)] = None,
     plot: Annotated[Path | None, _nodes("Draw the predictions (PNG, SVG).", dir_okay=False)] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; default: the model's, else 7168.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, max=MOST_PLANNED, help="Hidden size; default: the model's, else 7168.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32; default: the model's, else bfloat16.")
     ] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else; bytes.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    seed: Annotated[int | None, _nodes("Seed of the routing; default: 0.", min=0, max=MOST_SEED)] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -64,38 +86,7 @@ def command(
     With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
     such predictions are off, instead.
     """
-    from ep_a2a.commands.plan.command import dtype_named, plan_model, plan_op, show
+    options = dict(locals())
+    from ep_a2a.commands.plan.command import execute
 
-    for_model = {
-        "data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size,
-        "max_num_batched_tokens": max_num_batched_tokens, "num_redundant_experts": num_redundant_experts,
-        "sequence_parallel": sequence_parallel,
-    }  # fmt: skip
-    for_op = {
-        "ranks": ranks, "max_tokens": max_tokens, "topk": topk, "experts": experts,
-        "layout": layout, "combine_quant": combine_quant, "scale_format": scale_format,
-        "max_total_recv_tokens": max_total_recv_tokens, "flagged_max_tokens": flagged_max_tokens,
-    }  # fmt: skip
-    for_both = {
-        "gpus_per_node": gpus_per_node, "hidden_dim": hidden, "dtype": dtype_named(dtype),
-        "cast": None if quant is None else quant.value,
-    }  # fmt: skip
-    between = {
-        "nodes": nodes, "nic_gbps": nic_gbps, "chunk_tokens": chunk_tokens, "num_credits": num_credits,
-        "markdown": markdown, "plot": plot,
-    }  # fmt: skip
-    if nodes is not None or published:
-        from ep_a2a.commands.plan.nodes import show_nodes
-
-        refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
-        show_nodes({**between, **for_op, **for_both}, is_published=published, as_json=as_json)
-        return
-    refuse(between, "without --nodes", "Say --nodes.")
-    assumed: list[str] = []
-    if vllm is None:
-        refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        plan, assumed = plan_op(**given(for_op), **given(for_both))
-    else:
-        refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
-    show(plan, assumed, as_json=as_json, verbose=verbose)
+    execute(options)

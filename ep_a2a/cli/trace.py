@@ -5,7 +5,24 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Device, Quant, Quiet, Verbose
+from ep_a2a.commands.options import (
+    MOST_EXPERTS,
+    MOST_HIDDEN,
+    MOST_ITERATIONS,
+    MOST_PROCESSES,
+    MOST_TOKENS,
+    MOST_TOPK,
+    AsJson,
+    Device,
+    DeviceOption,
+    Quant,
+    QuantOption,
+    Quiet,
+    Seed,
+    Verbose,
+    at_most,
+    given,
+)  # fmt: skip
 
 SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
@@ -15,19 +32,21 @@ SIZES = {
 
 
 def command(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; default: all GPUs, 2 on CPU.")] = None,
-    device: Annotated[Device, typer.Option(help="auto takes GPUs where there are any.")] = Device.AUTO,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per rank; default: 128, on CPU 4.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; default: 7168, on CPU 256.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks; default: 256, on CPU 8.")] = None,
-    topk: Annotated[int | None, typer.Option(min=1, help="Experts per token; default: 8, on CPU 2.")] = None,
-    quant: Annotated[Quant, typer.Option(help="Cast inside dispatch.")] = Quant.FP8_PER_1X128,
+    ranks: Annotated[int | None, at_most(MOST_PROCESSES, "Processes; default: all GPUs, 2 on CPU.")] = None,
+    device: DeviceOption = Device.AUTO,
+    tokens: Annotated[int | None, at_most(MOST_TOKENS, "Tokens per rank; default: 128, on CPU 4.")] = None,
+    hidden: Annotated[int | None, at_most(MOST_HIDDEN, "Hidden size; default: 7168, on CPU 256.")] = None,
+    experts: Annotated[int | None, at_most(MOST_EXPERTS, "Experts over all ranks; default: 256, on CPU 8.")] = None,
+    topk: Annotated[int | None, at_most(MOST_TOPK, "Experts per token; default: 8, on CPU 2.")] = None,
+    quant: QuantOption = Quant.FP8_PER_1X128,
     layout: Annotated[str, typer.Option(help="compact, rank_major, expert_major.")] = "expert_major",
-    steps: Annotated[int, typer.Option(min=1, help="Steps; the latest 32 are in the trace.")] = 4,
+    steps: Annotated[int, at_most(MOST_ITERATIONS, "Steps; the latest 32 are in the trace.")] = 4,
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write into; made if need be.")] = Path(
         "prof"
     ),
     plot: Annotated[bool, typer.Option(help="Draw the last step (needs matplotlib).")] = True,
+    as_json: AsJson = False,
+    seed: Seed = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -39,6 +58,7 @@ def command(
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
     from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.files import check_folder
     from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.ranks import choose_device
     from ep_a2a.commands.trace.command import execute
@@ -52,11 +72,11 @@ def command(
     parse_enum(Layout, layout, "--layout")
     workload = Workload(
         num_ranks, num_tokens, num_tokens, hidden or sizes["hidden"], topk or sizes["topk"],
-        experts or sizes["experts"], quant_type=quant.value, layout=layout,
+        experts or sizes["experts"], quant_type=quant.value, layout=layout, **given({"seed": seed}),
     )  # fmt: skip
     if workload.topk > workload.num_experts:
         raise TopKError(f"--topk of at most {workload.num_experts}, the experts", str(workload.topk), "Lower --topk.")
-    output.mkdir(parents=True, exist_ok=True)
+    check_folder(output)
     if plot:
         check_can_plot(output / "timeline.png")
-    execute(workload, kind, steps, output, plot=plot)
+    execute(workload, kind, steps, output, plot=plot, as_json=as_json)

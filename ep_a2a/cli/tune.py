@@ -5,28 +5,42 @@ from typing import Annotated
 
 import typer
 
-from ep_a2a.commands.options import Quiet, Verbose
-
-EXIT_MISSING_POINTS = 1
+from ep_a2a.commands.messages import EXIT_MISMATCH
+from ep_a2a.commands.options import (
+    MOST_EXPERTS,
+    MOST_HIDDEN,
+    MOST_ITERATIONS,
+    MOST_PROCESSES,
+    MOST_TOPK,
+    AsJson,
+    Quiet,
+    Seed,
+    Verbose,
+    at_most,
+    given,
+    numbers,
+)  # fmt: skip
 
 
 def command(
-    ranks: Annotated[int | None, typer.Option(min=2, help="Processes, one per GPU; default: all GPUs.")] = None,
+    ranks: Annotated[int | None, at_most(MOST_PROCESSES, "Processes, one per GPU; default: all GPUs.")] = None,
     max_tokens: Annotated[
         str | None, typer.Option(help="Sizes (max_num_tokens) to tune; default: 1,4,16,32,...,8192.")
     ] = None,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 7168,
-    topk: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 256,
+    hidden: Annotated[int, at_most(MOST_HIDDEN, "Hidden size.")] = 7168,
+    topk: Annotated[int, at_most(MOST_TOPK, "Experts per token.")] = 8,
+    experts: Annotated[int, at_most(MOST_EXPERTS, "Experts over all ranks.")] = 256,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
     quant: Annotated[str, typer.Option(help="Cast of dispatch: none, fp8_per_token, fp8_per_1x128.")] = "fp8_per_1x128",
     combine_quant: Annotated[str, typer.Option(help="Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
     layout: Annotated[str, typer.Option(help="compact, rank_major.")] = "rank_major",
     budget_secs: Annotated[float, typer.Option(min=1, help="Seconds of search for each size.")] = 60.0,
-    iterations: Annotated[int, typer.Option(min=1, help="Timed runs of each trial.")] = 20,
+    iterations: Annotated[int, at_most(MOST_ITERATIONS, "Timed runs of each trial.")] = 20,
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder; default: EP_A2A_TUNING_DIR, the checkout's configs/.")
     ] = None,
+    as_json: AsJson = False,
+    seed: Seed = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -39,7 +53,6 @@ def command(
 
     from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Sweep
-    from ep_a2a.commands.options import numbers
     from ep_a2a.commands.tune.command import execute
     from ep_a2a.commands.tune.report import default_output
     from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune
@@ -61,7 +74,7 @@ def command(
         max_sms=(0,),
         max_num_tokens=("same",),
         num_tokens=numbers("max-tokens", max_tokens, DEFAULT_SIZES),
+        **given({"seed": seed}),
     ).points()
-    complete = execute(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder)
-    typer.echo(f"tables: {folder}")
-    raise typer.Exit(0 if complete else EXIT_MISSING_POINTS)
+    complete = execute(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder, as_json=as_json)
+    raise typer.Exit(0 if complete else EXIT_MISMATCH)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
 from rich.text import Text
 
 from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.tables import new_table
+from ep_a2a.commands.wide_tables import fitting_tables
+from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.availability import problems
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
@@ -18,7 +21,7 @@ from ep_a2a.managers.registry import aliases_of, available_backends, manager_typ
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.table import Table
+    from rich.console import RenderableType
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
@@ -75,23 +78,58 @@ def registered_backends(*, looks_here: bool) -> list[Backend]:
     return found
 
 
-def available_view(backends: Iterable[Backend]) -> Table:
-    """Returns a table of the backends that can be used here, and why the others cannot."""
-    table = new_table("Backends on this machine", ("backend", "also called", "here", "why not"))
+def backend_named(name: str, backends: Sequence[Backend]) -> Backend:
+    """Returns the backend of this name or alias.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    known = {called: each for each in backends for called in (each.name, *each.aliases)}
+    if name not in known:
+        raise UnknownNameError(f"a backend: {', '.join(known)}", repr(name), did_you_mean(name, known) or None)
+    return known[name]
+
+
+def available_view(backends: Iterable[Backend], *, reasons: bool) -> Table:
+    """Returns a table of the backends that can be used here, and why the others cannot: in full, or in a few words."""
+    title = "Backends on this machine"
+    if reasons:
+        table = new_table(title, ("backend", "also called", "here", "why not"))
+    else:
+        table = new_table(title, ("backend", "here", "why not"))
+        table.box = None
+    table.columns[0].no_wrap = True
     for each in backends:
-        here = "yes" if not each.problems else "no"
-        table.add_row(*(Text(text) for text in (each.name, ", ".join(each.aliases), here, "; ".join(each.problems))))
+        here = "no" if each.problems else "yes"
+        why = "; ".join(each.problems if reasons else [each.problems[0].partition(" (")[0]] if each.problems else [])
+        names = (each.name, ", ".join(each.aliases)) if reasons else (each.name,)
+        table.add_row(*(Text(text) for text in (*names, here, why)))
     return table
 
 
-def capability_views(backends: Sequence[Backend]) -> list[Table]:
-    """Returns one table for each of TABLES."""
+def one_view(backend: Backend) -> RenderableType:
+    """Returns all about one backend, a line for each ability or limit."""
+    here = "; ".join(backend.problems) or "yes"
+    facts = {"backend": backend.name, "also called": ", ".join(backend.aliases) or "-", "can be used here": here}
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    grid.add_column(overflow="fold")
+    for title, rows in ("", facts), *((title, backend.cells(name)) for name, title in TABLES.items()):
+        if title:
+            grid.add_row()
+            grid.add_row(Text(title, style="bold"))
+        for label, text in rows.items():
+            grid.add_row(Text(label), Text(text))
+    return grid
+
+
+def capability_views(backends: Sequence[Backend], width: int) -> list[Table]:
+    """Returns the tables of TABLES, each in as many parts as fit the width."""
     views = []
     for name, title in TABLES.items():
-        table = new_table(title, ("backend", *backends[0].cells(name)))
-        for each in backends:
-            table.add_row(*(Text(text) for text in (each.name, *each.cells(name).values())))
-        views.append(table)
+        rows = [(each.name, *each.cells(name).values()) for each in backends]
+        headings = ("backend", *backends[0].cells(name))
+        views += fitting_tables(title, headings, rows, num_names=1, width=width)
     return views
 
 

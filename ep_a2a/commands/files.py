@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import messages
 from ep_a2a.errors import ConfigError, EpA2AError
@@ -92,6 +93,14 @@ def write_text(path: Path, text: str, *, confirms: bool = True) -> None:
     """Writes a text as `whole_file` does."""
     with whole_file(path, confirms=confirms) as place:
         place.write_text(text, encoding="utf-8")
+
+
+def give_json(values: Any, output: Path | None, *, as_json: bool) -> None:
+    """Writes values as one JSON object to the file of --output and, with --json, to stdout."""
+    if output is not None:
+        write_text(output, json.dumps(values, indent=2) + "\n")
+    if as_json:
+        messages.print_json(values)
 
 
 def cannot_write(path: Path | str, error: OSError) -> ConfigError:

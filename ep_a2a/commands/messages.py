@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class OutputConsole(Console):
 
     def on_broken_pipe(self) -> NoReturn:
         """Raises the BrokenPipeError that rich has caught."""
-        raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def output() -> OutputConsole:
@@ -143,7 +144,10 @@ def show_error(error: EpA2AError) -> None:
     from rich.text import Text
 
     console = OutputConsole(stderr=True)
-    parts = (("expected", as_typed(error.expected)), ("got", as_typed(error.got)), ("remedy", remedy_of(error)))
+    parts = (
+        ("expected", as_typed(error.expected)), ("got", as_typed(error.got)), ("remedy", remedy_of(error)),
+        ("see", error.section),
+    )  # fmt: skip
     if console.width < NARROW_COLUMNS:
         for label, text in ((type(error).__name__, ""), *parts):
             console.print(f"{label}: {text}".rstrip(), markup=False, highlight=False, soft_wrap=True)

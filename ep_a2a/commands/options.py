@@ -28,14 +28,23 @@ class Quant(enum.StrEnum):
 
 
 MOST_HIDDEN = 1 << 20
+MOST_PLANNED = 1 << 40
 MOST_TOKENS = 1 << 24
 MOST_EXPERTS = 1 << 16
 MOST_TOPK = 1 << 10
 MOST_RANKS = 1 << 12
 MOST_PROCESSES = 1 << 10
 MOST_ITERATIONS = 1 << 24
+MOST_DIGITS = 18
+MOST_SECS = 1e6
 MOST_SEED = (1 << 31) - 1
 """Bounds of options: far above what any machine can do, so that a slip of the keyboard is an error at once."""
+
+
+def at_most(most: int, text: str) -> Any:
+    """Returns an option that takes a number from 1 to `most`."""
+    return typer.Option(min=1, max=most, help=text)
+
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print results only: no notes, no progress.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print details; log at INFO unless the level is set.")]
@@ -65,19 +74,21 @@ def distinct(option: str, text: str) -> tuple[str, ...]:
     return parts
 
 
-def numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+def numbers(
+    option: str, text: str | None, default: tuple[int, ...], most: int = MOST_TOKENS
+) -> tuple[int, ...]:  # fmt: skip
     """Returns numbers separated by commas, or the default where there is no text.
 
     Raises:
-        ConfigError: something between the commas is not a number.
+        ConfigError: something between the commas is not a number, or above `most`.
     """
     from ep_a2a.errors import ConfigError
 
     if text is None:
         return default
     parts = texts(text)
-    if not parts or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--{option} to be numbers separated by commas, each 0 or more", repr(text), REMEDY)
+    if not parts or not all(part.isdecimal() and len(part) <= MOST_DIGITS and int(part) <= most for part in parts):
+        raise ConfigError(f"--{option} to be numbers separated by commas, each from 0 to {most}", repr(text), REMEDY)
     return tuple(int(part) for part in parts)
 
 

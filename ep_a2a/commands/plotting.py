@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 from typing import TYPE_CHECKING
 
+from ep_a2a.commands.files import check_can_write, whole_file
 from ep_a2a.commands.plot_style import THEMES, Theme, style_of
 from ep_a2a.errors import ConfigError, MissingPackageError
 
@@ -37,12 +37,8 @@ def check_can_plot(path: Path) -> None:
         raise MissingPackageError("matplotlib, which draws pictures", "none", "pip install matplotlib")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"a picture named *{' or *'.join(SUFFIXES)}", str(path), "Name a file that ends so.")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"a folder {folder} for the picture", "none", "Make it, or name another.")
     for each in (path, dark_variant(path)):
-        if each.is_dir() or not os.access(each if each.exists() else folder, os.W_OK):
-            raise ConfigError("a picture that can be written", str(each), "Name another file.")
+        check_can_write(each)
 
 
 def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -71,9 +67,6 @@ def write_picture(draw: Callable[[Theme], Figure], path: Path) -> tuple[Path, Pa
             draw(theme).savefig(buffer, format=path.suffix[1:], metadata=metadata)
             contents.append(buffer.getvalue())
     for each, content in zip(paths, contents):
-        try:
-            each.write_bytes(content)
-        except OSError as error:
-            each.unlink(missing_ok=True)
-            raise ConfigError("a picture that can be written", f"{each}: {error.strerror}", "Name another.") from error
+        with whole_file(each) as place:
+            place.write_bytes(content)
     return paths

@@ -22,7 +22,7 @@ from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
     from types import TracebackType
 
@@ -182,7 +182,8 @@ class RankPool:
             )
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
-            process.start()
+            with _interrupts_held():
+                process.start()
             # Only the worker may hold its end, or its death would not end the pipe.
             theirs.close()
             self._workers.append(_Worker(options, process, ours))
@@ -254,6 +255,20 @@ def _process_context(device: str) -> SpawnContext | ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Lets processes started meanwhile never see SIGINT: Ctrl-C reaches a whole terminal, and their owner ends them.
+
+    They keep the mask that they start with, and the server of forks gives its own to its ranks. This process sees
+    SIGINT afterwards: in the middle of a start it would leave the server with half a request.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_reply(worker: _Worker) -> Reply:

@@ -280,7 +280,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     printed = succeeded(
         run_cli(
             *SMALL, "--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2",
-            "--json", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
+            "--output", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
         )
     )  # fmt: skip
     assert printed.startswith("Right: 6 of 6 results of dispatch and combine on 2 CPU processes.")
@@ -310,8 +310,8 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
         (("--tokens", "few"), "--tokens to be numbers"),
         (("--contenders", "smoke_signals"), "wire_limit"),
         (("--plot", "x.gif"), ".svg"),
-        (("--json", "/nowhere/x.jsonl"), "/nowhere"),
-        (("--max-tokens", "1"), "max_num_tokens >= num_tokens"),
+        (("--output", "/nowhere/x.jsonl"), "/nowhere"),
+        (("--max-tokens", "1"), "--max-tokens >= --tokens"),
         (("--topk", "5"), "topk <= 4"),
         # nothing is measured: no success
         (("--contenders", "deepep,flashinfer"), "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable"),

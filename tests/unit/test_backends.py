@@ -316,7 +316,7 @@ def test_the_command_prints_json():
 
 
 def test_the_command_prints_tables():
-    done = CliRunner().invoke(make_app(), ["backends"], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(make_app(), ["backends", "--verbose"], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
     for text in ("Backends on this machine", *TABLES.values(), "pplx", "DeepEP"):
         assert text in done.stdout

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ep_a2a.cli.app import show_error
 from ep_a2a.commands import plotting as plot
 from ep_a2a.commands.demo import model as demo_model
 from ep_a2a.commands.demo import settings as demo_settings
 from ep_a2a.commands.demo.model import embed, expert_weights, read_text, route
 from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
+from ep_a2a.commands.messages import show_error
 from ep_a2a.commands.options import Quant
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.config import DISPATCH_QUANT_TYPES

@@ -9,6 +9,7 @@ import pytest
 
 from ep_a2a.cli.app import make_app
 from ep_a2a.commands.doctor import command
+from ep_a2a.errors import ConfigError
 from tests.machines import CPU_HOST, changed
 
 
@@ -85,9 +86,24 @@ def test_the_self_test_is_not_tried_without_what_it_needs(doctor, name):
 
 
 def test_a_picture_that_cannot_be_drawn_is_said_before_anything_is_started(doctor, tmp_path):
-    code, printed = doctor("--selftest", "--plot", str(tmp_path / "rates.gif"))
-    assert code == 1
-    assert "*.png" in printed
+    with pytest.raises(ConfigError, match=r"\*\.png"):
+        doctor("--selftest", "--plot", str(tmp_path / "rates.gif"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("--plot", "rates.png"), "--plot"),
+        (("--ask-secs", "-1"), "--ask-secs"),
+        (("--max-tokens", "-1"), "--max-tokens"),
+        (("--selftest", "--pair-secs", "-1"), "--pair-secs"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(doctor, capsys, arguments, option):
+    with pytest.raises(SystemExit) as ended:
+        make_app()(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert option in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("counts", ["0", "2,", "two"])

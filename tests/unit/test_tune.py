@@ -123,7 +123,7 @@ def test_each_size_is_a_line_of_progress(fails, monkeypatch, tmp_path, capsys):
     assert command.execute(points, TimingSettings(), 60.0, tmp_path) is not fails
     out, err = capsys.readouterr()
     last = "2/2 16: a rank died" if fails else "2/2 16 tokens: 110.0 -> 99.0 µs"
-    assert err.splitlines() == ["1/2 8 tokens: 110.0 -> 99.0 µs", last]
+    assert err.splitlines() == ["1/2 8 tokens: 110.0 -> 99.0 µs", last, f"tables: {tmp_path}"]
     assert "round trips" in out
 
 

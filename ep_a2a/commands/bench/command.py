@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
-from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, NATIVE, ONLY_WHEN_NAMED
-from ep_a2a.commands.bench.launcher import run_sweep
+from ep_a2a.commands import messages
+from ep_a2a.commands.bench.contenders import (
+    BETWEEN_NODES,
+    CONTENDERS,
+    NATIVE,
+    ONLY_WHEN_NAMED,
+    check_names,
+    present_names,
+)  # fmt: skip
+from ep_a2a.commands.bench.launcher import make_runner, run_sweep
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import JsonLines, describe, reasons, write_markdown
 from ep_a2a.commands.bench.rows import Status, make_records, shown_name
 from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.view import show
-from ep_a2a.commands.options import numbers
+from ep_a2a.commands.bench.workload import Sweep
+from ep_a2a.commands.files import check_can_write, different_files
+from ep_a2a.commands.options import MOST_EXPERTS, MOST_HIDDEN, MOST_TOPK, distinct, given, numbers
+from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
+from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.bench.launcher import Runner
     from ep_a2a.commands.bench.rows import Row
-    from ep_a2a.commands.bench.workload import Sweep, Workload
+    from ep_a2a.commands.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,57 @@ DEFAULTS = {
 """Defaults by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
 
 
+def run(options: dict[str, Any]) -> bool:
+    """Checks the options, then measures; returns what `execute` does.
+
+    Args:
+        options: of `ep-a2a bench` by parameter, None where not given.
+
+    Raises:
+        EpA2AError: what is asked for cannot be measured or written.
+    """
+    kind, _ = choose_device(options["device"].value, 1)
+    defaults = DEFAULTS[kind]
+    nodes = numbers("gpus-per-node", options["gpus_per_node"], ())
+    usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
+    names = usual if options["contenders"] is None else present_names(distinct("contenders", options["contenders"]))
+    check_names(names)
+    output, markdown, plot = (options[name] for name in ("output", "markdown", "plot"))
+    for path in (output, markdown):
+        check_can_write(path)
+    different_files(output, markdown, plot, None if plot is None else dark_variant(plot))
+    if plot is not None:
+        check_can_plot(plot)
+    settings = replace(defaults.timing, num_runs=options["iterations"] or defaults.timing.num_runs)
+    with make_runner(kind) as runner:
+        return execute(
+            runner, sweep_of(options, kind, runner.world_size), names, settings, kind, as_json=options["as_json"],
+            output=output, plot=plot, markdown=markdown,
+        )  # fmt: skip
+
+
+def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
+    """Returns the sweep of the command's options on a kind of device; joined: ranks of the job, None without one."""
+    defaults = DEFAULTS[device]
+    ranks = requested_ranks(options["ranks"], device, joined or defaults.num_ranks, is_joined=joined is not None)
+    return Sweep(
+        world_size=ranks,
+        hidden_dim=numbers("hidden", options["hidden"], (defaults.hidden_dim,), MOST_HIDDEN),
+        topk=numbers("topk", options["topk"], (defaults.topk,), MOST_TOPK),
+        num_experts=numbers("experts", options["experts"], (defaults.num_experts,), MOST_EXPERTS),
+        dtype=distinct("dtype", options["dtype"]),
+        quant_type=distinct("quant", options["quant"] or defaults.quant_type),
+        combine_quant=distinct("combine-quant", options["combine_quant"]),
+        layout=distinct("layout", options["layout"]),
+        routing=distinct("routing", options["routing"]),
+        max_num_tokens=distinct("max-tokens", options["max_tokens"]),
+        num_tokens=numbers("tokens", options["tokens"], defaults.num_tokens),
+        max_sms=numbers("max-sms", options["max_sms"], ()),
+        gpus_per_node=numbers("gpus-per-node", options["gpus_per_node"], ()),
+        **given({"seed": options["seed"]}),
+    )
+
+
 def execute(
     runner: Runner,
     sweep: Sweep,
@@ -60,7 +122,8 @@ def execute(
     settings: TimingSettings,
     device: str,
     *,
-    json_file: Path | None = None,
+    as_json: bool = False,
+    output: Path | None = None,
     plot: Path | None = None,
     markdown: Path | None = None,
 ) -> bool:
@@ -74,9 +137,10 @@ def execute(
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
-    lines = JsonLines(json_file, header) if json_file is not None and runner.shows_results else None
+    lines = JsonLines(output, header) if output is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
-    progress_console = Console(stderr=True, quiet=not runner.shows_results)
+    progress_console = messages.notices()
+    progress_console.quiet |= not runner.shows_results
     with Progress("measuring", len(points) * len(names), progress_console) as progress:
         rows_of_points = run_sweep(
             points, names, settings, runner, lambda row: progress.end(_progress_text(row, device)),
@@ -88,13 +152,16 @@ def execute(
                 lines.append(records[-len(rows) :])
     _check_that_something_ran(records)
     if runner.shows_results:
-        console = Console()
-        show(console, header, records)
+        if as_json:
+            messages.print_json({"header": header, "rows": records})
+        else:
+            show(messages.output(), header, records)
         if markdown is not None:
             write_markdown(markdown, header, records)
-        pictures = () if plot is None else plot_bench(records, plot, header)
-        for path in filter(None, (json_file, *pictures, markdown)):
-            console.print(f"written: {path}", markup=False, highlight=False)
+        if plot is not None:
+            plot_bench(records, plot, header)
+        for path in filter(None, (output, markdown)):
+            messages.confirm(path)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 

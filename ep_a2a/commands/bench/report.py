@@ -14,6 +14,7 @@ import torch
 import ep_a2a
 from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
 from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline, shown_name
+from ep_a2a.commands.files import write_text
 from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.programs import command_output, package_version
 
@@ -84,7 +85,7 @@ def commit() -> str | None:
 
 
 class JsonLines:
-    """A file of JSON lines that grows with the sweep, so that an end of the process keeps earlier rows.
+    """A file of JSON lines that grows with the sweep: always whole, so that an end of the process keeps earlier rows.
 
     Args:
         path: the file; earlier content is replaced.
@@ -93,13 +94,13 @@ class JsonLines:
 
     def __init__(self, path: Path, header: Record) -> None:
         self._path = path
-        path.write_text("", encoding="utf-8")
+        self._text = ""
         self.append([header])
 
     def append(self, records: Iterable[Record]) -> None:
         """Adds a line per record."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        self._text += "".join(json.dumps(record) + "\n" for record in records)
+        write_text(self._path, self._text, confirms=False)
 
 
 def varying_fields(records: Sequence[Record]) -> list[str]:
@@ -224,4 +225,4 @@ def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> Non
         "",
         *(f"- {reason}" for reason in reasons(records)),
     ]
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines).rstrip() + "\n", confirms=False)

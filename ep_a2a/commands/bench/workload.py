@@ -202,7 +202,7 @@ class Sweep:
 
     max_sms is the exception and varies faster still, so that one workload's times under several bounds are neighbours.
 
-    dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME.
+    dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME. seed is that of all points.
     """
 
     world_size: tuple[int, ...]
@@ -218,6 +218,7 @@ class Sweep:
     gpus_per_node: tuple[int, ...]
     max_num_tokens: tuple[str, ...]
     num_tokens: tuple[int, ...]
+    seed: int = 1234
 
     def points(self) -> list[Workload]:
         """Returns all combinations.
@@ -225,9 +226,12 @@ class Sweep:
         Raises:
             ConfigError, TopKError, UnknownNameError: no contender can run a combination; the text names the field.
         """
-        names = sorted((field.name for field in fields(self)), key="max_sms".__eq__)
+        names = sorted((field.name for field in fields(self) if field.name != "seed"), key="max_sms".__eq__)
         values = [getattr(self, name) for name in names]
-        return [_workload(dict(zip(names, chosen, strict=True))) for chosen in itertools.product(*values)]
+        return [
+            _workload(dict(zip(names, chosen, strict=True)) | {"seed": self.seed})
+            for chosen in itertools.product(*values)
+        ]
 
 
 def _workload(values: dict[str, Any]) -> Workload:

@@ -44,7 +44,7 @@ def compare(settings: DemoSettings, results: list[RankResult], *, rows_as_routed
     tokens, weights, ids, output = (
         torch.cat([getattr(result, name) for result in results]) for name in ("tokens", "weights", "ids", "output")
     )
-    projections = expert_weights(range(settings.num_experts), settings.hidden_dim)
+    projections = expert_weights(range(settings.num_experts), settings.hidden_dim, settings.seed)
     seen = tokens.to(torch.float32)
     if settings.quant_type != "none":
         seen = dequantize(*quantize(tokens, settings.quant_type), settings.quant_type)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from ep_a2a.commands import messages
 from ep_a2a.commands.demo.picture import plot_traffic
 from ep_a2a.commands.demo.report import make_report
 from ep_a2a.commands.demo.view import show_report
 from ep_a2a.commands.demo.worker import NUM_STEPS, run_rank
+from ep_a2a.commands.files import give_json
 from ep_a2a.commands.plotting import check_can_plot
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 
@@ -30,6 +29,7 @@ def execute(
     *,
     ranks_asked_for: int,
     plot: Path | None = None,
+    output: Path | None = None,
     as_json: bool = False,
     verbose: bool = False,
     corrupt_rank: int | None = None,
@@ -39,7 +39,7 @@ def execute(
     Args:
         settings: sizes and choices. text: settings.num_tokens tokens.
         ranks_asked_for: what the user wanted; settings.num_ranks is what the machine can do.
-        plot: where to write the heat map.
+        plot: where to write the heat map. output: where to write the report as JSON.
         as_json: print the report as JSON.
         verbose: print details behind the verdict and the traffic.
         corrupt_rank: for tests: the rank that shall return a wrong row.
@@ -51,20 +51,17 @@ def execute(
         check_can_plot(plot)
     settings.check()
     # On stderr, whose ends the ranks share; shown only to somebody who watches both.
-    progress = Console(stderr=True)
-    progress.quiet = as_json or not (progress.is_interactive and sys.stdout.isatty())
+    progress = messages.notices()
+    progress.quiet |= as_json or not (progress.is_interactive and sys.stdout.isatty())
     with progress.status(f"starting {settings.num_ranks} processes") as status:
         with joined_pool(settings.num_ranks, settings.device) as pool:
             status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
             results = call_ranks(pool, run_rank, settings, text.tokens, corrupt_rank)
         status.update("comparing with the dense layer")
         report = make_report(settings, text, ranks_asked_for, results)
-    pictures = () if plot is None else plot_traffic(report, settings, plot)
-    if as_json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-    else:
-        console = Console()
-        show_report(console, report, verbose=verbose)
-        for picture in pictures:
-            console.print(f"written: {picture}", markup=False, highlight=False)
+    if plot is not None:
+        plot_traffic(report, settings, plot)
+    give_json(report, output, as_json=as_json)
+    if not as_json:
+        show_report(messages.output(), report, verbose=verbose)
     return 0 if report["matches"] else EXIT_MISMATCH

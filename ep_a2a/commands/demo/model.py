@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ep_a2a.commands.demo.settings import SEED
 from ep_a2a.errors import ConfigError
 from ep_a2a.routing import softmax_topk
 
@@ -24,7 +25,6 @@ POSITION_SHARE = 0.5
 """Magnitude of a token's position relative to its word: equal words go to different experts, but not at random."""
 ROUTER_SHARPNESS = 2.0
 """Standard deviation of router logits; at 0 all experts are alike, and high values leave one."""
-SEED = 20240229
 
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
 
@@ -78,17 +78,19 @@ def _default_text() -> tuple[str, str]:
     return "the README in the package's metadata", metadata["Description"]
 
 
-def embed(tokens: tuple[str, ...], first_position: int, hidden_dim: int) -> torch.Tensor:
+def embed(tokens: tuple[str, ...], first_position: int, hidden_dim: int, seed: int = SEED) -> torch.Tensor:
     """Embeds tokens at positions `first_position`, `first_position + 1`, ...: bfloat16 `[T, H]`, rows of unit RMS."""
     rows = torch.empty(len(tokens), hidden_dim)
     for row, (position, token) in zip(rows, enumerate(tokens, first_position)):
-        row.copy_(_word_vector(token, hidden_dim)).add_(_position_vector(position, hidden_dim), alpha=POSITION_SHARE)
+        row.copy_(_word_vector(token, hidden_dim, seed)).add_(
+            _position_vector(position, hidden_dim), alpha=POSITION_SHARE
+        )
     rms = rows.square().mean(dim=1, keepdim=True).sqrt()
     return (rows / rms).to(torch.bfloat16)
 
 
-def _word_vector(token: str, hidden_dim: int) -> torch.Tensor:
-    return torch.randn(hidden_dim, generator=_generator(f"word {token}"))
+def _word_vector(token: str, hidden_dim: int, seed: int) -> torch.Tensor:
+    return torch.randn(hidden_dim, generator=_generator(f"word {token}", seed))
 
 
 def _position_vector(position: int, hidden_dim: int) -> torch.Tensor:
@@ -98,24 +100,26 @@ def _position_vector(position: int, hidden_dim: int) -> torch.Tensor:
     return math.sqrt(2.0) * torch.where(channel % 2 == 0, angle.sin(), angle.cos())
 
 
-def route(x: torch.Tensor, num_experts: int, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(x: torch.Tensor, num_experts: int, topk: int, seed: int = SEED) -> tuple[torch.Tensor, torch.Tensor]:
     """Router weights float32 `[T, K]` and expert ids int32 `[T, K]` for tokens `[T, H]`."""
     hidden_dim = x.shape[1]
-    router = torch.randn(num_experts, hidden_dim, generator=_generator("router")) * ROUTER_SHARPNESS / hidden_dim**0.5
+    router = (
+        torch.randn(num_experts, hidden_dim, generator=_generator("router", seed)) * ROUTER_SHARPNESS / hidden_dim**0.5
+    )
     return softmax_topk(x.to(torch.float32) @ router.to(x.device).T, topk)
 
 
-def expert_weights(experts: range, hidden_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_weights(experts: range, hidden_dim: int, seed: int = SEED) -> tuple[torch.Tensor, torch.Tensor]:
     """Projections of some experts, bfloat16: gate and up `[E, 2F, H]`, down `[E, H, F]`."""
     gate_up = torch.empty(len(experts), 2 * INTERMEDIATE_DIM, hidden_dim, dtype=torch.bfloat16)
     down = torch.empty(len(experts), hidden_dim, INTERMEDIATE_DIM, dtype=torch.bfloat16)
     for number, expert in enumerate(experts):
-        generator = _generator(f"expert {expert}")
+        generator = _generator(f"expert {expert}", seed)
         gate_up[number] = torch.randn(gate_up.shape[1:], generator=generator) / hidden_dim**0.5
         down[number] = torch.randn(down.shape[1:], generator=generator) / INTERMEDIATE_DIM**0.5
     return gate_up, down
 
 
-def _generator(name: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{SEED} {name}".encode(), digest_size=8).digest()
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

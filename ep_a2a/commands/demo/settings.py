@@ -14,6 +14,7 @@ from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import TopKError
 from ep_a2a.managers.registry import check_backend_name
 
+SEED = 20240229
 TOKEN_DTYPE = torch.bfloat16
 """Dtype of the model's activations: of dispatch's input and of the rows that combine sums."""
 WAIT_SECS = 120.0
@@ -31,6 +32,7 @@ class DemoSettings:
         quant_type: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
         gpus_per_node: ranks of a virtual node; None goes by the machine.
         backend: name of the all-to-all backend. backend_reason: who chose it.
+        seed: of the model's weights and the tokens' vectors.
     """
 
     num_ranks: int = 4
@@ -43,6 +45,7 @@ class DemoSettings:
     gpus_per_node: int | None = None
     backend: str = "ep_a2a"
     backend_reason: str = "the default"
+    seed: int = SEED
 
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:

@@ -76,10 +76,12 @@ def run_rank(
     kwargs = settings.handle_kwargs(rank)
     op = manager.get_handle(kwargs)
     first = sum(settings.tokens_per_rank[:rank])
-    tokens = embed(text_tokens[first : first + settings.tokens_per_rank[rank]], first, settings.hidden_dim).to(device)
-    weights, ids = route(tokens, settings.num_experts, settings.topk)
+    tokens = embed(
+        text_tokens[first : first + settings.tokens_per_rank[rank]], first, settings.hidden_dim, settings.seed
+    ).to(device)
+    weights, ids = route(tokens, settings.num_experts, settings.topk, settings.seed)
     experts = range(*expert_ranges(settings.num_experts, settings.num_ranks)[rank])
-    projections = [each.to(device) for each in expert_weights(experts, settings.hidden_dim)]
+    projections = [each.to(device) for each in expert_weights(experts, settings.hidden_dim, settings.seed)]
 
     def now() -> float:
         if is_gpu:

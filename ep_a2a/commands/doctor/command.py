@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 import ep_a2a
+from ep_a2a.commands import messages
 from ep_a2a.commands.doctor.backend_verdict import judge_backend, requested_backend, requested_ranks
 from ep_a2a.commands.doctor.checks import run_checks
 from ep_a2a.commands.doctor.diagnostic import ERROR, Diagnostic, refused
 from ep_a2a.commands.doctor.probe import find_system_info
 from ep_a2a.commands.doctor.report import render
 from ep_a2a.commands.doctor.subprocess_probe import plan_bytes
+from ep_a2a.commands.files import give_json
 from ep_a2a.commands.progress import Progress
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import EpA2AError
@@ -31,13 +30,20 @@ EXIT_PREVENTED = 1
 
 
 def execute(
-    request: Request, *, as_json: bool, ask_secs: float, selftest: bool, pair_secs: float, plot: Path | None
+    request: Request,
+    *,
+    output: Path | None,
+    as_json: bool,
+    ask_secs: float,
+    selftest: bool,
+    pair_secs: float,
+    plot: Path | None,
 ) -> int:
     """Judges this machine and prints the report; returns 1 where something prevents use, else 0.
 
     Args:
         request: the configuration to judge.
-        as_json: print one JSON object.
+        output: file for one JSON object. as_json: print it.
         ask_secs: seconds that torch may take to import.
         selftest, pair_secs, plot: whether to run the self-test, seconds for each pair, and where to draw the rates.
     """
@@ -54,17 +60,16 @@ def execute(
         test, sections["self-test"] = _selftest(info, verdict, pair_secs, plot)
     findings = [(section, each) for section, diagnostics in sections.items() for each in diagnostics]
     prevented = any(each.prevents_use for _, each in findings)
-    if as_json:
-        report = {
-            "ep_a2a": ep_a2a.__version__,
-            "usable": not prevented,
-            "findings": [{"section": section, **each.as_json_object()} for section, each in findings],
-            "choice": {name: value for name, value in asdict(verdict).items() if name != "diagnostics"},
-            "machine": asdict(info),
-            "selftest": None if test is None else test.as_json_object(),
-        }
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-    else:
+    report = {
+        "ep_a2a": ep_a2a.__version__,
+        "usable": not prevented,
+        "findings": [{"section": section, **each.as_json_object()} for section, each in findings],
+        "choice": {name: value for name, value in asdict(verdict).items() if name != "diagnostics"},
+        "machine": asdict(info),
+        "selftest": None if test is None else test.as_json_object(),
+    }
+    give_json(report, output, as_json=as_json)
+    if not as_json:
         sys.stdout.write(render(ep_a2a.__version__, sections) + ("" if test is None else f"\n{test.table}"))
     return EXIT_PREVENTED if prevented else 0
 
@@ -83,7 +88,7 @@ def _selftest(
         if plot is not None:
             check_can_plot(plot)
         num_ranks = verdict.ranks_per_node[0]
-        with Progress("testing", num_parts(num_ranks), Console(stderr=True)) as progress:
+        with Progress("testing", num_parts(num_ranks), messages.notices()) as progress:
             test = run_selftest(verdict.device, num_ranks, pair_secs, progress)
         if plot is not None:
             plot_rates(test, plot)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
+from ep_a2a.commands import messages
+from ep_a2a.commands.files import check_can_write, give_json
+from ep_a2a.commands.options import given, refuse
 from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
@@ -25,6 +25,51 @@ if TYPE_CHECKING:
 
 MAX_GPU_BYTES = 512 << 30
 """More than any GPU has."""
+
+
+FOR_MODEL = (
+    "data_parallel_size", "tensor_parallel_size", "max_num_batched_tokens", "num_redundant_experts",
+    "sequence_parallel",
+)  # fmt: skip
+FOR_OP = (
+    "ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens",
+    "flagged_max_tokens",
+)  # fmt: skip
+BETWEEN_NODES = ("nodes", "nic_gbps", "chunk_tokens", "num_credits", "markdown", "plot", "seed")
+"""Parameters of the command by what they are for."""
+
+
+def execute(options: dict[str, Any]) -> None:
+    """Prints and writes what is asked for.
+
+    Args:
+        options: of `ep-a2a plan` by parameter, None where not given.
+
+    Raises:
+        ConfigError: options exclude each other, or a size is impossible.
+    """
+    for_model, for_op, between = ({name: options[name] for name in some} for some in (FOR_MODEL, FOR_OP, BETWEEN_NODES))
+    vllm, as_json, output = options["vllm"], options["as_json"], options["output"]
+    for_both = {
+        "gpus_per_node": options["gpus_per_node"], "hidden_dim": options["hidden"],
+        "dtype": dtype_named(options["dtype"]), "cast": options["quant"] and options["quant"].value,
+    }  # fmt: skip
+    check_can_write(output)
+    if options["nodes"] is not None or options["published"]:
+        from ep_a2a.commands.plan.nodes import show_nodes
+
+        refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
+        chosen = {**between, **for_op, **for_both, "output": output}
+        show_nodes(chosen, is_published=options["published"], as_json=as_json)
+        return
+    refuse(between, "without --nodes", "Say --nodes.")
+    if vllm is None:
+        refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
+        plan, assumed = plan_op(**given(for_op), **given(for_both))
+    else:
+        refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
+        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
+    show(plan, assumed, as_json=as_json, output=output, verbose=options["verbose"])
 
 
 def plan_op(
@@ -58,7 +103,7 @@ def plan_model(path: Path, options: dict[str, Any]) -> tuple[Plan, list[str]]:
     return plan, assumptions(model, vllm_options, plan.config)
 
 
-def show(plan: Plan, assumed: list[str], *, as_json: bool, verbose: bool = False) -> None:
+def show(plan: Plan, assumed: list[str], *, as_json: bool, output: Path | None = None, verbose: bool = False) -> None:
     """Prints a plan, with `verbose` all regions.
 
     Raises:
@@ -69,10 +114,9 @@ def show(plan: Plan, assumed: list[str], *, as_json: bool, verbose: bool = False
             f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}", bytes_text(num_bytes),
             "Lower the tokens per rank, the hidden size or the number of ranks.",
         )  # fmt: skip
-    if as_json:
-        sys.stdout.write(json.dumps({**plan.as_json_object(), "assumed": assumed}, indent=2) + "\n")
-    else:
-        Console().print(view_of(plan, assumed, verbose=verbose))
+    give_json({**plan.as_json_object(), "assumed": assumed}, output, as_json=as_json)
+    if not as_json:
+        messages.output().print(view_of(plan, assumed, verbose=verbose))
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

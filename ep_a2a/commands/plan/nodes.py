@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ep_a2a.commands.files import check_can_write
+from ep_a2a.commands import messages
+from ep_a2a.commands.files import check_can_write, different_files, give_json, write_text
 from ep_a2a.commands.options import given, numbers, refuse
 from ep_a2a.errors import ConfigError, UnsupportedError
 
@@ -24,7 +21,7 @@ CASTS = ("none", "fp8_per_1x128")
 def predictions(
     nodes: str, *, ranks: int | None = None, gpus_per_node: int = GPUS_PER_NODE, nic_gbps: float | None = None,
     chunk_tokens: int | None = None, num_credits: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168,
-    topk: int = 8, experts: int = 256, cast: str = "none",
+    topk: int = 8, experts: int = 256, cast: str = "none", seed: int = 0,
 ) -> list[Prediction]:  # fmt: skip
     """Returns predictions for a copy per node and a copy per rank, for each number of nodes.
 
@@ -47,7 +44,7 @@ def predictions(
                 f"--ranks {cluster.num_ranks}, which is --nodes {cluster.num_nodes} x --gpus-per-node {gpus_per_node}",
                 str(ranks), "Leave --ranks out, or make them agree.",
             )  # fmt: skip
-    return [predict(cluster, shape, copies) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
+    return [predict(cluster, shape, copies, seed) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 
 USED_OPTIONS = tuple(inspect.signature(predictions).parameters)
@@ -68,11 +65,12 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
     from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.simulation.published import compare, published_tables
 
-    known, when, why = (*USED_OPTIONS, "markdown", "plot"), "--nodes", "the simulator does not know it."
+    known, when, why = (*USED_OPTIONS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
     if is_published:
-        known, when, why = ("markdown",), "--published", "the published tables decide it."
+        known, when, why = ("markdown", "output"), "--published", "the published tables decide it."
     refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
     markdown, plot = options["markdown"], options["plot"]
+    different_files(markdown, plot, options["output"])
     check_can_write(markdown)
     if plot is not None:
         check_can_plot(plot)
@@ -85,9 +83,8 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
         if plot is not None:
             plot_predictions(found, plot)
     if markdown is not None:
-        markdown.write_text(report.as_markdown(), encoding="utf-8")
-    if as_json:
-        sys.stdout.write(json.dumps(values, indent=2) + "\n")
-    else:
-        console = Console()
+        write_text(markdown, report.as_markdown())
+    give_json(values, options["output"], as_json=as_json)
+    if not as_json:
+        console = messages.output()
         console.print(report.as_tables(console.width))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from ep_a2a.commands import messages
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.tune.report import show
 from ep_a2a.commands.tune.search import tune
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     from ep_a2a.commands.tune.search import Outcome
 
 
-def execute(points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path) -> bool:
+def execute(
+    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path, *, as_json: bool = False
+) -> bool:  # fmt: skip
     """Searches for each workload, writes tables into the folder and prints the outcomes.
 
     Returns:
@@ -30,7 +31,7 @@ def execute(points: Sequence[Workload], settings: TimingSettings, budget_secs: f
     """
     outcomes: list[Outcome] = []
     sizes = [f"{point.max_num_tokens} tokens, {budget_secs:g} s at most" for point in points]
-    with Progress("tuning", len(points), Console(stderr=True)) as progress:
+    with Progress("tuning", len(points), messages.notices()) as progress:
         progress.begin(sizes[0])
         for number, result in enumerate(tune(points, settings, budget_secs, folder), 1):
             if isinstance(result, str):
@@ -41,6 +42,10 @@ def execute(points: Sequence[Workload], settings: TimingSettings, budget_secs: f
                 progress.end(f"{result.workload.max_num_tokens} tokens: {times}")
             if number < len(points):
                 progress.begin(sizes[number])
-    if outcomes:
+    if as_json:
+        messages.print_json({"folder": str(folder), "results": [each.as_json_object() for each in outcomes]})
+    elif outcomes:
         show(outcomes)
+    if outcomes:
+        messages.note(f"tables: {folder}")
     return len(outcomes) == len(points)

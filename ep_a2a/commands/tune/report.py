@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 import ep_a2a
 from ep_a2a import env
+from ep_a2a.commands.messages import output
 from ep_a2a.commands.tables import new_table
 from ep_a2a.errors import ConfigError
 from ep_a2a.tuning import tables
@@ -50,7 +49,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
             cells = (_text(outcome.default[phase], phase), _text(outcome.best[phase], phase))
             size = str(outcome.workload.max_num_tokens) if first else ""
             table.add_row(size, phase, *cells, *(times if first else ("",) * len(times)))
-    Console().print(table)
+    output().print(table)
 
 
 def _text(launch: TunedLaunch, phase: str) -> str:

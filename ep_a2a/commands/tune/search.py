@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,12 @@ class Outcome:
     is_complete: bool
     arch: str
     device: str
+
+    def as_json_object(self) -> dict[str, Any]:
+        """Returns what was found, for --json."""
+        named = ("default", "best", "default_us", "best_us", "num_trials", "is_complete", "arch", "device")
+        values = asdict(self)
+        return {"max_num_tokens": self.workload.max_num_tokens} | {name: values[name] for name in named}
 
 
 def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:

@@ -1,0 +1,136 @@
+"""What all commands do alike, in processes of their own: Ctrl-C, closed pipes, full disks, narrow terminals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, succeeded
+
+START_SECS = 120.0
+
+
+def start(*arguments: str, stdout: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[str]:
+    """`ep-a2a *arguments` as the only program of a terminal's session."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ep_a2a.cli", *arguments], cwd=ROOT, env=environment(), stdout=stdout,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+@pytest.mark.parametrize("num_children", [1, 5])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--device", "cpu", "--tokens", "20000"),
+        ("bench", "--device", "cpu", "--ranks", "4", "--tokens", "4000"),
+        ("trace", "--device", "cpu", "--ranks", "4", "--steps", "1000", "--no-plot"),
+        ("doctor", "--selftest", "--ranks-per-node", "4", "--pair-secs", "60"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_ctrl_c_is_said_in_one_word(arguments: tuple[str, ...], num_children: int, tmp_path: Path) -> None:
+    """SIGINT reaches all processes of the session: the command, the server of forks, the ranks."""
+    output = ("--output", str(tmp_path / "out")) if arguments[0] == "trace" else ()
+    process = start(*arguments, *output)
+    deadline = time.monotonic() + START_SECS
+    while len(descendants(process.pid)) < num_children and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
+    assert process.returncode == 130, said
+    assert "interrupted" in said
+    assert "Traceback" not in printed + said
+
+
+def test_a_closed_pipe_is_said_in_words() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        process = start("plan", stdout=pipe)
+        _, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
+    assert process.returncode == 2
+    assert "Broken pipe" in said
+    assert "Traceback" not in said
+
+
+def test_a_full_disk_is_said_in_words() -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start("plan", "--json", stdout=full)
+        _, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
+    assert process.returncode == 2
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+
+
+def test_without_standard_output() -> None:
+    command = f"exec {sys.executable} -m ep_a2a.cli plan >&-"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "standard output" in done.stderr
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    done = run_cli("plan", "--nodes", "2", "--plot", "x.png", PYTHONPATH=f"{tmp_path}:.")
+    assert done.returncode == 2
+    assert "matplotlib" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+@pytest.mark.parametrize("command", ["demo", "bench", "trace", "tune", "plan", "backends", "doctor"])
+def test_help_cuts_no_option(command: str, columns: str) -> None:
+    printed = succeeded(run_cli(command, "--help", COLUMNS=columns))
+    assert "…" not in printed
+    options = [line.split()[0] for line in printed.splitlines() if line.startswith("  -")]
+    assert options
+    assert not [option for option in options if option.endswith("...")]
+
+
+def test_backends_fit_one_screen() -> None:
+    done = run_cli("backends", COLUMNS="80")
+    lines = succeeded(done).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "flashinfer_nvlink_two_sided" in done.stdout
+
+
+def test_colours_follow_the_terminal() -> None:
+    assert "\x1b" not in succeeded(run_cli("backends"))
+    assert "\x1b" not in run_cli("plan", "--hidden", "3", NO_COLOR="1").stderr
+
+
+def test_completion_is_offered() -> None:
+    assert "_EP_A2A_COMPLETE" in succeeded(
+        run_cli("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    )
+
+
+def test_quiet_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = run_cli("plan", "--json", "--output", str(path))
+    assert json.loads(path.read_text()) == json.loads(succeeded(done))
+    assert f"written: {path}" in done.stderr
+    assert run_cli("plan", "-q", "--output", str(path)).stderr == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]

@@ -1,0 +1,68 @@
+"""Odd inputs of every command end in one of the documented exit codes and in words, never in a traceback."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ep_a2a.cli import app
+from tests.cases import odd_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ON_CPU = ("--device cuda", "GPUs to tune on")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
+    """`run(*arguments)`: the exit code and all that was printed; whatever the command raises is raised."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for variable in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "file").write_text("{")
+    (tmp_path / "folder").mkdir()
+    places = {"{file}": str(tmp_path / "file"), "{folder}": str(tmp_path / "folder")}
+
+    def call(*arguments: str) -> tuple[int, str]:
+        for name, place in places.items():
+            arguments = tuple(argument.replace(name, place) for argument in arguments)
+        with pytest.raises(SystemExit) as ended:
+            app.run(arguments)
+        printed = capsys.readouterr()
+        text = printed.out + " ".join(printed.err.replace("│", " ").split())
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, text
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"), odd_inputs.CASES, ids=[" ".join(case[0])[:60] for case in odd_inputs.CASES]
+)
+def test_an_odd_input_ends_in_words(run, tmp_path, arguments, code, said):
+    if said in ON_CPU and torch.cuda.is_available():
+        pytest.skip("there are GPUs")
+    ended, printed = run(*arguments)
+    assert ended == code, printed
+    assert said in printed
+    assert "Traceback" not in printed
+    if code == 2:
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"], "left behind"
+
+
+@pytest.mark.parametrize(("name", "value"), odd_inputs.VARIABLES)
+def test_a_variable_that_cannot_be_used_ends_a_command_but_not_its_help(run, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    code, printed = run("plan")
+    assert code == 2
+    assert name in printed
+    assert "remedy" in printed
+    assert run("plan", "--help")[0] == 0
+
+
+def test_there_are_at_least_a_hundred():
+    assert len({case[0] for case in odd_inputs.CASES}) >= 100
