@@ -167,7 +167,10 @@ class RankTimeoutError(EpA2AError, TimeoutError):
     """A wait for other ranks ran out of time.
 
     Attributes:
-        missing_ranks: ranks of the group that had not arrived, in ascending order.
+        missing_ranks: ranks of the group that are gone, in ascending order: their processes have ended, or are stopped
+            for longer than the bound. Survivors that share memory name the same ones. Of a meeting on the host: those
+            that did not come.
+        late_ranks: ranks whose processes run and that others waited for, in ascending order.
         wanted: the epoch that a kernel waited for; None where no kernel waited.
         seen: by kind of flag ("counts" and "flags" of a dispatch, "flags" of a combine), the epoch that each rank's
             stands at here, in rank order, read when the error was raised; 0 for one that was never posted.
@@ -186,14 +189,17 @@ class RankTimeoutError(EpA2AError, TimeoutError):
         missing_ranks: tuple[int, ...] = (),
         wanted: int | None = None,
         seen: Mapping[str, tuple[int, ...]] | None = None,
+        late_ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(expected, got, remedy)
         self.missing_ranks = missing_ranks
+        self.late_ranks = late_ranks
         self.wanted = wanted
         self.seen = dict(seen or {})
 
     def __reduce__(self) -> tuple[type[EpA2AError], tuple[Any, ...]]:
-        return type(self), (self.expected, self.got, self.remedy, self.missing_ranks, self.wanted, self.seen)
+        values = self.missing_ranks, self.wanted, self.seen, self.late_ranks
+        return type(self), (self.expected, self.got, self.remedy, *values)
 
 
 class HostMemoryError(EpA2AError, OSError):

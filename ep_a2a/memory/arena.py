@@ -16,6 +16,7 @@ from ep_a2a.errors import (
     HostMemoryError,
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
+from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.use_order import Slot
 
@@ -120,12 +121,16 @@ class Arena:
         group: ranks that take part.
         device: where the memory lies.
         allocate: what makes symmetric memory in place of allocate_symmetric.
+
+    Attributes:
+        liveness: which ranks of this host live, from the first op on; None where the host has no shared memory.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
     closed: bool = field(default=False, init=False)
+    liveness: Liveness | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.group)
@@ -181,6 +186,8 @@ class Arena:
         """
         if self.closed:
             raise ClosedError("an open arena", "a closed one")
+        if not self._memory and self.liveness is None:
+            self.liveness = Liveness.meet(self.rendezvous)
         if (key, index) not in self._memory:
             try:
                 self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
@@ -300,6 +307,8 @@ class Arena:
             if meets and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
                 logger.info("rank %d closes alone: %s", self.rendezvous.rank, absence)
         finally:
+            if self.liveness is not None:
+                self.liveness.close()
             for block in self._all_symmetric():
                 block.close()
             self._slots.clear()

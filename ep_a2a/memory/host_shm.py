@@ -34,7 +34,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
     The memory lives until its last tensor is gone, so a forgotten tensor cannot crash the process.
     """
     remove_stale_files()
-    path = SHM_DIRECTORY / f"{NAME_PREFIX}{_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
+    path = new_path()
     error: EpA2AError | None = None
     maps: list[torch.Tensor] = []
     try:
@@ -47,8 +47,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
         rendezvous.agree("creating shared memory", error)
         names = rendezvous.exchange("shared memory names", path.name)
         try:
-            # take the name only: the path must stay in this folder
-            maps = [_map(SHM_DIRECTORY / Path(name).name, num_bytes) for name in names]
+            maps = [_map(in_shared_memory(name), num_bytes) for name in names]
         except UntrustedFolderError as cause:
             error = cause
         except OSError as cause:
@@ -105,24 +104,59 @@ def remove_stale_files() -> None:
 
     Process numbers mean something only inside their namespace, so files of other containers are left alone.
     """
-    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{_namespace()}_*_*"):
+    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{process_namespace()}_*_*"):
         pid = path.name.split("_")[-2]
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if not Path("/proc", pid).exists():
                 path.unlink()
 
 
-def _namespace() -> int:
+def process_namespace() -> int:
+    """Processes of equal namespaces know each other by the same numbers."""
     return PID_NAMESPACE.stat().st_ino
 
 
-def _create(path: Path, num_bytes: int) -> None:
+def new_path() -> Path:
+    """A path for a file of this process that nobody can guess."""
+    return SHM_DIRECTORY / f"{NAME_PREFIX}{process_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
+
+
+def create_private(path: Path, num_bytes: int) -> int:
+    """Makes a file of zeros that only this user can open, and returns its descriptor.
+
+    Raises:
+        OSError: there is no room, or something has this name.
+    """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # reserves the pages now: a full /dev/shm is an error here instead of a SIGBUS in a kernel
         os.posix_fallocate(descriptor, 0, num_bytes)
-    finally:
+    except OSError:
         os.close(descriptor)
+        path.unlink()
+        raise
+    return descriptor
+
+
+def in_shared_memory(name: str) -> Path:
+    """The path of a file that a peer has named: the name only, since it must stay in this folder."""
+    return SHM_DIRECTORY / Path(name).name
+
+
+def open_private(path: Path, num_bytes: int) -> int:
+    """Opens a file that a rank of this user has made, and returns its descriptor.
+
+    Raises:
+        UntrustedFolderError: it is not such a file.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_private(path, os.fstat(descriptor), num_bytes)
+    except UntrustedFolderError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _require_private(path: Path, status: os.stat_result, num_bytes: int) -> None:
@@ -136,10 +170,13 @@ def _require_private(path: Path, status: os.stat_result, num_bytes: int) -> None
         )
 
 
+def _create(path: Path, num_bytes: int) -> None:
+    os.close(create_private(path, num_bytes))
+
+
 def _map(path: Path, num_bytes: int) -> torch.Tensor:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_private(path, num_bytes)
     try:
-        _require_private(path, os.fstat(descriptor), num_bytes)
         return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     finally:
         os.close(descriptor)

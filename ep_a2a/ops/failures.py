@@ -15,6 +15,7 @@ from ep_a2a.errors import (
     RankTimeoutError,
 )
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
+from ep_a2a.ops.agreement import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,17 +69,34 @@ class Failure:
         """This failure with what each rank has said of the step; as it was where that shows no disagreement."""
         return replace(self, detail=1, per_rank=tuple(per_rank)) if len(set(per_rank)) > 1 else self
 
-    def exception(self, rank: int, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Of a timeout, the ranks whose flags had not come here."""
+        return tuple(rank for rank, is_late in enumerate(self.per_rank) if is_late)
+
+    def lacked(self, rank: int) -> tuple[int, ...]:
+        """Of a timeout, whom this rank's kernel waited for: the source of a row, too, whose flags had come."""
+        hint = {self.accused} & set(range(len(self.per_rank)))
+        return tuple(sorted((hint | set(self.absent)) - {rank}))
+
+    def exception(
+        self,
+        rank: int,
+        timeouts: Timeouts,
+        seen: Mapping[str, tuple[int, ...]] | None = None,
+        verdict: Verdict | None = None,
+    ) -> EpA2AError:
         """The error to raise on this rank.
 
         Args:
             rank: this one. timeouts: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
+            verdict: of a timeout: who is gone or late, as the survivors agree; None where nobody has judged.
         """
         where = self._where(rank)
         match self.code:
             case FailureCode.TIMEOUT:
-                return self._timeout(where, timeouts, seen or {})
+                return self._timeout(where, timeouts, seen or {}, verdict or Verdict())
             case FailureCode.ALTERNATION:
                 return self._alternation(where)
             case FailureCode.STRIDE_MISMATCH:
@@ -135,19 +153,22 @@ class Failure:
             f"{ForeignIndicesError.remedy} {RESET}",
         )  # fmt: skip
 
-    def _timeout(self, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]]) -> RankTimeoutError:
-        absent = [r for r, late in enumerate(self.per_rank) if late]
-        here = f"ranks {absent} absent here when {where} gave up" if self.phase else f"in {where}"
-        got = f"rank {self.accused} did not arrive ({here})"
+    def _timeout(
+        self, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]], verdict: Verdict
+    ) -> RankTimeoutError:
+        here = f"ranks {list(self.absent)} had not come when {where} gave up" if self.phase else f"a failure in {where}"
         wanted = self.epoch & UINT32_MASK
+        facts = [here]
         if seen:
             by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]
-            got += f"; epochs here now, {wanted} wanted: {', '.join(by_kind)}"
-            if self.accused < len(self.per_rank) and all(epochs[self.accused] == wanted for epochs in seen.values()):
-                # read after the wait has given up
-                got += f"; rank {self.accused} has begun this call by now, late or without sending all of its rows"
+            facts.append(f"epochs here now, {wanted} wanted: {', '.join(by_kind)}")
+            for rank in self.lacked(-1):
+                if all(epochs[rank] == wanted for epochs in seen.values()):
+                    # read after the wait has given up
+                    facts.append(f"rank {rank} has begun this call by now, late or without sending all of its rows")
         return RankTimeoutError(
-            f"every rank within {timeouts.named(self.epoch)}", got, None, (self.accused,), wanted, seen
+            f"every rank within {timeouts.named(self.epoch)}", f"{verdict}. Seen here: {'; '.join(facts)}", None,
+            verdict.missing, wanted, seen, verdict.late,
         )  # fmt: skip
 
 

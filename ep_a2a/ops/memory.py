@@ -25,6 +25,7 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.memory.use_order import is_capturing
+from ep_a2a.ops.agreement import Agreement
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class BoundMemory:
         index: the arena's slot.
 
     Attributes:
+        agreement: on who is gone when a step has failed.
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
         dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
             writes there, while this rank may still be sending to others from there: combine copies such rows first.
@@ -81,6 +83,7 @@ class BoundMemory:
                 self.layout.expert.num_bytes, config.rank, config.num_local_experts,
             )  # fmt: skip
         self.acquired: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
+        self.agreement = Agreement(arena.liveness, config.rank, config.world_size)
         symmetric, layout = self.acquired.symmetric, self.layout
         combine = symmetric[combine_role(config)]
         local, shared = self.acquired.local_own, self.acquired.local_shared
@@ -194,6 +197,7 @@ class BoundMemory:
             timeouts: of waits for other ranks.
             refill: also the blocks that the op shares, which no step of any op may be using then.
         """
+        self.agreement.begin_anew()
         self.acquired.symmetric["own"].local.zero_()
         self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)

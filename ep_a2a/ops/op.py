@@ -10,28 +10,31 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ClosedError
+from ep_a2a.errors import ClosedError, RankTimeoutError
 from ep_a2a.interface import CombineResult
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import FailureCode, Region
+from ep_a2a.memory.liveness import GivenUp
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, add_to_cache
 from ep_a2a.ops.base import agree_on_config
-from ep_a2a.ops.failures import Failure
+from ep_a2a.ops.failures import UINT32_MASK, Failure
 from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.staged import StagedKernels
-from ep_a2a.ops.timeouts import Timeouts
+from ep_a2a.ops.timeouts import FIRST_EPOCH, Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.errors import EpA2AError
     from ep_a2a.interface import DispatchResult
     from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.agreement import Verdict
     from ep_a2a.ops.arguments import Copies, Stages
 
 
@@ -107,7 +110,10 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
-        self.engine.dispatch(args, block_num, warp_per_block, stages)
+        try:
+            self.engine.dispatch(args, block_num, warp_per_block, stages)
+        except RankTimeoutError as error:
+            raise self._error_of_exchange(error) from error
         if stages.receive:
             self._sent = None
         if self._counts_experts:
@@ -153,7 +159,10 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         args = cast("CombineArguments", self._sent)
-        self.engine.combine(args, block_num, warp_per_block, stages)
+        try:
+            self.engine.combine(args, block_num, warp_per_block, stages)
+        except RankTimeoutError as error:
+            raise self._error_of_exchange(error) from error
         return CombineResult(args.result, None if args.weights is None else self._result_weights)
 
     @functools.cached_property
@@ -217,7 +226,33 @@ class EpDispatchCombineOp(ValidatedOp):
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             failure = self.memory.completed(failure)
-            raise failure.exception(self.config.rank, self.timeouts, self.memory.epochs_seen(failure.phase))
+            raise self.error_of(failure, self.memory.epochs_seen(failure.phase))
+
+    def error_of(self, failure: Failure, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
+        """The error of a failure. Of a timeout, after the survivors have agreed on who is gone: see Agreement.
+
+        Args:
+            failure: recorded here, or told by a peer. seen: as in Failure.exception.
+        """
+        verdict = None
+        if failure.code == FailureCode.TIMEOUT:
+            rank = self.config.rank
+            own_flags = [epochs[rank] for epochs in (seen or {}).values()]
+            # nothing is seen while a graph is captured
+            began = seen is not None and (not seen or failure.epoch & UINT32_MASK in own_flags)
+            verdict = self._verdict(GivenUp(failure.lacked(rank), began), failure.epoch)
+        return failure.exception(self.config.rank, self.timeouts, seen, verdict)
+
+    def _error_of_exchange(self, error: RankTimeoutError) -> RankTimeoutError:
+        """The error of an exchange between nodes that the host has made: whom its transport misses is a hint only."""
+        failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
+        verdict = self._verdict(GivenUp(error.missing_ranks, began=True), failure.epoch)
+        got = f"{verdict}. Seen here: {error.got}"
+        return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
+
+    def _verdict(self, own: GivenUp, epoch: int) -> Verdict:
+        bound_secs = self.timeouts.of_step(is_first=epoch == FIRST_EPOCH)
+        return self.memory.agreement.verdict(own, bound_secs)
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""

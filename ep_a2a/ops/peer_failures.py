@@ -45,7 +45,7 @@ class PeerFailures:
             # this rank's own kernels know more
             self._op.check()
             failure = Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
-            raise self._op.memory.completed(failure).exception(self._op.config.rank, self._op.timeouts)
+            raise self._op.error_of(self._op.memory.completed(failure))
 
     def _read(self) -> int:
         if self._stream is None:

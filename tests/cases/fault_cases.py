@@ -133,6 +133,7 @@ def steps_until_error(
             return {
                 "call": f"{call} {number - first}",
                 "missing": list(error.missing_ranks),
+                "late": list(error.late_ranks),
                 "secs": secs,
                 "behind": sorted(kind for kind, epochs in error.seen.items() if epochs[VICTIM] != error.wanted),
             }
@@ -299,15 +300,15 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
                 Step.dispatch(case, op, 1, op.device)
                 settle(op)
 
-            raised(RankTimeoutError, step_alone, "absent here")
+            raised(RankTimeoutError, step_alone, "had not come when")
         arena.rendezvous.barrier("one rank has given up")
         if context.rank != VICTIM:
             op.check()
-        error = raised(RankTimeoutError, told.check, "absent here" if context.rank == VICTIM else "has told")
+        error = raised(RankTimeoutError, told.check, "had not come when" if context.rank == VICTIM else "has told")
         op.reset()
         told.check()
         run_step(case, op, 2, context.device)
-        return list(error.missing_ranks)
+        return [list(error.missing_ranks), list(error.late_ranks)]
 
 
 def stop_until_let_go(case: Case, op: EpDispatchCombineOp, place_name: str, goes_on: Path) -> dict[str, Any]:
@@ -323,7 +324,7 @@ def stop_until_let_go(case: Case, op: EpDispatchCombineOp, place_name: str, goes
 
     error = raised(RankTimeoutError, two_steps)
     assert isinstance(error, RankTimeoutError)
-    return {"call": "any", "missing": list(error.missing_ranks), "secs": 0.0}
+    return {"call": "any", "missing": list(error.missing_ranks), "late": list(error.late_ranks), "secs": 0.0}
 
 
 # --- ranks that leave the order of calls ---
@@ -370,7 +371,12 @@ def skips_a_step(context: RankContext, case: Case) -> dict[str, Any]:
                 check_echo(case, op, number, context.rank)
             except RankTimeoutError as error:
                 secs = time.monotonic() - start
-                seen = {"call": f"step {number}", "missing": list(error.missing_ranks), "secs": secs}
+                seen = {
+                    "call": f"step {number}",
+                    "missing": list(error.missing_ranks),
+                    "late": list(error.late_ranks),
+                    "secs": secs,
+                }
                 break
         else:
             seen = {"call": "none", "missing": [], "secs": 0.0}

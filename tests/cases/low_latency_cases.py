@@ -261,7 +261,7 @@ def a_rank_without_combine(context: RankContext, case: Case) -> None:
         synchronize(context)
         error = raised(errors.RankTimeoutError, step.got[3].buffers.op.check, f"rank {absent}")
         assert isinstance(error, errors.RankTimeoutError)
-        assert error.missing_ranks == (absent,)
+        assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
         for buffers in layer.dispatch_ctx.phases:
             buffers.op.set_timeout(ENOUGH_SECS)
         layer.reset()

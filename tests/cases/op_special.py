@@ -173,7 +173,7 @@ def _tensors(inputs: Any) -> list[torch.Tensor]:
 
 
 def missing_rank(context: RankContext, case: Case, phase: str) -> None:
-    """The last rank skips a phase: all others get a RankTimeoutError that names it; reset makes the op usable."""
+    """The last rank skips a phase: all others get a RankTimeoutError that calls it late; reset makes the op usable."""
     absent = case.world_size - 1
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
@@ -207,7 +207,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
             assert not result[: step.counts[context.rank]].any()
         error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {ABSENT_TIMEOUT_SECS:g}")
         assert isinstance(error, errors.RankTimeoutError)
-        assert error.missing_ranks == (absent,)
+        assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
         assert error.wanted == 2
         assert [epochs[absent] for epochs in error.seen.values()] == [1] * (2 if phase == "dispatch" else 1), error
         # dispatch tells counts before it tells anything else

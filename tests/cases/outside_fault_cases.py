@@ -154,7 +154,12 @@ def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: s
     assert isinstance(error, RankTimeoutError)
     # those behind the one that failed have received nothing
     assert op.recv_counts.tolist() == [0] * context.world_size
-    _leave(op, arena, seen | {"missing": list(error.missing_ranks)}, Path(folder, f"{rank}.json"))
+    _leave(
+        op,
+        arena,
+        seen | {"missing": list(error.missing_ranks), "late": list(error.late_ranks)},
+        Path(folder, f"{rank}.json"),
+    )
 
 
 def _leave(op: EpDispatchCombineOp, arena: Arena, seen: dict[str, Any], report: Path) -> None:

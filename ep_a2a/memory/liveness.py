@@ -1,0 +1,263 @@
+"""Liveness: which ranks of a host live, and what they have agreed on about a failure, in one shared file per arena.
+
+Nothing here needs the store of the process group or any other rank to answer: the kernel of the host says who has
+ended, since it gives up their locks, and a beat says for how long a process has been stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ep_a2a.memory.host_shm import create_private, in_shared_memory, new_path, open_private, process_namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+BEAT_SECS = 0.2
+LOCK_PATIENCE_SECS = 1.0
+"""Whoever holds the lock on verdicts does so for microseconds, unless it is stopped just then."""
+NUM_FAILURES = 16
+"""Failures whose verdicts are kept. Each op of an arena has one at most, until its reset."""
+FLOCK = "hhqqi4x"
+"""struct flock of Linux: type, whence, start, length, holder."""
+
+
+class Presence(enum.IntEnum):
+    """What a rank sees of another one."""
+
+    UNSEEN = 0
+    """It shares no memory with this rank."""
+    RUNS = 1
+    PAUSED = 2
+    """It is stopped, for less than the time that was asked about."""
+    STOPPED = 3
+    ENDED = 4
+
+
+class Fate(enum.IntEnum):
+    """A rank in the verdict on a failure."""
+
+    FINE = 0
+    ENDED = 1
+    STOPPED = 2
+    LATE = 3
+    """Its process runs, and others wait for it."""
+    UNSEEN = 4
+    """It did not come, and no survivor that shares memory with this rank sees its process."""
+
+
+class GivenUp(NamedTuple):
+    """What a rank says that gives up a call.
+
+    Attributes:
+        lacked: the ranks that had not come to it here.
+        began: whether this rank had sent anything of the call, so that it waited itself.
+    """
+
+    lacked: tuple[int, ...]
+    began: bool
+
+
+class Liveness:
+    """A line for each rank of a group in a file that the ranks of one host share. Made by `meet`.
+
+    Args:
+        descriptor: of the file, on which this rank has its lock.
+        rank, world_size: this rank's place in the group, whose ranks of other hosts leave their lines empty.
+    """
+
+    def __init__(self, descriptor: int, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        lines, failures = _shapes(world_size)
+        memory = mmap.mmap(descriptor, num_bytes(world_size))
+        self._lines = np.frombuffer(memory, lines, world_size)
+        self._failures = np.frombuffer(memory, failures, NUM_FAILURES, lines.itemsize * world_size)
+        self._descriptor = descriptor
+        self._num_failures = 0
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        line = self._lines[rank : rank + 1]
+        line["pid"], line["started"], line["beat"] = os.getpid(), _started(os.getpid()), time.monotonic()
+        line["namespace"], line["joined"] = process_namespace(), 1
+        stopping = threading.Event()
+        threading.Thread(target=_beat, args=(line, stopping), name="ep_a2a beats", daemon=True).start()
+        self._finalizer = weakref.finalize(self, _leave, line, stopping, descriptor)
+        # a process that ends has not left: its lock goes with it
+        self._finalizer.atexit = False
+
+    @classmethod
+    def meet(cls, rendezvous: Rendezvous) -> Liveness | None:
+        """Joins the file of the lowest rank whose file this rank can open. Collective. None where there is none."""
+        size = num_bytes(rendezvous.world_size)
+        path, descriptor = new_path(), None
+        with contextlib.suppress(OSError):
+            descriptor = create_private(path, size)
+        try:
+            names = rendezvous.exchange("files of liveness", path.name if descriptor is not None else "")
+            found = _open_first(names, path.name, descriptor, size)
+            if descriptor is not None and found != descriptor:
+                os.close(descriptor)
+            liveness = None if found is None else cls(found, rendezvous.rank, rendezvous.world_size)
+            rendezvous.barrier("joined the files of liveness")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        return liveness
+
+    def presence(self, rank: int, stopped_secs: float) -> Presence:
+        """What is seen of a rank; one that has been stopped for `stopped_secs` is STOPPED.
+
+        A process that is stopped beats no more. One that beats late and is not stopped is busy.
+        """
+        line = self._lines[rank]
+        if not line["joined"]:
+            return Presence.UNSEEN
+        if rank == self.rank:
+            return Presence.RUNS
+        holder = self._holder(rank)
+        if holder is None and line["left"]:
+            # it has closed its arena; in another namespace of processes nothing more is seen of it
+            runs = _started(int(line["pid"])) == line["started"] or line["namespace"] != process_namespace()
+            return Presence.RUNS if runs else Presence.ENDED
+        state = "X" if holder is None else _state_of(holder)
+        if state in "ZX":
+            return Presence.ENDED
+        if state not in "Tt":
+            return Presence.RUNS
+        return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
+
+    def _holder(self, rank: int) -> int | None:
+        """The process, 0 where its number is not known here, that has the lock of a rank; None when nobody has."""
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request))
+        return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+    def new_failure(self) -> int:
+        """A number for a failure that may come, equal on all ranks that ask in the same order."""
+        self._num_failures += 1
+        return self._num_failures
+
+    def give_up(self, failure: int, lacked: Sequence[int], *, began: bool) -> None:
+        """Says that this rank has given up a call; see GivenUp."""
+        own = self._failures[failure % NUM_FAILURES : failure % NUM_FAILURES + 1]["given_up"][:, self.rank]
+        own["lacked"], own["began"] = 0, began
+        own["lacked"][0, list(lacked)] = 1
+        own["failure"] = failure
+
+    def given_up(self, failure: int) -> dict[int, GivenUp]:
+        """What the ranks have said that have given up."""
+        lines = self._failures[failure % NUM_FAILURES]["given_up"]
+        return {
+            rank: GivenUp(tuple(np.flatnonzero(line["lacked"]).tolist()), bool(line["began"]))
+            for rank, line in enumerate(lines)
+            if line["failure"] == failure
+        }
+
+    def verdict(self, failure: int) -> tuple[Fate, ...] | None:
+        """What the first rank to judge has found, by rank; None when none has."""
+        entry = self._failures[failure % NUM_FAILURES]
+        return tuple(map(Fate, entry["fates"].tolist())) if entry["failure"] == failure else None
+
+    def record(self, failure: int, fates: Sequence[Fate]) -> tuple[Fate, ...]:
+        """Makes this the verdict unless there is one; returns the one that counts."""
+        with self._locked():
+            found = self.verdict(failure)
+            if found is None:
+                entry = self._failures[failure % NUM_FAILURES : failure % NUM_FAILURES + 1]
+                entry["fates"] = fates
+                entry["failure"] = failure
+                found = tuple(fates)
+        return found
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock on verdicts; goes on without it where its holder does not give it up."""
+        deadline = time.monotonic() + LOCK_PATIENCE_SECS
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.world_size)
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.001)
+                    continue
+            break
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self.world_size)
+
+    def close(self) -> None:
+        """Leaves: others go on seeing this process as one that runs, while it does. Idempotent."""
+        self._finalizer()
+
+
+def num_bytes(world_size: int) -> int:
+    """Bytes of the file of a group."""
+    lines, failures = _shapes(world_size)
+    return lines.itemsize * world_size + failures.itemsize * NUM_FAILURES
+
+
+def _shapes(world_size: int) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+    """A rank's line, and what is known of one failure."""
+    words = ("joined", "left", "pid", "namespace", "started")
+    line = np.dtype([*((word, "u8") for word in words), ("beat", "f8")])
+    given_up = np.dtype([("failure", "u8"), ("began", "u1"), ("lacked", "u1", (world_size,))], align=True)
+    failure = np.dtype(
+        [("failure", "u8"), ("fates", "u1", (world_size,)), ("given_up", given_up, (world_size,))], align=True
+    )
+    return line, failure
+
+
+def _open_first(names: Sequence[str], own: str, descriptor: int | None, size: int) -> int | None:
+    """A descriptor of the first file that can be opened here; a second one of a file would give up its locks."""
+    for name in names:
+        if name and name == own:
+            return descriptor
+        with contextlib.suppress(OSError, RuntimeError):
+            if name:
+                return open_private(in_shared_memory(name), size)
+    return None
+
+
+def _beat(line: np.ndarray[tuple[int], np.dtype[np.void]], stopping: threading.Event) -> None:
+    while not stopping.wait(BEAT_SECS):
+        line["beat"] = time.monotonic()
+
+
+def _leave(line: np.ndarray[tuple[int], np.dtype[np.void]], stopping: threading.Event, descriptor: int) -> None:
+    stopping.set()
+    if int(line["pid"][0]) == os.getpid():  # not a forked child
+        line["left"] = 1
+    os.close(descriptor)
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Words of /proc/PID/stat behind the name, which may hold anything; none where there is no such process."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state_of(pid: int) -> str:
+    """The letter of a process' state; "R" where nothing is known but that it has not ended."""
+    return (_stat_of(pid) or ["R"])[0] if pid else "R"
+
+
+def _started(pid: int) -> int:
+    """When a process started, in ticks since the host did; 0 where there is none, or it is a zombie."""
+    words = _stat_of(pid)
+    return int(words[19]) if words and words[0] not in "ZX" else 0

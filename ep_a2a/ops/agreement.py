@@ -1,0 +1,118 @@
+"""Agreement of survivors on who is gone: what a rank does between a wait that expired and the error that it raises."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ep_a2a.memory.liveness import Fate, Presence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ep_a2a.memory.liveness import GivenUp, Liveness
+
+PATIENCE_SECS = 2.0
+"""How long whoever gives up waits for the others to do so; kernels that wait learn of it in a fraction of that."""
+LOOK_SECS = 0.005
+
+FATES_OF = {Presence.ENDED: Fate.ENDED, Presence.STOPPED: Fate.STOPPED}
+GONE = (Fate.ENDED, Fate.STOPPED, Fate.UNSEEN)
+IN_WORDS = {
+    Fate.ENDED: "its process has ended",
+    Fate.STOPPED: "its process is stopped",
+    Fate.UNSEEN: "it did not come, and its process cannot be seen from here",
+    Fate.LATE: "its process runs, and it has not come",
+}
+
+
+class Verdict(tuple[Fate, ...]):
+    """The fate of each rank, as survivors that share memory agree on it."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that are gone, ascending."""
+        return tuple(rank for rank, fate in enumerate(self) if fate in GONE)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Ranks that live and did not come, ascending."""
+        return tuple(rank for rank, fate in enumerate(self) if fate is Fate.LATE)
+
+    def __str__(self) -> str:
+        named = [f"rank {rank} is {'late' if fate is Fate.LATE else 'gone'} ({IN_WORDS[fate]})"
+                 for rank, fate in enumerate(self) if fate is not Fate.FINE]  # fmt: skip
+        return ", ".join(named) or "no rank is gone or late by now; the time-out may be short for this machine"
+
+
+class Agreement:
+    """What the ranks of an op agree on when one of its steps fails; made on all ranks in the same order.
+
+    Args:
+        liveness: of the op's arena; None where this rank sees nobody.
+        rank, world_size: this rank's place.
+    """
+
+    def __init__(self, liveness: Liveness | None, rank: int, world_size: int) -> None:
+        self._liveness, self._rank, self._world_size = liveness, rank, world_size
+        self._verdict: Verdict | None = None
+        self._failure = 0
+
+    def begin_anew(self) -> None:
+        """Forgets a failure. On all ranks in the same order."""
+        self._failure = 0 if self._liveness is None else self._liveness.new_failure()
+        self._verdict = None
+
+    def verdict(self, own: GivenUp, bound_secs: float) -> Verdict:
+        """The verdict on the failure of this op, the same at every call until `begin_anew`.
+
+        The first rank to judge waits until each other one is gone or has given up, too, for PATIENCE_SECS at most;
+        where one is stopped, until that has lasted for `bound_secs`. The others take its verdict.
+
+        Args:
+            own: what this rank says of the call that it gives up.
+            bound_secs: of a wait. A rank that is stopped for less is not gone.
+        """
+        if self._verdict is None:
+            if self._liveness is None:
+                unseen = dict.fromkeys(range(self._world_size), Presence.UNSEEN)
+                self._verdict = Verdict(judge(unseen | {self._rank: Presence.RUNS}, {self._rank: own}))
+            else:
+                self._verdict = Verdict(self._agree(self._liveness, own, bound_secs))
+        return self._verdict
+
+    def _agree(self, liveness: Liveness, own: GivenUp, bound_secs: float) -> tuple[Fate, ...]:
+        liveness.give_up(self._failure, own.lacked, began=own.began)
+        start = time.monotonic()
+        while (found := liveness.verdict(self._failure)) is None:
+            seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
+            given_up = liveness.given_up(self._failure)
+            silent = [seen[rank] for rank in seen if rank not in given_up]
+            waits_for_some = Presence.RUNS in silent and time.monotonic() < start + PATIENCE_SECS
+            watches_some = Presence.PAUSED in silent and time.monotonic() < start + bound_secs + PATIENCE_SECS
+            if not waits_for_some and not watches_some:
+                return liveness.record(self._failure, judge(seen, given_up))
+            time.sleep(LOOK_SECS)
+        return found
+
+
+def judge(seen: Mapping[int, Presence], given_up: Mapping[int, GivenUp]) -> tuple[Fate, ...]:
+    """The fate of each rank. Pure.
+
+    A rank is late when another lacked it and it has not given up; where nobody is gone, also when it has, but had not
+    begun: it came when the others had given up. A rank that waited in vain is never named.
+
+    Args:
+        seen: of each rank, this one included.
+        given_up: what ranks have said that gave up.
+    """
+    lacked = {other for rank, said in given_up.items() for other in said.lacked if other != rank}
+    fates = [FATES_OF.get(seen[rank], Fate.FINE) for rank in sorted(seen)]
+    somebody_is_gone = any(fate is not Fate.FINE for fate in fates)
+    for rank in lacked:
+        waited = rank in given_up and (given_up[rank].began or somebody_is_gone)
+        if fates[rank] is Fate.FINE and not waited:
+            fates[rank] = Fate.LATE if seen[rank] is not Presence.UNSEEN else Fate.UNSEEN
+    explained = any(fate in (Fate.ENDED, Fate.STOPPED, Fate.LATE) for fate in fates)
+    # a rank of another host may wait for one of these itself
+    return tuple(Fate.FINE if fate is Fate.UNSEEN and explained else fate for fate in fates)
