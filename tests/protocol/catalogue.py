@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.protocol import chunks, rules
 from tests.protocol.chunks import ChunkRules, Chunks
+from tests.protocol.deaths import DISAGREEMENT, LATE, WRONG_NAME, DeathRules, Deaths, explore_deaths
 from tests.protocol.explorer import Outcome, explore
 from tests.protocol.intra_node import IntraNode
 from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ
@@ -30,12 +31,14 @@ class Case:
     """
 
     name: str
-    rules: Rules | ChunkRules
+    rules: Rules | ChunkRules | DeathRules
     caught_as: str | None = None
 
     @functools.cached_property
     def outcome(self) -> Outcome:
         """What exploring it has shown; explored once per process."""
+        if isinstance(self.rules, DeathRules):
+            return explore_deaths(Deaths(self.rules))
         return explore(IntraNode(self.rules) if isinstance(self.rules, Rules) else Chunks(self.rules))
 
 
@@ -68,6 +71,9 @@ RIGHT = (
         "rings, 4 channels of 2 programs that run one after the other, as in the interpreter",
         ChunkRules(channels=(TWO_PROGRAMS, TWO_PROGRAMS), max_chunks=1),
     ),
+    Case("one rank dies at any point", DeathRules()),
+    Case("two ranks die at any point", DeathRules(num_deaths=2)),
+    Case("two of four ranks die at any point", DeathRules(num_deaths=2, num_ranks=4)),
 )
 
 HARMLESS = (
@@ -125,5 +131,12 @@ MUTANTS = (
         "rings: the same 4 channels, one rank with 2 and one with 3 programs",
         ChunkRules(channels=(TWO_PROGRAMS, THREE_PROGRAMS), max_chunks=1),
         DEADLOCK,
+    ),
+    Case(
+        "a death: survivors name whom the first kernel to give up accuses", DeathRules(by_agreement=False), WRONG_NAME
+    ),
+    Case("a death: a verdict before all others have given up", DeathRules(waits_for_others=False), LATE),
+    Case(
+        "two deaths: the last verdict counts", DeathRules(num_deaths=2, num_ranks=4, first_counts=False), DISAGREEMENT
     ),
 )

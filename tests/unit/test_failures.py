@@ -70,7 +70,7 @@ CASES = {
     "timeout in dispatch": (
         failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 1, 1)),
         RankTimeoutError,
-        ("timeout_secs = 2.5", "rank 2 is gone (its process has ended)", "ranks [2, 3] had not come when dispatch 7 on"),
+        ("timeout_secs = 2.5", "rank 2 is gone (its process has ended)", "ranks [2, 3] had not come when dispatch 7"),
     ),
     "timeout in the first step": (
         failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 0, 1), epoch=1),

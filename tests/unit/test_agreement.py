@@ -1,0 +1,179 @@
+"""The verdict on a failed step: who is gone, who is late, and that nobody who waits is named; see ops/agreement.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ep_a2a.memory import host_shm, liveness
+from ep_a2a.memory.liveness import Fate, GivenUp, Liveness, Presence
+from ep_a2a.ops.agreement import Agreement, Verdict, judge
+
+RUNS, PAUSED, STOPPED, ENDED, UNSEEN = Presence.RUNS, Presence.PAUSED, Presence.STOPPED, Presence.ENDED, Presence.UNSEEN
+BOUND_SECS = 0.6
+PATIENCE_SECS = 10.0
+
+
+def waited(*lacked: int) -> GivenUp:
+    return GivenUp(lacked, began=True)
+
+
+CAME_LATE = GivenUp((), began=False)
+CASES = {
+    "the lucky survivor lacks the other one, too": ((RUNS, RUNS, ENDED), {0: waited(2), 1: waited(0, 2)}, (2,), ()),
+    "a survivor that is told to lack itself": ((RUNS, RUNS, ENDED), {0: waited(), 1: waited(0, 2)}, (2,), ()),
+    "two have ended": ((RUNS, ENDED, RUNS, ENDED), {0: waited(1), 2: waited(0, 1, 3)}, (1, 3), ()),
+    "one has ended, one is stopped": ((RUNS, ENDED, RUNS, STOPPED), {0: waited(1), 2: waited(3)}, (1, 3), ()),
+    "all but one have ended": ((RUNS, ENDED, ENDED), {0: waited(1)}, (1, 2), ()),
+    "one is late": ((RUNS, RUNS, RUNS), {0: waited(2), 1: waited(0, 2)}, (), (2,)),
+    "one is late and comes meanwhile": ((RUNS, RUNS, RUNS), {0: waited(2), 1: waited(0, 2), 2: CAME_LATE}, (), (2,)),
+    "two are late": ((RUNS, RUNS, RUNS), {0: waited(1, 2), 1: CAME_LATE}, (), (1, 2)),
+    "one is gone, and a survivor slow": ((RUNS, RUNS, ENDED), {0: waited(1, 2)}, (2,), (1,)),
+    "one is gone, and a survivor comes meanwhile": ((RUNS, RUNS, ENDED), {0: waited(1, 2), 1: CAME_LATE}, (2,), ()),
+    "nobody lacks a rank that is silent": ((RUNS, RUNS, RUNS), {0: waited(2), 2: CAME_LATE}, (), (2,)),
+    "a pause is no stop": ((RUNS, PAUSED, ENDED), {0: waited(2)}, (2,), ()),
+    "another host's rank did not come": ((RUNS, RUNS, UNSEEN), {0: waited(2), 1: waited(2)}, (2,), ()),
+    "another host's rank may wait for one here": ((RUNS, ENDED, UNSEEN), {0: waited(1, 2)}, (1,), ()),
+    "all have come by now": ((RUNS, RUNS), {0: waited(1), 1: waited(0)}, (), ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_judge(name):
+    seen, given_up, missing, late = CASES[name]
+    verdict = Verdict(judge(dict(enumerate(seen)), given_up))
+    assert (verdict.missing, verdict.late) == (missing, late)
+
+
+class Meeting:
+    """Stands for a Rendezvous of ranks in processes that inherit a file."""
+
+    def __init__(self, rank: int, names: list[str]) -> None:
+        self.rank, self.names, self.world_size = rank, names, 3
+
+    def exchange(self, label: str, name: str) -> list[str]:
+        return [self.names[0] or name, name, name]
+
+    def barrier(self, label: str) -> None:
+        pass
+
+
+PEER = """
+import sys, time
+from tests.unit.test_agreement import Meeting
+from ep_a2a.memory.liveness import GivenUp, Liveness
+rank, name, does = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+there = Liveness.meet(Meeting(rank, [name]))
+if does == "leaves":
+    there.close()
+if does == "gives up":
+    there.give_up(1, (0, 2), began=True)
+print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """This process' view as rank 0; its file keeps its name for peers to join."""
+    kept = []
+    monkeypatch.setattr(type(host_shm.SHM_DIRECTORY), "unlink", lambda path, missing_ok=False: kept.append(path))
+    own = Liveness.meet(Meeting(0, [""]))
+    monkeypatch.undo()
+    own.path = kept[0]
+    yield own
+    own.close()
+    kept[0].unlink()
+
+
+@pytest.fixture
+def peer(own):
+    """Starts a process that joins as a rank."""
+    processes = []
+
+    def start(rank: int, does: str = "stays") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PEER, str(rank), own.path.name, does]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "joined\n"
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def becomes(own: Liveness, rank: int, presence: Presence, stopped_secs: float = BOUND_SECS) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECS
+    while own.presence(rank, stopped_secs) is not presence and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return own.presence(rank, stopped_secs) is presence
+
+
+def test_presence(own, peer):
+    assert own.presence(0, 0.0) is RUNS
+    assert own.presence(1, 0.0) is UNSEEN
+    process = peer(1)
+    assert own.presence(1, 0.0) is RUNS
+    process.send_signal(signal.SIGSTOP)
+    assert becomes(own, 1, PAUSED, 60.0)
+    assert becomes(own, 1, STOPPED)
+    process.send_signal(signal.SIGCONT)
+    assert becomes(own, 1, RUNS, 60.0)
+    process.kill()
+    # seen before its parent has waited for it
+    assert becomes(own, 1, ENDED)
+
+
+def test_a_rank_that_has_left_runs_until_it_ends(own, peer):
+    process = peer(1, "leaves")
+    assert own.presence(1, 0.0) is RUNS
+    process.kill()
+    assert becomes(own, 1, ENDED)
+
+
+def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer):
+    peer(1, "gives up")
+    peer(2).kill()
+    assert becomes(own, 2, ENDED)
+    agreement = Agreement(own, 0, 3)
+    agreement.begin_anew()
+    start = time.monotonic()
+    verdict = agreement.verdict(GivenUp((), began=True), BOUND_SECS)
+    assert time.monotonic() - start < 1.0
+    assert (verdict.missing, verdict.late) == ((2,), ())
+    assert str(verdict) == "rank 2 is gone (its process has ended)"
+    assert own.record(1, (Fate.LATE,) * 3) == verdict == own.verdict(1)
+    assert own.verdict(2) is None
+    agreement.begin_anew()
+    assert own.given_up(2) == {}
+
+
+def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
+    peer(2, "gives up")
+    peer(1).send_signal(signal.SIGSTOP)
+    agreement = Agreement(own, 0, 3)
+    agreement.begin_anew()
+    start = time.monotonic()
+    assert agreement.verdict(GivenUp((1,), began=True), 3.0).missing == (1,)
+    assert 1.0 < time.monotonic() - start < 5.0
+
+
+def test_without_shared_memory_the_hint_is_all_there_is():
+    agreement = Agreement(None, 0, 3)
+    agreement.begin_anew()
+    verdict = agreement.verdict(GivenUp((2,), began=True), 1.0)
+    assert verdict.missing == (2,)
+    assert "cannot be seen from here" in str(verdict)
+
+
+def test_a_file_of_another_user_is_not_joined(own, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(Exception, match="only user 12345"):
+        liveness.open_private(own.path, 1)
