@@ -102,12 +102,16 @@ def _place_of(address: int, rank: int) -> int:
 def remove_stale_files() -> None:
     """Removes files whose process died between creating and unlinking them.
 
-    Process numbers mean something only inside their namespace, so files of other containers are left alone.
+    Process numbers mean something only inside their namespace, so files of other containers are left alone. So is what
+    this user has not made, and what is no file: names here are anybody's choice.
     """
     for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{process_namespace()}_*_*"):
         pid = path.name.split("_")[-2]
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            if not Path("/proc", pid).exists():
+        # whatever is wrong with a foreign name is not this rank's matter
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own_file and not Path("/proc", pid).exists():
                 path.unlink()
 
 

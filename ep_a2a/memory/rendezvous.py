@@ -24,6 +24,21 @@ NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
 LEAVERS_POLL_SECS = 0.005
+SHOWN_CHARACTERS = 40
+
+
+def is_like(message: Any, own: Any) -> bool:
+    """Whether a message can stand where this rank sends `own`: of the same kind, an object with the same fields."""
+    if isinstance(own, dict):
+        same_fields = isinstance(message, dict) and set(message) == set(own)
+        return same_fields and all(_kind_fits(message[name], own[name]) for name in own)
+    return _kind_fits(message, own)
+
+
+def _kind_fits(value: Any, own: Any) -> bool:
+    kind = int | float if isinstance(own, int | float) else str | int | float if own is None else type(own)
+    # a rank that has nothing to say says None, beside others that have
+    return value is None or isinstance(value, kind)
 
 
 class Rendezvous:
@@ -73,10 +88,13 @@ class Rendezvous:
         answer = with_version({"label": label, "message": message})
         with self._store_must_answer(label):
             self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
-            answers = [json.loads(text) for text in self._texts(label)]
+            answers = [self._parsed(text, place, label) for place, text in enumerate(self._texts(label))]
             # a rank that takes part in exchange n has read all of exchange n - 2
             self._store.delete_key(self._key(self._sequence - 2, self.rank))
         require_one_version(answers, self.members)
+        for place, each in enumerate(answers):
+            if not isinstance(each.get("label"), str) or "message" not in each:
+                raise self._unreadable(place, label, "an object without label and message")
         labels = [answer["label"] for answer in answers]
         if len(set(labels)) > 1:
             other = next(rank for rank, text in enumerate(labels) if text != label)
@@ -85,7 +103,25 @@ class Rendezvous:
                 f"rank {self.members[other]} at {labels[other]!r}",
                 "Make the same calls in the same order on every rank.",
             )
+        for place, each in enumerate(answers):
+            if not is_like(each["message"], message):
+                raise self._unreadable(
+                    place, label, f"a message that begins {str(each['message'])[:SHOWN_CHARACTERS]!r}"
+                )
         return [answer["message"] for answer in answers]
+
+    def _parsed(self, text: bytes, place: int, label: str) -> Any:
+        """What a member has sent; anybody who reaches the store can write there."""
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._unreadable(place, label, f"{len(text)} bytes that are no JSON") from None
+
+    def _unreadable(self, place: int, label: str, got: str) -> ConfigMismatchError:
+        return ConfigMismatchError(
+            f"a message of this package from rank {self.members[place]} at {label!r}", got,
+            "Look who else writes to the store of the process group.",
+        )  # fmt: skip
 
     def barrier(self, label: str) -> None:
         """Returns when every rank has come."""

@@ -52,7 +52,7 @@ class Arrivals:
     def _late(self, number: int) -> list[int]:
         try:
             return [name for place, name in enumerate(self._names) if self._number_of(place) < number]
-        except RuntimeError:  # a lost connection to the store: nothing is known
+        except (RuntimeError, ValueError):  # a lost connection to the store, or no number there: nothing is known
             return []
 
     def _number_of(self, place: int) -> int:

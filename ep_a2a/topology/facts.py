@@ -6,8 +6,10 @@ Ranks of different versions of this package cannot work together: their first me
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import re
 import secrets
 import socket
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 SHM_DIRECTORY = Path("/dev/shm")
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 32
+PROBE_NAME = r"ep_a2a_probe_[0-9a-f]{32}"
 VERSION_KEY = "wire_format_version"
 UNKNOWN = "an older one, which does not say"
 
@@ -208,7 +211,18 @@ def _remove(offer: _Offer) -> None:
     # Another rank may have been first; one that runs as another user removes its own.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         if offer.name:
-            (SHM_DIRECTORY / offer.name).unlink()
+            _path_of(offer).unlink()
+
+
+def _path_of(offer: _Offer) -> Path:
+    """Where an offered file lies; a peer has chosen the name, and nothing else may be opened or removed by it.
+
+    Raises:
+        FileNotFoundError: no offer has such a name.
+    """
+    if not re.fullmatch(PROBE_NAME, offer.name):
+        raise FileNotFoundError(errno.ENOENT, "not the name of an offered file", offer.name)
+    return SHM_DIRECTORY / offer.name
 
 
 def _try_to_open(offer: _Offer) -> str:
@@ -216,7 +230,7 @@ def _try_to_open(offer: _Offer) -> str:
     if offer.failure:
         return offer.failure
     try:
-        descriptor = os.open(SHM_DIRECTORY / offer.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(_path_of(offer), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             token = os.read(descriptor, _TOKEN_BYTES)
         finally:

@@ -37,7 +37,7 @@ def parse_table(path: Path, phase: str) -> list[Parts]:
         ConfigError: the file cannot be read, or is no table of this phase.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"a readable JSON file at {path}", str(error), REMEDY) from error
     _fields(content, {"about": _text, "entries": _list}, str(path))
@@ -48,6 +48,15 @@ def parse_table(path: Path, phase: str) -> list[Parts]:
             raise ConfigError(f"one entry per key in {path}", f"entry {number} again for {key}", REMEDY)
         seen.append(key)
     return entries
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file; JSON itself lets the last of several equal fields win."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return fields
 
 
 def _entry(entry: Any, phase: str, where: str) -> Parts:

@@ -292,3 +292,10 @@ def test_the_report_says_what_to_do_and_counts():
     assert max(map(len, text.splitlines())) <= report.WIDTH
     assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
     assert report.render("0.1.0", {"software": [Diagnostic("torch", OK, "2")]}).endswith(f"{report.NO_TROUBLE}\n")
+
+
+def test_plan_runs_no_file_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    assert subprocess_probe.plan_bytes(2, 16, 64, "none")
+    assert not (tmp_path / "it ran").exists()

@@ -135,6 +135,11 @@ def test_a_key_comes_once(tmp_path):
     assert "one entry per key" in refused(table, tmp_path).expected
 
 
+def test_a_field_comes_once(tmp_path):
+    text = json.dumps(good_table()).replace('"num_warps": 4', '"num_warps": 4, "num_warps": 8')
+    assert "field 'num_warps' twice" in refused(text, tmp_path).got
+
+
 def test_writing_keeps_other_entries_and_leaves_no_other_files(tmp_path):
     path = tmp_path / "table.json"
     tuning.write_table(path, "combine", [entry(512), entry(16)])

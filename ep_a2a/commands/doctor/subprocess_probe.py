@@ -42,7 +42,8 @@ def plan_bytes(num_ranks: int, max_tokens: int, hidden_dim: int | None, quant: s
     """Returns the bytes of an op on each rank, as `ep-a2a plan` says; None where it fails or refuses the sizes."""
     options = {"ranks": num_ranks, "max-tokens": max_tokens, "hidden": hidden_dim, "quant": quant}
     named = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    printed = command_output(sys.executable, "-m", "ep_a2a.cli", "plan", "--json", *named)
+    # -P: `python -m` would put the current folder on the import path, and run what lies there
+    printed = command_output(sys.executable, "-P", "-m", "ep_a2a.cli", "plan", "--json", *named)
     return int(json.loads(printed)["bytes_per_gpu"]["total"]) if printed else None
 
 

@@ -1,0 +1,71 @@
+"""Messages of a meeting: whatever bytes lie in the store, a rank gets a message of its kind or an error of ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
+from ep_a2a.errors import ConfigMismatchError, EpA2AError
+from ep_a2a.memory.rendezvous import Rendezvous, is_like
+from ep_a2a.topology.facts import VERSION_KEY, with_version
+
+LABEL = "a meeting"
+OWN_MESSAGES = ({"fields": {}, "error": None}, [1, "cpu"], "name", 7, True, None)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ANSWERS = st.fixed_dictionaries(
+    {}, optional={VERSION_KEY: st.just(WIRE_FORMAT_VERSION) | JSON, "label": st.just(LABEL) | JSON, "message": JSON}
+)
+BYTES = st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()) | ANSWERS.map(
+    lambda value: json.dumps(value).encode()
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def meet(group, text: bytes, own: object = None) -> list[object]:
+    """Rank 0 of two meets one that has written `text`."""
+    store = dist.HashStore()
+    store.set("ep_a2a/of/0,1/" + f"{(1 << 32) + 1}/1", text)
+    return Rendezvous(group, 1.0, members=(0, 1), store=store).exchange(LABEL, own)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=BYTES, own=st.sampled_from(OWN_MESSAGES))
+def test_any_bytes(group, text, own):
+    try:
+        messages = meet(group, text, own)
+    except EpA2AError:
+        return
+    assert messages[0] == own
+    assert is_like(messages[1], own)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\xff", b"[" * 100_000, b"{}", json.dumps(with_version({"label": 3})).encode(),
+     json.dumps(with_version({"label": LABEL, "message": [1]})).encode()],
+)  # fmt: skip
+def test_the_rank_is_named(group, text):
+    with pytest.raises(ConfigMismatchError, match=r"rank 1 at 'a meeting'|on ranks \[1\]"):
+        meet(group, text, "a name")
+
+
+def test_messages_that_ranks_send_fit_each_other():
+    for own, other in (({"fields": {"a": "1"}, "error": None}, {"fields": {}, "error": "text"}), (None, "why not"),
+                       (1.5, 2), ([], [1.0]), ("handle", None)):  # fmt: skip
+        assert is_like(other, own)
+        assert is_like(own, other)

@@ -1,0 +1,65 @@
+"""Names in /dev/shm that are another's, or that a peer makes up: nothing of it is removed or stops a rank."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from ep_a2a.memory import host_shm
+from ep_a2a.topology import facts
+
+
+@pytest.fixture
+def stale_name():
+    """A name as of a file of a dead process."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    name = f"{host_shm.NAME_PREFIX}{host_shm.process_namespace()}_{process.pid}_{secrets.token_hex(4)}"
+    return host_shm.SHM_DIRECTORY / name
+
+
+def test_a_directory_is_left_alone(stale_name):
+    stale_name.mkdir()
+    try:
+        host_shm.remove_stale_files()
+        assert stale_name.is_dir()
+    finally:
+        stale_name.rmdir()
+
+
+def test_a_file_of_another_user_is_left_alone(stale_name, monkeypatch):
+    stale_name.touch()
+    try:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        host_shm.remove_stale_files()
+        assert stale_name.exists()
+        monkeypatch.undo()
+        host_shm.remove_stale_files()
+        assert not stale_name.exists()
+    finally:
+        stale_name.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["../victim", "/victim", "victim", "ep_a2a_probe_../victim"])
+def test_an_offer_names_a_file_of_its_kind_only(name, tmp_path, monkeypatch):
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    victims = [tmp_path / "victim", folder / "victim"]
+    for victim in victims:
+        victim.write_text("kept")
+    monkeypatch.setattr(facts, "SHM_DIRECTORY", folder)
+    offer = facts._Offer(str(victims[0]) if name.startswith("/") else name, b"kept")
+    facts._remove(offer)
+    assert [victim.read_text() for victim in victims] == ["kept", "kept"]
+    assert facts._try_to_open(offer) == "not the name of an offered file"
+
+
+def test_a_probe_is_opened_and_removed():
+    offer = facts._make_offer()
+    assert facts._try_to_open(offer) == ""
+    facts._remove(offer)
+    assert facts._try_to_open(offer) == "No such file or directory"
