@@ -46,6 +46,8 @@ class Presence(enum.IntEnum):
     """It is stopped, for less than the time that was asked about."""
     STOPPED = 3
     ENDED = 4
+    WAITS = 5
+    """It runs, and its host waits for others."""
 
 
 class Fate(enum.IntEnum):
@@ -136,8 +138,18 @@ class Liveness:
         if state in "ZX":
             return Presence.ENDED
         if state not in "Tt":
-            return Presence.RUNS
+            return Presence.WAITS if line["waits"] else Presence.RUNS
         return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, this rank's host waits for other ranks, so that it cannot give up with them and is not late."""
+        line = self._lines[self.rank : self.rank + 1]
+        line["waits"] = 1
+        try:
+            yield
+        finally:
+            line["waits"] = 0
 
     def _holder(self, rank: int) -> int | None:
         """The process, 0 where its number is not known here, that has the lock of a rank; None when nobody has."""
@@ -212,7 +224,7 @@ def num_bytes(world_size: int) -> int:
 
 def _shapes(world_size: int) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
     """A rank's line, and what is known of one failure."""
-    words = ("joined", "left", "pid", "namespace", "started")
+    words = ("joined", "left", "waits", "pid", "namespace", "started")
     line = np.dtype([*((word, "u8") for word in words), ("beat", "f8")])
     given_up = np.dtype([("failure", "u8"), ("began", "u1"), ("lacked", "u1", (world_size,))], align=True)
     failure = np.dtype(

@@ -111,6 +111,7 @@ def judge(seen: Mapping[int, Presence], given_up: Mapping[int, GivenUp]) -> tupl
     somebody_is_gone = any(fate is not Fate.FINE for fate in fates)
     for rank in lacked:
         waited = rank in given_up and (given_up[rank].began or somebody_is_gone)
+        waited = waited or seen[rank] is Presence.WAITS
         if fates[rank] is Fate.FINE and not waited:
             fates[rank] = Fate.LATE if seen[rank] is not Presence.UNSEEN else Fate.UNSEEN
     explained = any(fate in (Fate.ENDED, Fate.STOPPED, Fate.LATE) for fate in fates)

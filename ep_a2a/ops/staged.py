@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import RankTimeoutError
@@ -54,6 +55,7 @@ class StagedKernels(InterNodeKernels):
         super().__init__(config, memory.table, arena.device)
         self._memory, self._rendezvous = memory, arena.rendezvous
         self._between = arena.between_nodes
+        self._waiting = contextlib.nullcontext if arena.liveness is None else arena.liveness.waiting
         self._running: Exchange | None = None
         self._is_connected = self._interpreted
 
@@ -93,7 +95,8 @@ class StagedKernels(InterNodeKernels):
         if running is None:
             return
         try:
-            self._between.end(running, self._bound_secs(back=back))
+            with self._waiting():
+                self._between.end(running, self._bound_secs(back=back))
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE

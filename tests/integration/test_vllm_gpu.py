@@ -184,7 +184,7 @@ def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(model, tmp_p
     )  # fmt: skip
     (survivor,) = done.of("until failure", num_ranks=NUM_RANKS - 1)
     assert file.read_text() == "replay"
-    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} did not arrive"
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is gone"
     assert cause in survivor["error"]
     assert survivor["secs"] < WAIT_SECS + END_SECS
     undisturbed = done.completions("first")

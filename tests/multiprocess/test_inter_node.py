@@ -161,7 +161,7 @@ def a_rank_that_does_not_come(context: RankContext, phase: str, num_nodes: int) 
             error = raised(errors.RankTimeoutError, call, f"rank {ABSENT}")
             secs = time.monotonic() - start
             assert isinstance(error, errors.RankTimeoutError)
-            assert (error.missing_ranks, error.late_ranks) == ((), (ABSENT,))
+            assert (error.missing_ranks, error.late_ranks) == ((), (ABSENT,)), error
             # the record says so, too, until the reset
             raised(errors.RankTimeoutError, op.check, f"rank {ABSENT}")
         arena.rendezvous.barrier("all have given up")

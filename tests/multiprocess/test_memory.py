@@ -302,7 +302,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(layout):
     for error in failure.errors.values():
         assert isinstance(error, RankTimeoutError)
         assert error.missing_ranks == (1,)
-        assert "rank 1 did not arrive" in str(error)
+        assert "rank 1 is gone (its process has ended)" in str(error)
     assert files_of(*processes) == []
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 

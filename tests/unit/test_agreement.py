@@ -39,6 +39,7 @@ CASES = {
     "a pause is no stop": ((RUNS, PAUSED, ENDED), {0: waited(2)}, (2,), ()),
     "another host's rank did not come": ((RUNS, RUNS, UNSEEN), {0: waited(2), 1: waited(2)}, (2,), ()),
     "another host's rank may wait for one here": ((RUNS, ENDED, UNSEEN), {0: waited(1, 2)}, (1,), ()),
+    "a host waits for the late one": ((RUNS, Presence.WAITS, RUNS), {0: waited(1, 2)}, (), (2,)),
     "all have come by now": ((RUNS, RUNS), {0: waited(1), 1: waited(0)}, (), ()),
 }
 
