@@ -24,6 +24,8 @@ QUICK = (
     "multiprocess/test_launch.py",
     # a rank that is killed
     "multiprocess/test_memory.py::test_a_killed_rank_is_named_and_leaves_nothing",
+    # two of the random kills and stops
+    "multiprocess/test_deaths.py::test_survivors_name_exactly_those_that_are_gone",
 )
 """Files or single tests, below tests/."""
 
