@@ -213,6 +213,6 @@ def combine_kernel(
             work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S, ADDED,
             WEIGHTS, COMBINE, FORM,
         )  # fmt: skip
-        finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE)
+        finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE)
+        finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

@@ -384,6 +384,6 @@ def ll_dispatch_kernel(
         poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.RECEIVE:
         receive_rows(step, places.own, poison, is_publisher, is_poster, num_receivers, S, ROW, LL, FORM)
-        finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE)
+        finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)
+        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

@@ -103,14 +103,22 @@ def _nothing() -> None:
 
 @portable(interpreted=_nothing)
 def after_previous_launch():
-    """Waits for the end of the launch before this one, and lets the next one be prepared meanwhile.
+    """Waits for the end of the launch before this one, of which this one was set up while it still ran.
 
-    Programmatic dependent launch: the GPU sets up a launch while the one before it still runs. All that a launch does
-    comes after this wait, so nothing else changes (CUDA C++ programming guide, "Programmatic Dependent Launch").
+    Programmatic dependent launch: all that a launch does comes after this wait (CUDA C++ programming guide,
+    "Programmatic Dependent Launch"). finish_stage lets the next launch be set up.
     """
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@portable(interpreted=_nothing)
+def allow_next_launch():
+    """Lets the next launch take this program's place on the GPU; it must not wait for other ranks after this.
+
+    A program of the next launch holds its place while it waits for the end of this launch. Were it there earlier, it
+    could keep programs of other ranks on the same GPU from running, for which this launch waits.
+    """
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @portable
@@ -199,11 +207,20 @@ def may_go_on(
 
 
 @portable
-def finish_stage(table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: tl.constexpr):
-    """Counts this program's arrival at the end of a stage; all of a launch add up to one step. Nobody waits for it."""
+def finish_stage(
+    table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr = False,
+):  # fmt: skip
+    """Counts this program's arrival at the end of a stage; all of a launch add up to one step. Nobody waits for it.
+
+    With DEPENDENT_LAUNCH, the next launch is set up once every program has come here.
+    """
     counter = table + NUM_REGIONS * WORLD_SIZE + stage
     share = tl.where(program == 0, STEP_UNIT - num_programs + 1, 1)
+    # one thread speaks for its program: behind the barrier, none of them waits for another rank any more
     tl.debug_barrier()
+    if DEPENDENT_LAUNCH:
+        allow_next_launch()
     tl.atomic_add(counter, tl.cast(share, tl.int64), sem="relaxed", scope="gpu")
 
 

@@ -11,7 +11,8 @@ from tests.protocol.chunks import ChunkRules, Chunks
 from tests.protocol.deaths import DISAGREEMENT, LATE, WRONG_NAME, DeathRules, Deaths, explore_deaths
 from tests.protocol.explorer import Outcome, explore
 from tests.protocol.intra_node import IntraNode
-from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ
+from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ, Model
+from tests.protocol.residency import Residency, ResidencyRules
 from tests.protocol.rules import Calls, Path, Rules
 
 COUNTED = (Path.COUNTED,)
@@ -31,7 +32,7 @@ class Case:
     """
 
     name: str
-    rules: Rules | ChunkRules | DeathRules
+    rules: Rules | ChunkRules | DeathRules | ResidencyRules
     caught_as: str | None = None
 
     @functools.cached_property
@@ -39,7 +40,13 @@ class Case:
         """What exploring it has shown; explored once per process."""
         if isinstance(self.rules, DeathRules):
             return explore_deaths(Deaths(self.rules))
-        return explore(IntraNode(self.rules) if isinstance(self.rules, Rules) else Chunks(self.rules))
+        return explore(_model(self.rules))
+
+
+def _model(rules: Rules | ChunkRules | ResidencyRules) -> Model:
+    if isinstance(rules, Rules):
+        return IntraNode(rules)
+    return Chunks(rules) if isinstance(rules, ChunkRules) else Residency(rules)
 
 
 # A protocol that the product does not have: flagged words with two parities, and a combine that waits for nobody.
@@ -74,6 +81,9 @@ RIGHT = (
     Case("one rank dies at any point", DeathRules()),
     Case("two ranks die at any point", DeathRules(num_deaths=2)),
     Case("two of four ranks die at any point", DeathRules(num_deaths=2, num_ranks=4)),
+    Case("one GPU, launches that follow one another", ResidencyRules(is_dependent=False)),
+    Case("one GPU, dependent launches", ResidencyRules()),
+    Case("one GPU, dependent launches of 3 ranks", ResidencyRules(num_ranks=3, num_programs=1)),
 )
 
 HARMLESS = (
@@ -139,4 +149,6 @@ MUTANTS = (
     Case(
         "two deaths: the last verdict counts", DeathRules(num_deaths=2, num_ranks=4, first_counts=False), DISAGREEMENT
     ),
+    Case("one GPU: dependent launches that begin before waits have ended", ResidencyRules(is_early=True), DEADLOCK),
+    Case("one GPU: more programs than places", ResidencyRules(spare_places=-1), DEADLOCK),
 )
