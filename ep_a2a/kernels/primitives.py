@@ -118,7 +118,9 @@ def allow_next_launch():
     A program of the next launch holds its place while it waits for the end of this launch. Were it there earlier, it
     could keep programs of other ranks on the same GPU from running, for which this launch waits.
     """
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @portable
