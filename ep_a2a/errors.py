@@ -214,6 +214,12 @@ class DeviceMemoryError(EpA2AError, RuntimeError):
     remedy = "Free device memory or lower max_num_inp_token_per_rank."
 
 
+class GpuLostError(EpA2AError, RuntimeError):
+    """This process has lost its CUDA context; under MPS another process that died in a kernel may have taken it."""
+
+    remedy = "This process cannot use its GPU again: end it, and start new processes for all ranks of that GPU."
+
+
 class PeerAccessError(EpA2AError, RuntimeError):
     """Two ranks of one node cannot reach each other's memory."""
 

@@ -96,9 +96,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16, help="experts over all ranks")
     parser.add_argument("--topk", type=int, default=2)
     options = parser.parse_args()
-    most = torch.cuda.device_count() if options.device == "cuda" else options.experts
-    if not 1 <= options.ranks <= most:
-        parser.error(f"--ranks {options.ranks} on {options.device}: from 1 to {most}, the GPUs or the experts")
+    if not 1 <= options.ranks <= options.experts:
+        parser.error(f"--ranks {options.ranks}: from 1 to {options.experts}, the experts")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         torch.multiprocessing.spawn(run_rank, (options, rendezvous), nprocs=options.ranks)

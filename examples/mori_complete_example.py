@@ -23,7 +23,7 @@ from ep_a2a.routing import num_distinct_ranks
 
 def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     world_size, on_gpu = options.ranks, options.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--experts-per-rank", type=int, default=4)
     parser.add_argument("--topk", type=int, default=4)
     options = parser.parse_args()
-    if options.ranks < 1 or (options.device == "cuda" and options.ranks > torch.cuda.device_count()):
-        parser.error(f"--ranks {options.ranks} on {options.device}: at least 1, and a GPU for each with cuda")
+    if options.ranks < 1 or (options.device == "cuda" and not torch.cuda.device_count()):
+        parser.error(f"--ranks {options.ranks} on {options.device}: at least 1, and a GPU with cuda")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         torch.multiprocessing.spawn(run_rank, (options, rendezvous), nprocs=options.ranks)

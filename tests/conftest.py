@@ -15,6 +15,7 @@ import torch
 
 from ep_a2a.testing import RankPool
 from tests.markers import needs_gpus
+from tests.resume import leave_out_passed, note
 from tests.tiers import is_quick, parse_share
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _keep_share(config, items)
+    leave_out_passed(config, items)
     for item in items:
         if not item.path.is_relative_to(TESTS):
             continue
@@ -56,12 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
         if folder == "multigpu":
-            item.add_marker(needs_gpus(2))
+            item.add_marker(needs_gpus(1))
         if not is_quick(path.as_posix(), getattr(item, "originalname", item.name)):
             item.add_marker("full")
         group = str(path) if folder in ONE_WORKER_PER_FILE else ONE_WORKER.get(folder)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    note(report)
 
 
 def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,7 +48,8 @@ def without_json_file(arguments: list[str]) -> list[str]:
 
 def command(
     ranks: Annotated[
-        str | None, typer.Option(help="Processes, one per GPU; default: all GPUs, 2 on CPU, torchrun's.")
+        str | None,
+        typer.Option(help="Processes; more than GPUs share them. Default: one per GPU, 2 on CPU, torchrun's."),
     ] = None,
     device: DeviceOption = Device.AUTO,
     tokens: Annotated[str | None, typer.Option(help="Tokens per rank; default: 1,16,32,128,512,4096 on GPUs.")] = None,

@@ -24,9 +24,13 @@ from ep_a2a.commands.options import (
     given,
 )  # fmt: skip
 
+DEFAULT_RANKS = 4
+
 
 def command(
-    ranks: Annotated[int, at_most(MOST_PROCESSES, "Processes; on GPUs at most one per GPU.")] = 4,
+    ranks: Annotated[
+        int | None, at_most(MOST_PROCESSES, "Processes; more than GPUs share them. Default: 4, or one per GPU.")
+    ] = None,
     device: DeviceOption = Device.AUTO,
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text to send; default: the project's README.")
@@ -58,22 +62,14 @@ def command(
     from ep_a2a.commands.demo.model import read_text
     from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
     from ep_a2a.commands.files import check_can_write, different_files
-    from ep_a2a.commands.ranks import choose_device
+    from ep_a2a.commands.ranks import choose_device, default_ranks
 
     check_can_write(output)
     different_files(output, plot)
-    device_kind, num_ranks = choose_device(device.value, ranks)
+    kind = choose_device(device.value)
     settings = DemoSettings(
-        num_ranks, device_kind, tokens, hidden, experts, topk, quant.value, gpus_per_node,
+        ranks or default_ranks(kind, DEFAULT_RANKS), kind, tokens, hidden, experts, topk, quant.value, gpus_per_node,
         *choose_named_backend(backend), **given({"seed": seed}),
     )  # fmt: skip
-    code = execute(
-        settings,
-        read_text(text, tokens),
-        ranks_asked_for=ranks,
-        plot=plot,
-        output=output,
-        as_json=as_json,
-        verbose=verbose,
-    )
+    code = execute(settings, read_text(text, tokens), plot=plot, output=output, as_json=as_json, verbose=verbose)
     raise typer.Exit(code)

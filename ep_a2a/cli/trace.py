@@ -28,7 +28,7 @@ SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
     "cuda": {"ranks": 8, "tokens": 128, "hidden": 7168, "experts": 256, "topk": 8},
 }
-"""Defaults of options by device; on GPUs at most as many ranks as there are."""
+"""Defaults of options by device; of several GPUs each gets one rank at most."""
 
 
 def command(
@@ -60,14 +60,14 @@ def command(
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.commands.files import check_folder
     from ep_a2a.commands.plotting import check_can_plot
-    from ep_a2a.commands.ranks import choose_device
+    from ep_a2a.commands.ranks import choose_device, default_ranks
     from ep_a2a.commands.trace.command import execute
     from ep_a2a.config import Layout, parse_enum
     from ep_a2a.errors import TopKError
 
-    kind, _ = choose_device(device.value, 1)
+    kind = choose_device(device.value)
     sizes = SIZES[kind]
-    _, num_ranks = choose_device(device.value, ranks or sizes["ranks"])
+    num_ranks = ranks or default_ranks(kind, sizes["ranks"])
     num_tokens = tokens or sizes["tokens"]
     parse_enum(Layout, layout, "--layout")
     workload = Workload(

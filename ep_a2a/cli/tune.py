@@ -23,7 +23,9 @@ from ep_a2a.commands.options import (
 
 
 def command(
-    ranks: Annotated[int | None, at_most(MOST_PROCESSES, "Processes, one per GPU; default: all GPUs.")] = None,
+    ranks: Annotated[
+        int | None, at_most(MOST_PROCESSES, "Processes; more than GPUs share them. Default: one per GPU.")
+    ] = None,
     max_tokens: Annotated[
         str | None, typer.Option(help="Sizes (max_num_tokens) to tune; default: 1,4,16,32,...,8192.")
     ] = None,

@@ -22,8 +22,8 @@ RUN_TIMEOUT_SECS = 600.0
 """Seconds that one call may take on all ranks."""
 
 
-def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
-    """Returns device and number of ranks: GPUs where there are any (or as asked), and then at most one rank per GPU.
+def choose_device(asked: str) -> str:
+    """Returns "cuda" where there are GPUs, or as asked; else "cpu". Ranks may exceed GPUs: they share them (RankPool).
 
     Raises:
         UnsupportedError: GPUs are asked for and there are none.
@@ -31,9 +31,13 @@ def choose_device(asked: str, num_ranks: int) -> tuple[str, int]:
     num_gpus = torch.cuda.device_count()
     if asked == "cuda" and num_gpus == 0:
         raise UnsupportedError("a GPU for --device cuda", "none that torch can use", "Use --device cpu.")
-    if asked == "cpu" or num_gpus == 0:
-        return "cpu", num_ranks
-    return "cuda", min(num_ranks, num_gpus)
+    return "cpu" if asked == "cpu" or num_gpus == 0 else "cuda"
+
+
+def default_ranks(device: str, wanted: int) -> int:
+    """Returns the ranks that a command starts unless it is told: `wanted`, of several GPUs one for each at most."""
+    num_gpus = torch.cuda.device_count()
+    return min(wanted, num_gpus) if device == "cuda" and num_gpus > 1 else wanted
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from ep_a2a.errors import (
     HostMemoryError,
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
+from ep_a2a.memory.gpu_ranks import ranks_by_gpu
 from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.use_order import Slot
@@ -173,6 +175,17 @@ class Arena:
         """Frees an index from `unshared_index`, on all ranks in the same order; other indices are ignored."""
         if index < 0:
             self._free_unshared.append(index)
+
+    @functools.cached_property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks that use one GPU; 0 on CPU. Collective at first, and the same on all ranks."""
+        return max(map(len, ranks_by_gpu(self.rendezvous, self.device).values()), default=0)
+
+    @property
+    def users(self) -> dict[tuple[str, int], Any]:
+        """The living ops by key and index."""
+        living = {place: memory.user() for place, memory in self._memory.items() if memory.user is not None}
+        return {place: op for place, op in living.items() if op is not None}
 
     def in_use(self, key: str, index: int) -> bool:
         """Whether a living op has the memory of this key and index."""

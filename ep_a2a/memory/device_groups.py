@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
+from ep_a2a.memory.gpu_ranks import require_own_gpus
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ class DeviceGroups:
         return Rendezvous(self.cpu_group)
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """Returns the group that moves tensors of this device. Collective where it has to make a communicator.
+        """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.
 
         Raises:
-            UnsupportedError: cpu_group cannot move CPU tensors.
+            UnsupportedError: cpu_group cannot move CPU tensors, or ranks share a GPU, which NCCL refuses.
         """
         if device.type == "cpu":
             if "cpu:gloo" not in dist.get_backend_config(self.cpu_group):
@@ -53,6 +54,7 @@ class DeviceGroups:
                 )  # fmt: skip
             return self.cpu_group
         if self._device_group is None:
+            require_own_gpus(self.rendezvous, device)
             has_nccl = "cuda:nccl" in dist.get_backend_config(self.cpu_group)
             self._device_group = self.cpu_group if has_nccl else self._make_nccl_group(device)
         return self._device_group

@@ -80,7 +80,7 @@ class IntraNodeKernels:
                 "Use quant_type='none', or cast before dispatch.",
             )  # fmt: skip
         self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
-        self.max_sms = config.max_sms
+        self.max_sms, self._most_sms = config.max_sms, {"config": config.max_sms}
         self._op_shape, self._placement = shape_of(config), placement_of(config)
         self._results = ResultRows.of(config)
         self._can_depend = self._capability >= DEPENDENT_LAUNCH_CAPABILITY
@@ -96,11 +96,13 @@ class IntraNodeKernels:
         if config.layout == Layout.EXPERT_MAJOR:
             self._by_expert = ExpertMajorKernels(config, table, device)
 
-    def limit_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on, below config.max_sms; 0 = no further bound."""
-        self.max_sms = min(filter(None, (max_sms, self.config.max_sms)), default=0)
+    def limit_sms(self, max_sms: int, whose: str = "caller") -> None:
+        """Bounds the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name."""
+        self._most_sms[whose] = max_sms
+        self.max_sms = min(filter(None, self._most_sms.values()), default=0)
         self._launch_plans.clear()
-        self.compile()
+        if self._variants:
+            self.compile()
 
     @property
     def num_channel_programs(self) -> int:

@@ -20,6 +20,7 @@ from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArgume
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import UINT32_MASK, Failure
 from ep_a2a.ops.front import ValidatedOp
+from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
@@ -58,7 +59,7 @@ class EpDispatchCombineOp(ValidatedOp):
     Raises:
         ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
         RankTimeoutError: ranks did not come to build the op.
-        UnsupportedError: the kernel type is not available.
+        UnsupportedError: the kernel type is not available, or too many ranks and ops share a GPU.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class EpDispatchCombineOp(ValidatedOp):
         self.index = arena.unshared_index() if index is None else index
         self._closed = False
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
+        share = agree_on_share(config, arena, self.index)
         self.timeouts = Timeouts.of(config)
         self.memory = BoundMemory(config, arena, self.index)
         self.memory.acquired.user = weakref.ref(self)
         super().__init__(config, arena.device, self.memory.acquired.slot.streams)
         self.engine = make_engine(config, self.memory, arena)
+        share_gpu(share, self, arena)
         self._prepared_calls: dict[Hashable, PreparedDispatch] = {}
         self._prepared = no_dispatch(config.max_num_inp_token_per_rank)
         self._counts_experts = False

@@ -18,6 +18,7 @@ from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.topology import in_the_same_node_as
 from ep_a2a.topology.facts import require_one_version, with_version
+from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +114,7 @@ def init_dist_env(
             without CUDA, one that names nccl becomes gloo, with a warning.
         distributed_init_method: where the ranks meet: env://, tcp://host:port or file:///path.
         local_rank: index of this rank's GPU; -1 takes LOCAL_RANK, else a CUDA device the process has already chosen,
-            else the global rank modulo the visible devices. A process that sees one device uses that.
+            else the global rank. An index counts modulo the visible devices: ranks may share a GPU, without NCCL.
         data_parallel_size: DP replicas.
         data_parallel_rank: this process's replica.
         decode_context_parallel_size: must divide the TP size, whose ranks it reuses; makes no group here.
@@ -266,6 +267,7 @@ def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
         # Launchers that give each process one visible device still count local ranks on the host.
         index = 0
     if index >= num_devices:
-        raise ConfigError(f"local_rank < {num_devices}, the visible devices", str(index))
+        _say_once(f"local rank {index} and {num_devices} GPUs: ranks share GPUs, and NCCL is not to be had")
+        index = gpu_of(index, num_devices)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -19,12 +21,16 @@ import torch
 from ep_a2a import env
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.memory.host_shm import remove_stale_files
+from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
+from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
     from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECS = 300.0
 """Seconds that the processes of a pool may take to import torch and to meet."""
@@ -93,16 +99,24 @@ class RankPool:
     After a failure they are killed; the next `run` starts fresh ones. Ranks on CPU are forked from a server process
     that imported torch once; they get the environment that this process has when they start.
 
+    Where there are fewer GPUs than ranks, ranks share them: rank r uses GPU r modulo their number. NCCL refuses that,
+    so the process group is gloo's. Kernels of ranks that share a GPU run at once through a private MPS daemon of the
+    pool, or through the user's own; where there is none they take turns. The log says so once.
+
     Args:
         world_size: ranks, one process each.
-        backend: backend string of the process group; None takes gloo, or `cpu:gloo,cuda:nccl` on GPUs.
-        device: "cpu", or "cuda": rank r owns GPU r.
+        backend: backend string of the process group; None takes gloo, or `cpu:gloo,cuda:nccl` with a GPU per rank.
+        device: "cpu" or "cuda".
         timeout_secs: seconds that one `run` may take before all processes are killed.
         grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
 
+    Attributes:
+        ranks_per_gpu: ranks that share a GPU, at most; 0 on CPU.
+        note: what a reader of times must know where ranks share GPUs; else "".
+
     Raises:
         ConfigError: an argument is impossible.
-        UnsupportedError: there are fewer GPUs than ranks.
+        UnsupportedError: there is no GPU.
     """
 
     def __init__(
@@ -118,15 +132,20 @@ class RankPool:
             raise ConfigError("world_size >= 1", str(world_size))
         if device not in _DEFAULT_BACKENDS:
             raise ConfigError("device to be 'cpu' or 'cuda'", repr(device))
-        if device == "cuda" and torch.cuda.device_count() < world_size:
-            raise UnsupportedError(f"{world_size} GPUs", str(torch.cuda.device_count()), "Use device='cpu'.")
+        num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if device == "cuda" and num_gpus == 0:
+            raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")
         self.world_size = world_size
-        self.backend = backend or _DEFAULT_BACKENDS[device]
+        self.ranks_per_gpu = ranks_per_gpu(world_size, num_gpus)
+        self._mps = find_mps() if self.ranks_per_gpu > 1 else None
+        self.note = sharing_note(world_size, num_gpus)
+        self.backend = backend or _DEFAULT_BACKENDS["cpu" if self.ranks_per_gpu > 1 else device]
         self.device = device
         self.timeout_secs = timeout_secs
         self.grace_secs = grace_secs
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._workers: list[_Worker] = []
+        self._daemon: MpsDaemon | None = None
         self._closed = False
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -175,11 +194,13 @@ class RankPool:
         if self._workers:
             return
         context = _process_context(self.device)
+        variables = env.all_variables() | self._start_mps()
         self._directory = tempfile.TemporaryDirectory(prefix="ep_a2a_ranks_")
         for rank in range(self.world_size):
             options = WorkerOptions(
-                rank, self.world_size, self.backend, self.device, Path(self._directory.name), env.all_variables()
-            )
+                rank, self.world_size, self.backend, self.device, Path(self._directory.name), variables,
+                max(1, self.ranks_per_gpu),
+            )  # fmt: skip
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
             with _interrupts_held():
@@ -188,6 +209,18 @@ class RankPool:
             theirs.close()
             self._workers.append(_Worker(options, process, ours))
         self._collect(START_TIMEOUT_SECS)
+
+    def _start_mps(self) -> dict[str, str]:
+        """Starts a daemon where ranks share GPUs and one is needed; returns the variables of its clients."""
+        if self._mps is None:
+            return {}
+        how = self._mps.value
+        if self._mps is Mps.PRIVATE:
+            self._daemon = MpsDaemon()
+            if self._daemon.failure:
+                how = f"by time slices, which is slow: MPS does not start ({self._daemon.failure})"
+        _say_once(f"{self.note}; they run {how}")
+        return {} if self._daemon is None else self._daemon.variables
 
     def _collect(self, timeout_secs: float) -> list[Any]:
         """Returns one reply of every worker, or raises RankFailure."""
@@ -229,6 +262,10 @@ class RankPool:
             worker.process.close()
             worker.pipe.close()
         self._workers = []
+        if self._daemon is not None:
+            # A rank that dies in a kernel can break the daemon for those that come next.
+            self._daemon.close()
+            self._daemon = None
         # Killed ranks cannot remove the memory that they were about to share.
         remove_stale_files()
         if self._directory is not None:
@@ -246,6 +283,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **pool_
     """
     with RankPool(world_size, **pool_options) as pool:
         return pool.run(function, *args)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _process_context(device: str) -> SpawnContext | ForkServerContext:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a import env
+from ep_a2a.errors import GpuLostError
+from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,12 +37,14 @@ class RankContext:
         world_size: ranks in the pool.
         device: `cpu`, or this rank's GPU, which is also the current CUDA device.
         group: the default process group, all ranks of the pool.
+        ranks_per_gpu: ranks that share a GPU, at most; 1 where each has its own.
     """
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class WorkerOptions:
     device: str
     directory: Path
     environment: dict[str, str]
+    ranks_per_gpu: int = 1
 
     @property
     def stacks_path(self) -> Path:
@@ -124,14 +129,14 @@ def _join(options: WorkerOptions) -> RankContext:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", options.rank)
+        device = torch.device("cuda", gpu_of(options.rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     rendezvous = f"file://{options.directory}/rendezvous"
     dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("init_process_group left no default group")
-    return RankContext(options.rank, options.world_size, device, group)
+    return RankContext(options.rank, options.world_size, device, group, options.ranks_per_gpu)
 
 
 def _answer(context: RankContext, task: bytes) -> bytes:
@@ -139,7 +144,20 @@ def _answer(context: RankContext, task: bytes) -> bytes:
         function, args, kwargs = pickle.loads(task)
         return to_bytes(Reply(value=function(context, *args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - reported to the parent; pytest's outcomes are BaseExceptions
-        return to_bytes(_failure(error))
+        return to_bytes(_failure(_with_its_cause(context.device, error)))
+
+
+def _with_its_cause(device: torch.device, error: BaseException) -> BaseException:
+    """Returns GpuLostError where CUDA fails for good in this process, else the error."""
+    if device.type != "cuda" or "CUDA error" not in str(error):
+        return error
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as last:
+        lost = GpuLostError(f"{device} to work in this process", str(last).partition("\n")[0])
+        lost.__cause__ = error
+        return lost
+    return error
 
 
 def _failure(error: BaseException) -> Reply:

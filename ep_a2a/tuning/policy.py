@@ -38,6 +38,8 @@ WIDE_SENDER_SHARE = 0.3
 """Share of a combine's programs that send, where its multiprocessors are bounded."""
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
+LEAST_PROGRAMS = 4
+"""Programs of the smallest launch with all roles: two that speak with peers, one that sends, one that receives."""
 
 
 class Phase(enum.Enum):

@@ -27,7 +27,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 STORES, PUTS, STAGED = "rings-by-stores", "rings-by-puts", "staged"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8_DTYPE}
 HIDDEN_DIMS = {"fp8_per_1x128": 256, "fp8_blockwise": 256}
-NUM_NODES = {2: 2, 3: 3, 4: 2}
+NUM_NODES = {2: 2, 3: 3, 4: 2, 5: 5, 6: 2, 7: 7, 8: 2}
 RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 
 

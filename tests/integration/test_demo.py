@@ -47,7 +47,7 @@ from ep_a2a.commands.demo.settings import DemoSettings
 if __name__ == "__main__":
     settings = DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])
     text = read_text(Path(sys.argv[1]), 12)
-    sys.exit(execute(settings, text, ranks_asked_for=2, as_json="--json" in sys.argv, corrupt_rank=1))
+    sys.exit(execute(settings, text, as_json="--json" in sys.argv, corrupt_rank=1))
 """
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from tests.cases.covering import STORES, covering_choices
+from tests.cases.covering import case_of as covering_case
 from tests.cases.op_matrix import CASES, by_world_size
 from tests.cases.op_special import BODIES
 from tests.cases.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES_AND_FLAT, on_two_nodes
+from tests.markers import ranks_on_gpus
+from tests.soak import SOAKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def fitted(case: Case) -> Case:
-    """The case on at most as many ranks as there are GPUs (on its own number where there are none: it is skipped)."""
-    return replace(case, world_size=min(case.world_size, torch.cuda.device_count() or case.world_size))
+    """The case on at most as many ranks as there are GPUs, or on its own number where all share one."""
+    return replace(case, world_size=ranks_on_gpus(case.world_size))
 
 
 def op_cases() -> list[tuple[str, Case]]:
@@ -44,7 +46,39 @@ def ring_cases() -> list[Case]:
         *(on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS),
         *replayed,
     ]
-    return [case for case in cases if case.world_size <= torch.cuda.device_count()]
+    return [case for case in cases if case.world_size == ranks_on_gpus(case.world_size)]
+
+
+SHARED_WORLDS = tuple(range(2, 9))
+"""Numbers of ranks that share one GPU."""
+ON_SHARED_GPUS = ("shared-memory", STORES)
+"""Transports that need neither NCCL nor NVSHMEM."""
+
+
+def shared_choices(world_size: int) -> list[tuple[str, Case]]:
+    """Cases of so many ranks in which every allowed pair of all other choices occurs."""
+    # the number of ranks is the same in all of them, so that they are the same for every number
+    any_size = covering_choices(world_size=SHARED_WORLDS[:1], transport=ON_SHARED_GPUS)
+    choices = [choice._replace(world_size=world_size) for choice in any_size]
+    return [("-".join(map(str, choice)), covering_case(choice, number)) for number, choice in enumerate(choices)]
+
+
+def soaked_sizes() -> dict[int, Case]:
+    """Steps of self-checking round trips of eight ranks, by tokens per rank: with and without dependent launches."""
+    plain = replace(SOAKED["flagged"], world_size=8)
+    sizes = {size: replace(plain, max_tokens=size) for size in (1, 4, 16, 32, 63, 64, 128, 256, 512)}
+    return {size: replace(case, tokens=((size,),), num_steps=1) for size, case in sizes.items()}
+
+
+def of_eight_ranks() -> list[tuple[str, Case]]:
+    """All cases of the op, with eight ranks."""
+    return [(name, replace(case, world_size=8)) for name, case in by_world_size()]
+
+
+def shared_cases() -> dict[str, Case]:
+    """What ranks that share a GPU run: all pairs for every number of ranks, and all cases with eight."""
+    pairs = [each for world_size in SHARED_WORLDS for each in shared_choices(world_size)]
+    return dict(pairs) | {f"eight-{name}": case for name, case in of_eight_ranks()}
 
 
 def special_cases() -> dict[str, tuple[Callable[..., None], Case]]:

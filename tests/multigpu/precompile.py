@@ -1,43 +1,116 @@
-"""Fills Triton's disk cache for the multi-GPU tests with all cores at once: python -m tests.multigpu.precompile.
+"""Fills Triton's disk cache for the multi-GPU tests: python -m tests.multigpu.precompile [--match TEXT] [--secs S].
 
-Not needed for the tests to pass; on a rented machine it turns minutes of compiling into seconds.
+Not needed for the tests to pass. Each variant is compiled once, by one of as many processes as the host has cores;
+without it all ranks of a test compile the same variants at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
-from typing import TYPE_CHECKING
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.gpu_share import share_of
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.rings import InterNodeKernels
+from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
-from tests.multigpu.cases import op_cases, ring_cases, special_cases
+from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
+from tests.multigpu.used_variants import find_tables, used_by
 
 if TYPE_CHECKING:
     from tests.cases.op_cases import Case
+    from tests.multigpu.used_variants import Variants
+
+MAX_PROCESSES = 48
 
 
-def compile_case(case: Case) -> None:
-    device = torch.device("cuda", 0)
-    config = case.config(0)
-    engine = InterNodeKernels if config.uses_rings else IntraNodeKernels
-    kernels = engine(config, torch.zeros(64, case.world_size, dtype=torch.int64, device=device), device)
-    kernels.compile()
-    if case.split:
-        kernels.warmup_split()
+class Task(NamedTuple):
+    """A variant: the case whose op has it, which variants are meant, and its number among them.
+
+    which: "all" that the op compiles, "used" by steps, or "soaked": used by steps that give combine no ids.
+    """
+
+    case: Case
+    which: str
+    number: int
 
 
-def main() -> None:
-    cases = {repr(case.config(0)): case for _, case in op_cases()}
-    cases |= {repr(case.config(0)): case for _, case in special_cases().values()}
-    cases |= {repr(case.config(0)): case for case in ring_cases()}
-    cases |= {repr(case.config(0)): case for case in (case_of(FLAGGED, 2), case_of(DIRECT, 2))}
-    with multiprocessing.get_context("spawn").Pool(min(48, os.cpu_count() or 1)) as pool:
-        pool.map(compile_case, cases.values(), chunksize=1)
+def variants_of(case: Case, which: str) -> Variants:
+    """The variants of a case's op, as a rank of this host has them."""
+    config, device = case.config(0), torch.device("cuda", 0)
+    table = torch.zeros(64, config.world_size, dtype=torch.int64, device=device)
+    kernels = (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, table, device)
+    sharing = ranks_per_gpu(config.world_size, torch.cuda.device_count())
+    if sharing > 1:
+        kernels.limit_sms(share_of(kernels.num_sms, sharing, 1))
+    find_tables(kernels)
+    if which != "all":
+        return used_by(kernels, case, gives_ids=which == "used")
+    return [each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in kernels.variants(stages)]
+
+
+def tasks_of(cases: dict[str, Case], which: str) -> dict[str, Task]:
+    """A task for each variant, by what tells it from others."""
+    found: dict[str, Task] = {}
+    for case in cases.values():
+        for number, (variant, values) in enumerate(variants_of(case, which)):
+            types = [str(each.dtype) if isinstance(each, torch.Tensor) else type(each).__name__ for each in values]
+            named = variant.kernel.__name__, variant.named_constants, variant.num_warps, variant.max_registers, types
+            found.setdefault(repr(named), Task(case, which, number))
+    return found
+
+
+def compile_task(task: Task) -> float:
+    """Compiles one variant in this process; returns the seconds that it took."""
+    start = time.monotonic()
+    variant, values = variants_of(task.case, task.which)[task.number]
+    variant.compile(values)
+    return time.monotonic() - start
+
+
+def other_cases() -> dict[str, Case]:
+    """The cases of tests whose ops compile all that calls can reach."""
+    cases = {f"op-{name}": case for name, case in op_cases()}
+    cases |= {f"special-{name}": case for name, (_, case) in special_cases().items()}
+    cases |= {f"rings-{number}": case for number, case in enumerate(ring_cases())}
+    return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((FLAGGED, DIRECT))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    parser.add_argument("--shared-only", action="store_true", help="only what tests/multigpu/test_shared_gpu.py runs")
+    parser.add_argument("--secs", type=float, default=1e9, help="seconds after which no variant is begun")
+    options = parser.parse_args()
+    start = time.monotonic()
+    tasks: dict[str, Task] = {}
+    soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
+    others = {} if options.shared_only else other_cases()
+    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "all")):
+        chosen = {name: case for name, case in cases.items() if options.match in name}
+        tasks |= {name: task for name, task in tasks_of(chosen, which).items() if name not in tasks}
+    num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+    sys.stdout.write(f"{len(tasks)} variants, {num_processes} processes, found in {time.monotonic() - start:.0f} s\n")
+    sys.stdout.flush()
+    num_done, spent = 0, 0.0
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for secs in pool.imap_unordered(compile_task, tasks.values(), chunksize=1):
+            num_done, spent = num_done + 1, spent + secs
+            if time.monotonic() - start > options.secs:
+                break
+        pool.terminate()
+    sys.stdout.write(
+        f"{num_done} of {len(tasks)} compiled in {time.monotonic() - start:.0f} s, {spent:.0f} s of cores\n"
+    )
+    return 0 if num_done == len(tasks) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

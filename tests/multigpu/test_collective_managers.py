@@ -13,7 +13,10 @@ from tests.cases import manager_cases
 from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
+from tests.markers import needs_own_gpus
 from tests.multigpu.cases import fitted
+
+pytestmark = needs_own_gpus(2)
 
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZE = fitted(Case()).world_size

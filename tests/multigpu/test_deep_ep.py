@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
-from tests.markers import needs_gpus
+from tests.markers import needs_gpus, needs_own_gpus
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -62,5 +62,6 @@ def nccl_only(context: RankContext, case: Case) -> None:
     cases.any_order(replace(context, group=dist.new_group(backend="nccl")), case)
 
 
+@needs_own_gpus(2)
 def test_a_group_without_gloo(ranks: Any) -> None:
     ranks(nccl_only, 2, NORMAL, device="cuda")

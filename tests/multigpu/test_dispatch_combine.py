@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cases.ep_layer_cases import Layer, by_the_direct_api
+from tests.markers import ranks_on_gpus
 
-WORLD_SIZE = min(8, torch.cuda.device_count()) or 8
+WORLD_SIZE = ranks_on_gpus(8)
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major"])

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.integration.programs import EXAMPLES, run_cli, run_example, succeeded
+from tests.markers import needs_own_gpus, ranks_on_gpus
 
 
 def num_ranks() -> int:
-    """GPUs to use: a power of two, which divides the examples' experts."""
-    return 1 << (min(8, torch.cuda.device_count()).bit_length() - 1)
+    """Ranks to start: a power of two, which divides the examples' experts."""
+    return 1 << (ranks_on_gpus(8).bit_length() - 1)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -20,19 +21,24 @@ def test_example(name: str) -> None:
     succeeded(run_example(name, "--device", "cuda", "--ranks", str(num_ranks())))
 
 
+@needs_own_gpus(2)
 @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
 def test_group_example_on_other_backends(backend: str) -> None:
     succeeded(run_example("ep_group_example", "--device", "cuda", "--ranks", str(num_ranks()), "--backend", backend))
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128"])
-@pytest.mark.parametrize("backend", ["ep_a2a", "naive", "allgather_reducescatter"])
+@pytest.mark.parametrize(
+    "backend",
+    ["ep_a2a", *(pytest.param(name, marks=needs_own_gpus(2)) for name in ("naive", "allgather_reducescatter"))],
+)
 def test_demo(backend: str, quant: str) -> None:
     sizes = ("--tokens", "512", "--hidden", "2048", "--experts", "32", "--topk", "8")
-    arguments = ("--device", "cuda", "--ranks", "72", "--backend", backend, "--quant", quant, "--json")
+    arguments = ("--device", "cuda", "--ranks", str(num_ranks()), "--backend", backend, "--quant", quant, "--json")
     report = json.loads(succeeded(run_cli("demo", *arguments, *sizes)))
     assert report["matches"] is True
-    assert report["ranks"] == torch.cuda.device_count()
+    assert report["ranks"] == num_ranks()
+    assert ("share" in report["note"]) == (torch.cuda.device_count() == 1)
     assert report["device_name"]
 
 

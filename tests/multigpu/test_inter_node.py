@@ -9,7 +9,7 @@ import pytest
 from tests.cases.op_cases import Case, run_case
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import staged
-from tests.markers import needs_gpus
+from tests.markers import needs_own_gpus
 
 FORMS = {
     "compact": {"layout": "compact"},
@@ -25,8 +25,8 @@ FORMS = {
 @pytest.mark.parametrize(
     ("num_nodes", "per_node"),
     [
-        pytest.param(2, 1, marks=needs_gpus(2)), pytest.param(2, 2, marks=needs_gpus(4)),
-        pytest.param(4, 2, marks=needs_gpus(8)),
+        pytest.param(2, 1, marks=needs_own_gpus(2)), pytest.param(2, 2, marks=needs_own_gpus(4)),
+        pytest.param(4, 2, marks=needs_own_gpus(8)),
     ],
 )  # fmt: skip
 def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_special import missing_rank
+from tests.markers import needs_own_gpus
 from tests.multigpu.cases import fitted, op_cases, special_cases
 
 
@@ -57,6 +58,7 @@ def one_visible_gpu(context: RankContext, case: Case) -> str:
     return kind
 
 
+@needs_own_gpus(2, "a rank that sees one GPU")
 def test_ranks_that_all_see_cuda_0() -> None:
     case = fitted(Case(world_size=4))
     assert set(run_ranks(one_visible_gpu, case.world_size, case, device="cpu")) == {"CUDA IPC"}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from ep_a2a.topology import classify, gather_report
+from tests.markers import needs_own_gpus
 from tests.multiprocess.test_parallel_state import describe_groups, life_of_a_manager
+
+pytestmark = needs_own_gpus(2)
 
 
 def report(context):

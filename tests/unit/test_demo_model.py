@@ -14,7 +14,7 @@ from ep_a2a.commands.demo.model import embed, expert_weights, read_text, route
 from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
 from ep_a2a.commands.messages import show_error
 from ep_a2a.commands.options import Quant
-from ep_a2a.commands.ranks import choose_device
+from ep_a2a.commands.ranks import choose_device, default_ranks
 from ep_a2a.config import DISPATCH_QUANT_TYPES
 from ep_a2a.errors import ConfigError, MissingPackageError, ShapeError, TopKError, UnsupportedError
 from ep_a2a.reference import dense_moe, expert_mlp_rows
@@ -102,13 +102,17 @@ def test_settings_are_checked_before_anything_starts() -> None:
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 4) == ("cuda", 2)
-    assert choose_device("cuda", 1) == ("cuda", 1)
-    assert choose_device("cpu", 4) == ("cpu", 4)
+    assert [choose_device(asked) for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_device("auto", 4) == ("cpu", 4)
+    assert choose_device("auto") == "cpu"
     with pytest.raises(UnsupportedError):
-        choose_device("cuda", 4)
+        choose_device("cuda")
+
+
+def test_ranks_that_a_command_starts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_gpus, device, num_ranks in ((8, "cuda", 4), (2, "cuda", 2), (1, "cuda", 4), (2, "cpu", 4)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        assert default_ranks(device, 4) == num_ranks
 
 
 def test_who_named_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ def report_of(**changes: Any) -> dict[str, Any]:
     wire = {"dispatch": 6000, "combine": 5000, "total": 11000}
     report = {
         "matches": True, "text": "a.txt", "tokens_available": 20, "tokens_per_rank": (4, 8), "ranks": 2,
-        "ranks_asked_for": 2, "device": "cpu", "device_name": "", "hidden_dim": 128, "intermediate_dim": 64,
+        "note": "", "device": "cpu", "device_name": "", "hidden_dim": 128, "intermediate_dim": 64,
         "experts": 4, "topk": 2, "quant_type": "none", "topology": "1 node", "backend": "ep_a2a",
         "backend_reason": "the default", "kernel": "IntraNode", "kernel_reason": "all ranks on one node",
         "rows": [[3, 4], [0, 8]], "row_bytes_dispatch": 512, "row_bytes_combine": 256, "wire_bytes": wire,
@@ -56,7 +56,7 @@ def test_the_traffic_is_a_picture_of_shades() -> None:
 
 def test_many_ranks_fit_into_eighty_columns() -> None:
     rows = [[1000] * 64 for _ in range(64)]
-    text = printed(report_of(rows=rows, ranks=64, ranks_asked_for=64, tokens_per_rank=(1,) * 64))
+    text = printed(report_of(rows=rows, ranks=64, tokens_per_rank=(1,) * 64))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert ["63", "1000", "63000", "30.8", "MiB", "64000"] in [line.split() for line in text.splitlines()]
@@ -73,5 +73,8 @@ def test_details_have_times_on_gpus_only(device: str) -> None:
     assert "µs" not in short
 
 
-def test_fewer_ranks_than_asked_for_are_mentioned() -> None:
-    assert "8 ranks were asked for; there are 2 GPUs" in printed(report_of(device="cuda", ranks_asked_for=8), 200)
+def test_shared_gpus_are_mentioned() -> None:
+    note = "8 ranks share 1 GPU: times are not those of NVLink"
+    text = printed(report_of(device="cuda", ranks=8, note=note), 200)
+    assert "on 8 ranks that share GPUs, and" in text
+    assert note in text

@@ -481,7 +481,8 @@ def test_several_nodes():
 @pytest.mark.parametrize(
     ("request_", "subjects"),
     [
-        (Request(ranks_per_node=(8,)), ["ranks"]),
+        (Request(ranks_per_node=(8,)), []),
+        (Request("allgather_reducescatter", ranks_per_node=(8,)), ["ranks"]),
         (Request(hidden_dim=7168, quant="fp8_per_1x128"), []),
         (Request(hidden_dim=7164), ["hidden size"]),
         (Request(hidden_dim=2880, quant="fp8_per_1x128"), ["hidden size"]),

@@ -120,10 +120,11 @@ def test_gpu_of_global_rank_three_or_five(monkeypatch, num_devices, current, lau
     assert chosen == [index]
 
 
-def test_gpu_that_is_not_there(monkeypatch):
-    pretend_gpus(monkeypatch, 4, 0, None)
-    with pytest.raises(ConfigError, match="local_rank < 4"):
-        state._choose_device("nccl", 4, 0)
+def test_more_ranks_than_gpus_share_them(monkeypatch):
+    chosen = pretend_gpus(monkeypatch, 4, 0, None)
+    for local_rank in (4, 7):
+        state._choose_device("nccl", local_rank, 0)
+    assert chosen == [0, 3]
 
 
 def test_backend_without_nccl_means_cpu(monkeypatch):

@@ -29,6 +29,7 @@ from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.topology.gpu_share import sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ def run(options: dict[str, Any]) -> bool:
     Raises:
         EpA2AError: what is asked for cannot be measured or written.
     """
-    kind, _ = choose_device(options["device"].value, 1)
+    kind = choose_device(options["device"].value)
     defaults = DEFAULTS[kind]
     nodes = numbers("gpus-per-node", options["gpus_per_node"], ())
     usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
@@ -96,7 +97,7 @@ def run(options: dict[str, Any]) -> bool:
 def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
     """Returns the sweep of the command's options on a kind of device; joined: ranks of the job, None without one."""
     defaults = DEFAULTS[device]
-    ranks = requested_ranks(options["ranks"], device, joined or defaults.num_ranks, is_joined=joined is not None)
+    ranks = requested_ranks(options["ranks"], joined or defaults.num_ranks, is_joined=joined is not None)
     return Sweep(
         world_size=ranks,
         hidden_dim=numbers("hidden", options["hidden"], (defaults.hidden_dim,), MOST_HIDDEN),
@@ -137,6 +138,8 @@ def execute(
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
+    shared = sharing_note(max(point.world_size for point in points), torch.cuda.device_count())
+    header |= {"note": shared} if shared and device == "cuda" else {}
     lines = JsonLines(output, header) if output is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
     progress_console = messages.notices()
@@ -186,17 +189,13 @@ def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:
         )  # fmt: skip
 
 
-def requested_ranks(text: str | None, device: str, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
-    """Returns the numbers of ranks to measure: those of --ranks, else of the job or all GPUs.
+def requested_ranks(text: str | None, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
+    """Returns the numbers of ranks to measure: those of --ranks, else of the job, or one per GPU.
 
     Raises:
         ConfigError: --ranks is not the number of ranks that torchrun has started.
-        UnsupportedError: there are fewer GPUs than ranks.
     """
-    num_gpus = torch.cuda.device_count()
-    requested = numbers("ranks", text, (default or num_gpus,))
+    requested = numbers("ranks", text, (default or torch.cuda.device_count(),))
     if is_joined and requested != (default,):
         raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
-    if not is_joined and device == "cuda" and max(requested) > num_gpus:
-        raise UnsupportedError(f"at most {num_gpus} ranks, one for each GPU", str(max(requested)), "Lower --ranks.")
     return requested

@@ -43,6 +43,11 @@ FORMER_NAMES = {"ep_a2a_rail": "ep_a2a_staged"}
 BETWEEN_NODES = _NAMES["nodes"]
 """Kernels and transports that only several nodes have."""
 
+ON_SHARED_GPUS = frozenset(
+    (*_NAMES["native"], *_NAMES["low_latency"], "ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged")
+)
+"""Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
+
 ONLY_WHEN_NAMED = (*_NAMES["low_latency"], "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency")
 """Contenders that no default includes: interfaces on this package's op, NVSHMEM, another mode of a contender."""
 

@@ -14,8 +14,11 @@ from ep_a2a.commands.bench.contenders import LIMIT
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
 from ep_a2a.commands.bench.worker import run_contender
 from ep_a2a.config import Layout
+from ep_a2a.memory.gpu_ranks import ranks_by_gpu
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
+from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +75,7 @@ class PoolRunner(Runner):
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:
             row = Row(workload, name, Status.ERROR, failure.summary[:MAX_REASON_CHARACTERS])
+        row = replace(row, note=self._pool.note)
         if row.status == Status.ERROR:
             self.close()
         return row
@@ -100,14 +104,17 @@ class JoinedRunner(Runner):
         rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         place = torch.device("cpu")
         if device == "cuda":
-            place = torch.device("cuda", rank % torch.cuda.device_count())
+            place = torch.device("cuda", gpu_of(rank, torch.cuda.device_count()))
             torch.cuda.set_device(place)
-        self._context = RankContext(rank, self.world_size, place, group)
+        by_gpu = ranks_by_gpu(Rendezvous(group), place)
+        self._note = sharing_note(self.world_size, len(by_gpu))
+        most = max(map(len, by_gpu.values()), default=1)
+        self._context = RankContext(rank, self.world_size, place, group, most)
         self.shows_results = rank == 0
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
         """Returns the contender's row; the workload is for the ranks of the job."""
-        return run_contender(self._context, workload, name, settings)
+        return replace(run_contender(self._context, workload, name, settings), note=self._note)
 
     def close(self) -> None:
         """Leaves the process group where this runner has joined it."""

@@ -108,7 +108,7 @@ def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
         prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--ranks", type=at_least(1), default=4, help="processes, one per GPU")
+    add("--ranks", type=at_least(1), default=4, help="processes; more than GPUs share them")
     add("--device", choices=("cpu", "cuda"), default="cuda", help="times on CPU say nothing about GPUs")
     add("--tokens", type=at_least(1), nargs="+", default=[128, 512, 4096], help="tokens of each rank")
     add("--hidden", type=at_least(1), default=7168, help="hidden size")
@@ -141,11 +141,8 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     Exits with an error before any process starts.
     """
     options = parser.parse_args(arguments)
-    num_gpus = torch.cuda.device_count()
-    if options.device == "cuda" and options.ranks > num_gpus:
-        parser.error(
-            f"{options.ranks} ranks need as many GPUs, and there are {num_gpus}: lower --ranks, or --device cpu"
-        )
+    if options.device == "cuda" and not torch.cuda.device_count():
+        parser.error("there is no GPU: --device cpu")
     if options.json is not None and not options.json.resolve().parent.is_dir():
         parser.error(f"there is no folder {options.json.resolve().parent} for --json")
     options.timing = TimingSettings(options.warmups, options.runs, options.layers, num_host_calls=0)
@@ -167,6 +164,7 @@ def run_sweep(
     note = {"note": CPU_NOTE} if options.device == "cpu" else {}
     try:
         with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
+            note |= {"note": pool.note} if pool.note else {}
             for workload in options.workloads:
                 new = pool.run(function, workload, *args)[0]
                 for row in new:

@@ -49,6 +49,7 @@ class Row:
     reason: str = ""
     timing: Timing | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 def shown_name(contender: str, device: str) -> str:
@@ -84,6 +85,7 @@ def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
     record |= {f"{phase}_bytes": num_bytes for phase, num_bytes in moved.items()}
     record |= {"reason": row.reason} if row.reason else {}
     record |= {"details": row.details} if row.details else {}
+    record |= {"note": row.note} if row.note else {}
     if timing is None:
         return record
     own = times[row.contender]

@@ -119,7 +119,7 @@ class CudaClock(Clock):
         clock_khz = getattr(torch.cuda.get_device_properties(context.device), "clock_rate", FALLBACK_CLOCK_KHZ)
         self._hold_cycles = int(HOLD_SECS * 1e3 * clock_khz)
         # the first one makes NCCL's communicator
-        super().align()
+        self.align()
         self.synchronize()
 
     def align(self) -> None:
@@ -142,9 +142,24 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
 
+class SharedCudaClock(CudaClock):
+    """CUDA events where ranks share GPUs, which NCCL refuses: the barrier is the hosts', and a sleep follows it.
+
+    Ranks begin as far apart as their hosts leave the barrier.
+    """
+
+    def align(self) -> None:
+        """Waits for all ranks, then queues a sleep, during which the host queues the work."""
+        self.synchronize()
+        dist.barrier(group=self._group)
+        torch.cuda._sleep(self._hold_cycles)  # type: ignore[no-untyped-call]
+
+
 def make_clock(context: RankContext) -> Clock:
     """Returns the clock of the context's device."""
-    return CudaClock(context) if context.device.type == "cuda" else Clock(context)
+    if context.device.type == "cpu":
+        return Clock(context)
+    return SharedCudaClock(context) if context.ranks_per_gpu > 1 else CudaClock(context)
 
 
 def measure(session: Session, context: RankContext, rendezvous: Rendezvous, settings: TimingSettings) -> Timing:

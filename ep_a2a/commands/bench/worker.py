@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.bench.contenders import make_contender
+from ep_a2a.commands.bench.contenders import ON_SHARED_GPUS, make_contender
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
 from ep_a2a.commands.bench.timing import measure
 from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
@@ -13,7 +13,7 @@ from ep_a2a.memory.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.commands.bench.contenders import Session
+    from ep_a2a.commands.bench.contenders import Contender, Session
     from ep_a2a.commands.bench.timing import TimingSettings
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.testing.worker import RankContext
@@ -36,7 +36,7 @@ def run_contender(context: RankContext, workload: Workload, name: str, settings:
     timing, status, reason = None, Status.OK, ""
     try:
         contender = _together(rendezvous, "loading", lambda: make_contender(name))
-        own_reason = _together(rendezvous, "asking", lambda: contender.unavailable(workload, context.device))
+        own_reason = _together(rendezvous, "asking", lambda: _why_not(contender, workload, context))
         why_not = rendezvous.exchange("availability", own_reason)
         if any(why_not):
             raise _NotRunError(Status.UNAVAILABLE, next(text for text in why_not if text))
@@ -50,6 +50,13 @@ def run_contender(context: RankContext, workload: Workload, name: str, settings:
     if session is not None and status != Status.ERROR:
         session.close()
     return Row(workload, name, status, reason, timing, details)
+
+
+def _why_not(contender: Contender, workload: Workload, context: RankContext) -> str | None:
+    """Returns why a contender cannot run here; None where it can."""
+    if context.ranks_per_gpu > 1 and contender.name not in ON_SHARED_GPUS:
+        return "needs a GPU for each rank"
+    return contender.unavailable(workload, context.device)
 
 
 def _together(rendezvous: Rendezvous, label: str, work: Callable[[], Any]) -> Any:

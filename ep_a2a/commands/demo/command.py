@@ -27,7 +27,6 @@ def execute(
     settings: DemoSettings,
     text: DemoText,
     *,
-    ranks_asked_for: int,
     plot: Path | None = None,
     output: Path | None = None,
     as_json: bool = False,
@@ -38,7 +37,6 @@ def execute(
 
     Args:
         settings: sizes and choices. text: settings.num_tokens tokens.
-        ranks_asked_for: what the user wanted; settings.num_ranks is what the machine can do.
         plot: where to write the heat map. output: where to write the report as JSON.
         as_json: print the report as JSON.
         verbose: print details behind the verdict and the traffic.
@@ -58,7 +56,7 @@ def execute(
             status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
             results = call_ranks(pool, run_rank, settings, text.tokens, corrupt_rank)
         status.update("comparing with the dense layer")
-        report = make_report(settings, text, ranks_asked_for, results)
+        report = make_report(settings, text, pool.note, results)
     if plot is not None:
         plot_traffic(report, settings, plot)
     give_json(report, output, as_json=as_json)

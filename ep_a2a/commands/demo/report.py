@@ -25,16 +25,15 @@ INDEX_BYTES = 4
 WEIGHT_BYTES = 4
 
 
-def make_report(
-    settings: DemoSettings, text: DemoText, ranks_asked_for: int, results: list[RankResult]
-) -> dict[str, Any]:
+def make_report(settings: DemoSettings, text: DemoText, note: str, results: list[RankResult]) -> dict[str, Any]:
     """Returns everything that `ep-a2a demo` prints, as plain values; `--json` prints it as it is.
 
     Keys:
         matches: whether the run is right.
         text: where the tokens come from. tokens_available: words and marks in it.
         tokens_per_rank: tokens that each rank brings.
-        ranks, ranks_asked_for: processes. device: "cpu" or "cuda". device_name: of rank 0's GPU.
+        ranks: processes. note: what times say where they share GPUs, else "".
+        device: "cpu" or "cuda". device_name: of rank 0's GPU.
         hidden_dim, intermediate_dim, experts, topk, quant_type: the layer.
         topology, backend, backend_reason, kernel, kernel_reason: the choices, and why.
         rows: rows sent, source by destination rank, each token once per rank that it is for.
@@ -46,7 +45,7 @@ def make_report(
         versions: of this package and of what the ranks have loaded.
 
     Args:
-        settings, text: of the run. ranks_asked_for: may be more than were run.
+        settings, text: of the run. note: as above.
         results: of each rank.
     """
     routing = ([result.ids for result in results], settings.num_experts, settings.num_ranks)
@@ -59,7 +58,7 @@ def make_report(
         "tokens_available": text.num_available,
         "tokens_per_rank": settings.tokens_per_rank,
         "ranks": settings.num_ranks,
-        "ranks_asked_for": ranks_asked_for,
+        "note": note,
         "device": settings.device,
         "device_name": first.device_name,
         **_layer(settings),

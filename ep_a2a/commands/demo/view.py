@@ -35,7 +35,7 @@ def show_report(console: Console, report: dict[str, Any], *, verbose: bool = Fal
 def _verdict(it: dict[str, Any]) -> Text:
     """Says in one sentence what was checked, and whether it is right."""
     num_tokens, num_ranks = sum(it["tokens_per_rank"]), it["ranks"]
-    where = "CPU processes" if it["device"] == "cpu" else "GPUs"
+    where = "CPU processes" if it["device"] == "cpu" else "ranks that share GPUs" if it["note"] else "GPUs"
     sent = f"{num_tokens} tokens went through an expert-parallel MoE layer on {num_ranks} {where}"
     if it["matches"]:
         return Text(f"Right: {sent}, and every output matches the dense layer.", style="bold green")
@@ -46,11 +46,8 @@ def _verdict(it: dict[str, Any]) -> Text:
 
 
 def _notes(it: dict[str, Any]) -> list[Text]:
-    """Says what differs from what was asked for."""
-    if it["ranks"] == it["ranks_asked_for"]:
-        return []
-    asked = f"{it['ranks_asked_for']} ranks were asked for; there are {it['ranks']} GPUs, one for each rank."
-    return [Text(asked, style="yellow")]
+    """Says what the reader must know beside the verdict."""
+    return [Text(it["note"], style="yellow")] if it["note"] else []
 
 
 def _grid(rows: Rows) -> Table:

@@ -86,7 +86,7 @@ def judge_backend(info: SystemInfo, request: Request) -> BackendVerdict:
         *_check_shape(info, request),
         *(_check_reach(info, ranks) if name == DEFAULT_BACKEND else ()),
         *(check_needs(info, request, ranks) if name == info.backend.name else ()),
-        *_check_ranks(info, ranks),
+        *_check_ranks(info, ranks, name),
         *(_check_memory(info, request, ranks, name) if request.max_tokens is not None else ()),
     )
     return BackendVerdict(name, reason, kernel, why, device, ranks, diagnostics)
@@ -155,9 +155,11 @@ def _check_reach(info: SystemInfo, ranks: tuple[int, ...]) -> Iterator[Diagnosti
              f"missing between GPUs {pairs_text(pairs)}; ep_a2a's kernels need it (NVLink)", USE_PORTABLE))  # fmt: skip
 
 
-def _check_ranks(info: SystemInfo, ranks: tuple[int, ...]) -> list[Diagnostic]:
+def _check_ranks(info: SystemInfo, ranks: tuple[int, ...], name: str) -> list[Diagnostic]:
     num_gpus = info.torch.num_gpus
     return first("ranks",
+        (NOTE, 0 < num_gpus < max(ranks) and name == DEFAULT_BACKEND,
+         f"{max(ranks)} on a node share {num_gpus} GPUs: right, and slower than with a GPU each"),
         (ERROR, 0 < num_gpus < max(ranks), f"{max(ranks)} on a node, {num_gpus} GPUs here",
          "Start one rank per GPU."))  # fmt: skip
 

@@ -46,6 +46,7 @@ class SelfTest:
         device: "cpu" or "cuda". num_ranks: ranks that took part.
         pairs: what two ranks measured, or why they failed, as text.
         together: why a step of all ranks failed; "" where it did not. step_us: how long it took.
+        note: what the numbers do not say where ranks share GPUs; "" else.
     """
 
     device: str
@@ -53,6 +54,7 @@ class SelfTest:
     pairs: dict[Pair, PairResult | str] = field(default_factory=dict)
     together: str = ""
     step_us: float = 0.0
+    note: str = ""
 
     @property
     def measured(self) -> list[PairResult]:
@@ -94,7 +96,7 @@ class SelfTest:
         ]
         return {
             "device": self.device,
-            "note": CPU_NOTE if self.device == "cpu" else "",
+            "note": CPU_NOTE if self.device == "cpu" else self.note,
             "num_ranks": self.num_ranks,
             "gb_per_s": self.gb_per_s,
             "pairs": pairs,
@@ -114,7 +116,7 @@ def run_selftest(
     A pair that fails ends the processes; the next one gets new ones, so that failures do not spread.
 
     Args:
-        device: "cpu" or "cuda", with a GPU for each rank.
+        device: "cpu" or "cuda".
         num_ranks: processes.
         pair_secs: how long to measure a pair.
         progress: of num_parts(num_ranks) parts; None shows nothing.
@@ -134,7 +136,7 @@ def run_selftest(
                 step_us = pool.run(check_op, ALL_SECS)[0][0]
             except RankFailure as failure:
                 together = _error_text(failure)
-    return SelfTest(device, num_ranks, pairs, together, step_us)
+    return SelfTest(device, num_ranks, pairs, together, step_us, pool.note)
 
 
 def num_parts(num_ranks: int) -> int:
@@ -164,8 +166,8 @@ def judge(test: SelfTest) -> list[Diagnostic]:
         pushes, steps = (sum(getattr(each, name) for each in test.measured) for name in ("num_pushes", "num_steps"))
         done = f"{len(test.measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
         diagnostics.append(Diagnostic("self-test", OK, done))
-    if test.device == "cpu":
-        diagnostics.append(Diagnostic("self-test", NOTE, CPU_NOTE))
+    if test.device == "cpu" or test.note:
+        diagnostics.append(Diagnostic("self-test", NOTE, CPU_NOTE if test.device == "cpu" else test.note))
     return diagnostics
 
 

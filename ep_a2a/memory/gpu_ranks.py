@@ -1,0 +1,42 @@
+"""Which ranks of a group use one GPU: asked of the GPUs themselves, since ranks number what they see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ep_a2a.memory.rendezvous import Rendezvous
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Returns the identity of a CUDA device, the same in all processes; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def ranks_by_gpu(rendezvous: Rendezvous, device: torch.device) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks that use each GPU, by its identity. Collective; the same on all ranks. Nothing on CPU."""
+    found: dict[str, tuple[int, ...]] = {}
+    if device.type == "cpu":
+        return found
+    for rank, uuid in enumerate(rendezvous.exchange("GPU of each rank", gpu_uuid(device))):
+        found[uuid] = (*found.get(uuid, ()), rank)
+    return found
+
+
+def require_own_gpus(rendezvous: Rendezvous, device: torch.device) -> None:
+    """Raises on all ranks where NCCL would refuse the group. Collective.
+
+    Raises:
+        UnsupportedError: several ranks use one GPU.
+    """
+    shared = [ranks for ranks in ranks_by_gpu(rendezvous, device).values() if len(ranks) > 1]
+    if shared:
+        together = "; ".join(f"ranks {', '.join(map(str, ranks))} use one" for ranks in shared)
+        raise UnsupportedError(
+            "a GPU for each rank, which NCCL needs", together,
+            "Use the backend 'ep_a2a', whose kernels need no NCCL, or start a rank for each GPU.",
+        )  # fmt: skip

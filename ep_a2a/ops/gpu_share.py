@@ -1,0 +1,71 @@
+"""Divides a GPU's multiprocessors among the ranks that use it and their ops, so that all programs that wait fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.tuning.policy import LEAST_PROGRAMS
+
+if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+logger = logging.getLogger(__name__)
+
+
+def share_of(num_sms: int, num_ranks: int, num_ops: int) -> int:
+    """Returns the multiprocessors of one launch, where each of a GPU's ranks may have num_ops launches that wait.
+
+    Raises:
+        UnsupportedError: that is less than a launch needs.
+    """
+    share = num_sms // num_ranks // num_ops
+    if share < LEAST_PROGRAMS:
+        raise UnsupportedError(
+            f"{LEAST_PROGRAMS} multiprocessors at least for each op that may wait for other ranks",
+            f"{share}: {num_ranks} ranks with {num_ops} ops of different index share a GPU of {num_sms}",
+            "Start fewer ranks per GPU, or close ops, or give ops whose steps do not overlap one index.",
+        )
+    return share
+
+
+def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) -> int:
+    """Returns the most multiprocessors of the launches of every op of the arena, 0 = all. Collective.
+
+    All ranks get the same number. Ops of one index follow each other, so they count as one.
+
+    Args:
+        config: of the op that is being built. arena, index: where.
+
+    Raises:
+        UnsupportedError: launches would not fit on the GPU together; on all ranks.
+    """
+    if arena.ranks_per_gpu < 2:
+        return 0
+    num_ops = len({place[1] for place in arena.users} | {index})
+    num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count
+    everyone = arena.rendezvous.exchange("share of a GPU", [num_sms, num_ops])
+    try:
+        share = share_of(min(s for s, _ in everyone), arena.ranks_per_gpu, max(n for _, n in everyone))
+    except UnsupportedError:
+        arena.give_back(index)
+        raise
+    logger.info("rank %d: %d ranks share a GPU, at most %d multiprocessors for each launch", config.rank,
+                arena.ranks_per_gpu, share)  # fmt: skip
+    return share
+
+
+def share_gpu(share: int, new: EpDispatchCombineOp, arena: Arena) -> None:
+    """Bounds the launches of a new op, and of those that may now wait beside it; 0 bounds nothing. Local.
+
+    A graph that was captured before keeps the launches that it has.
+    """
+    if share == 0:
+        return
+    for op in (new, *(op for op in arena.users.values() if op is not new)):
+        op.engine.limit_sms(share, "share of the GPU")

@@ -1,0 +1,75 @@
+"""The kernels that a case launches, which are far fewer than an op compiles when it is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.tuning.tables import arch_name, load_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.testing import RankContext
+    from tests.cases.op_cases import Case
+
+Variants = list[tuple[CompiledKernel, tuple[Any, ...]]]
+
+
+def find_tables(kernels: IntraNodeKernels) -> None:
+    """What `compile` does before it compiles."""
+    if kernels.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(kernels.device)
+        kernels.use_tables(load_tables(arch_name(capability), kernels.config.world_size))
+
+
+def compiled_when_used(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+    """Runs a body whose ops compile what they launch, when they first do."""
+    with mock.patch.object(IntraNodeKernels, "compile", find_tables):
+        return body(context, case, *more)
+
+
+def used_by(kernels: IntraNodeKernels, case: Case, *, gives_ids: bool = True) -> Variants:
+    """(kernel, run-time arguments) of all launches of a case's steps, on any rank; nothing is compiled.
+
+    gives_ids: whether combine is given this rank's ids.
+    """
+    recorded: Variants = []
+    with mock.patch.object(CompiledKernel, "compile", lambda kernel, args: recorded.append((kernel, args))):
+        for step, rank in ((step, rank) for step in range(case.num_steps) for rank in range(case.world_size)):
+            recorded += _of_step(kernels, case, step, rank, gives_ids=gives_ids)
+        if case.layout == "expert_major":
+            # launched beside dispatch and combine
+            recorded += [each for each in kernels.variants() if "expert" in each[0].kernel.__name__]
+    return list({id(kernel): (kernel, values) for kernel, values in recorded}.values())
+
+
+def _of_step(kernels: IntraNodeKernels, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[Any]:
+    config, device = kernels.config, kernels.device
+    word, floats = (torch.empty(16, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    x, rows = (torch.empty(16, dtype=dtype, device=device) for dtype in (case.dtype, config.combined_dtype))
+    num_tokens, stride = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
+    by_expert = case.layout == "expert_major"
+    scales = word if case.scale_dim else None
+    dispatch = DispatchArguments(
+        x, scales, floats if case.with_weights else None, word, num_tokens, stride, 1, case.pad_id, 1
+    )  # fmt: skip
+    weights = floats if case.combine_weights and case.with_weights and not by_expert else None
+    biases = [None, None]
+    for place in (1, 0)[: case.num_biases] if rank % 2 else (0, 1)[: case.num_biases]:
+        biases[place] = rows  # type: ignore[call-overload]
+    combine = CombineArguments(rows, weights, word if gives_ids else None, rows, num_tokens, stride)
+    combine = combine._replace(biases=tuple(biases))
+    for stages in _stages(case, step, rank, "dispatch"):
+        yield from (launch[:2] for launch in kernels._dispatch_launches(dispatch, stages, -1, -1))
+    for stages in _stages(case, step, rank, "combine"):
+        yield from (launch[:2] for launch in kernels._combine_launches(combine, stages, -1, -1))
+
+
+def _stages(case: Case, step: int, rank: int, phase: str) -> tuple[Stages, ...]:
+    return (SEND, RECEIVE) if case.in_halves(step, rank, phase) else (WHOLE,)

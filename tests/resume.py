@@ -1,0 +1,53 @@
+"""Leaves out tests that have passed in an earlier run: EP_A2A_TEST_RESULTS names the folder where that is noted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+VARIABLE = "EP_A2A_TEST_RESULTS"
+FILE = "tests.jsonl"
+
+
+def results_file() -> Path | None:
+    """The file of a line per test that was run; None where nothing is to be noted."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) / FILE if folder else None
+
+
+def passed(path: Path) -> set[str]:
+    """The tests whose last run has passed."""
+    outcomes: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            outcomes[record["test"]] = record["outcome"]
+    return {test for test, outcome in outcomes.items() if outcome == "passed"}
+
+
+def leave_out_passed(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what has passed."""
+    path = results_file()
+    done = passed(path) if path else set()
+    left_out = [item for item in items if item.nodeid in done]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in done]
+
+
+def note(report: pytest.TestReport) -> None:
+    """Appends a test's outcome, with its seconds and, unless it has passed, why."""
+    path = results_file()
+    if path is None or (report.when != "call" and report.outcome == "passed"):
+        return
+    record = {"test": report.nodeid, "outcome": report.outcome, "secs": round(report.duration, 2)}
+    if report.outcome != "passed":
+        record["reason"] = report.longreprtext[-2000:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")

@@ -1,0 +1,83 @@
+"""Ranks that share GPUs: who uses which, how many multiprocessors each gets, and what is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.memory import gpu_ranks
+from ep_a2a.ops.gpu_share import share_of
+from ep_a2a.testing import RankPool, launch
+from ep_a2a.testing.mps import Mps
+from ep_a2a.topology.gpu_share import gpu_of, ranks_per_gpu, sharing_note
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_ranks_take_gpus_in_turn() -> None:
+    assert [gpu_of(rank, 3) for rank in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [ranks_per_gpu(8, num_gpus) for num_gpus in (0, 1, 3, 8, 9)] == [0, 8, 3, 1, 1]
+
+
+def test_sharing_is_said() -> None:
+    assert sharing_note(8, 1) == "8 ranks share 1 GPU: times are not those of NVLink"
+    assert sharing_note(8, 2) == "8 ranks share 2 GPUs: times are not those of NVLink"
+    assert [sharing_note(*numbers) for numbers in ((8, 8), (1, 1), (4, 0))] == ["", "", ""]
+
+
+def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "find_mps", lambda: Mps.NONE)
+    shared, own = RankPool(8, device="cuda"), RankPool(1, device="cuda")
+    assert (shared.ranks_per_gpu, shared.backend, shared.note) == (8, "gloo", sharing_note(8, 1))
+    assert (own.ranks_per_gpu, own.backend, own.note) == (1, "cpu:gloo,cuda:nccl", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UnsupportedError, match="a GPU"):
+        RankPool(1, device="cuda")
+    assert RankPool(2).ranks_per_gpu == 0
+
+
+class Meeting:
+    """A meeting of ranks whose GPUs are these."""
+
+    def __init__(self, uuids: list[str]) -> None:
+        self._uuids = uuids
+
+    def exchange(self, label: str, message: Any) -> list[str]:
+        return self._uuids
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="a", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def test_gpus_are_told_apart_by_their_identity() -> None:
+    meeting: Any = Meeting(["a", "b", "a"])
+    assert gpu_ranks.ranks_by_gpu(meeting, CUDA) == {"a": (0, 2), "b": (1,)}
+    assert gpu_ranks.ranks_by_gpu(meeting, torch.device("cpu")) == {}
+
+
+def test_nccl_is_refused_with_the_ranks_that_share() -> None:
+    own: Any = Meeting(["a", "b"])
+    gpu_ranks.require_own_gpus(own, CUDA)
+    shared: Any = Meeting(["a", "b", "a", "b"])
+    with pytest.raises(UnsupportedError, match=r"ranks 0, 2 use one; ranks 1, 3 use one") as caught:
+        gpu_ranks.require_own_gpus(shared, CUDA)
+    assert "'ep_a2a'" in caught.value.remedy
+
+
+def test_all_programs_that_wait_fit_on_the_gpu() -> None:
+    for num_ranks in range(1, 9):
+        for num_ops in range(1, 5):
+            assert 4 <= share_of(132, num_ranks, num_ops) <= 132 / (num_ranks * num_ops)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="8 ranks with 5 ops of different index share a GPU of 132"):
+        share_of(132, 8, 5)

@@ -1,0 +1,160 @@
+"""The private MPS daemon, with a script in the place of NVIDIA's program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from ep_a2a.testing import mps, mps_watchdog
+from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps, remove_orphans
+
+CONTROL = """#!/bin/sh
+if [ "$1" = -f ]; then
+    echo "$CUDA_VISIBLE_DEVICES" > "$CUDA_MPS_LOG_DIRECTORY/visible"
+    echo $$ > "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid"
+    mkfifo "$CUDA_MPS_PIPE_DIRECTORY/control"
+    read line < "$CUDA_MPS_PIPE_DIRECTORY/control"
+    echo "$line" >> "$FAKE_LOG"
+else
+    read line
+    echo "$line" > "$CUDA_MPS_PIPE_DIRECTORY/control"
+fi
+"""
+BROKEN = """#!/bin/sh
+echo "An instance of this daemon is already running"
+exit 1
+"""
+PATIENCE_SECS = 10.0
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the daemon notes when it ends; its program is on the PATH, and folders are made in a place of their own."""
+    folder, temporary = tmp_path / "bin", Path(tempfile.mkdtemp(prefix="mps"))
+    folder.mkdir()
+    (folder / mps.CONTROL).write_text(CONTROL)
+    (folder / mps.CONTROL).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.delenv(mps.PIPE_VARIABLE, raising=False)
+    monkeypatch.setattr(mps, "DEFAULT_PIPE", tmp_path / "nobody")
+    return tmp_path / "log"
+
+
+def comes(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.exists()
+
+
+def goes(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECS
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not path.exists()
+
+
+def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    daemon = MpsDaemon()
+    assert daemon.failure == ""
+    assert daemon.folder.stat().st_mode & 0o777 == 0o700
+    assert daemon.variables[mps.PIPE_VARIABLE] == str(daemon.folder / "pipe")
+    # clients choose among all GPUs themselves
+    assert (daemon.folder / "log" / "visible").read_text() == "\n"
+    daemon.close()
+    daemon.close()
+    assert log.read_text() == "quit -t 5\n"
+    assert not daemon.folder.exists()
+
+
+OWNER = """
+import os, sys, time
+from ep_a2a.testing.mps import MpsDaemon
+print(MpsDaemon().folder, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_owner_leaves_nothing(log: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().strip())
+    assert folder.is_dir()
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert goes(folder)
+    assert log.read_text() == "quit -t 5\n"
+
+
+def test_a_killed_watchdog_leaves_an_orphan_that_the_next_daemon_removes(log: Path) -> None:
+    first, other = MpsDaemon(), MpsDaemon()
+    record = json.loads((first.folder / mps_watchdog.RECORD).read_text())
+    os.kill(record["process"], signal.SIGKILL)
+    first.close()
+    assert first.folder.is_dir()
+    third = MpsDaemon()
+    assert not first.folder.exists()
+    # those whose watchdog lives stay
+    assert other.folder.is_dir()
+    assert log.read_text() == "quit -t 5\n"
+    for daemon in (other, third):
+        daemon.close()
+
+
+def test_folders_of_others_stay(log: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=mps.PREFIX))
+    gone = mps_watchdog.identity_of(os.getpid()) | {"started_at": "1"}
+    (folder / mps_watchdog.RECORD).write_text(json.dumps(gone))
+    folder.chmod(0o755)
+    assert remove_orphans("/bin/true") == []
+    folder.chmod(0o700)
+    for record in ("", "[]", json.dumps(gone | {"namespace": "pid:[1]"})):
+        (folder / mps_watchdog.RECORD).write_text(record)
+        assert remove_orphans("/bin/true") == []
+    (folder / mps_watchdog.RECORD).write_text(json.dumps(gone))
+    assert remove_orphans("/bin/true") == [folder]
+
+
+def test_a_daemon_that_does_not_start_says_why(log: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin" / mps.CONTROL).write_text(BROKEN)
+    daemon = MpsDaemon()
+    assert daemon.failure == "An instance of this daemon is already running"
+    assert daemon.variables == {}
+    assert not daemon.folder.exists()
+
+
+def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_mps() is Mps.PRIVATE
+    pipe = tmp_path / "nvidia-mps"
+    pipe.mkdir()
+    (pipe / f"{mps.CONTROL}.pid").write_text(str(os.getpid()))
+    monkeypatch.setattr(mps, "DEFAULT_PIPE", pipe)
+    # another process of that number
+    assert find_mps() is Mps.PRIVATE
+    monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
+    assert find_mps() is Mps.OF_THE_USER
+    monkeypatch.delenv(mps.PIPE_VARIABLE)
+    monkeypatch.setenv("PATH", "")
+    assert find_mps() is Mps.NONE
+    assert not Mps.NONE.at_once
+
+
+def test_a_running_daemon_is_found_by_its_name(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = MpsDaemon()
+    assert comes(daemon.folder / "pipe" / f"{mps.CONTROL}.pid")
+    monkeypatch.setattr(mps, "DEFAULT_PIPE", daemon.folder / "pipe")
+    assert find_mps() is Mps.OF_THE_USER
+    daemon.close()
