@@ -153,7 +153,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """Returns "torch.distributed", and why; see the base class."""
+        """Returns "torch.distributed", whatever the number of tokens, and the reason. Local."""
         return "torch.distributed", f"{cls.backend} uses collectives only, on {num_nodes} node(s)"
 
     def _release(self) -> None:

@@ -99,7 +99,13 @@ class NativeAll2AllManager(All2AllManagerBase):
         return self._arena
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """Returns the op for these handle kwargs; see the base class. Kwargs of equal meaning share one op.
+        """Returns the op for these handle kwargs. Kwargs of equal meaning share one op. Collective when the op is new.
+
+        The manager keeps the op weakly: hold it on every rank for as long as any rank uses it.
+
+        Args:
+            kwargs: vLLM's and AITER's handle kwargs; all but rank and num_local_experts are equal on all ranks.
+            index: ops whose steps overlap (micro-batches) need different indices.
 
         Raises:
             UnknownNameError, ConfigError: the kwargs are wrong; see config_from_handle_kwargs.
@@ -269,7 +275,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """Returns IntraNode, InterNodeV1 or InterNodeV1LL, and why; see the base class."""
+        """Returns IntraNode, InterNodeV1, InterNodeV1LL, or both of these without max_num_tokens; and why. Local."""
         return picked_kernel(num_nodes, max_num_tokens)
 
     def set_num_sms(self, num_sms: int) -> None:

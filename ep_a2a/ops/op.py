@@ -204,7 +204,7 @@ class EpDispatchCombineOp(ValidatedOp):
         self.engine.limit_sms(max_sms)
 
     def warmup_split(self) -> None:
-        """Compiles the split calls, now and whenever launches change; see the base class. Local."""
+        """Compiles the split calls, now and whenever launches change, so that they can be captured. Local."""
         self.engine.warmup_split()
 
     def record_spans(self) -> None:

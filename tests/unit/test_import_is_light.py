@@ -289,3 +289,13 @@ def without_docstring(name: str) -> list[str]:
 
 def test_everything_public_is_described():
     assert offenders(without_docstring) == {}
+
+
+def without_the_fact(name: str) -> list[str]:
+    return [
+        what for what, node in public_definitions(tree_of(name).body) if "base class" in (ast.get_docstring(node) or "")
+    ]
+
+
+def test_docstrings_repeat_the_fact_instead_of_naming_the_base_class():
+    assert offenders(without_the_fact) == {}

@@ -141,7 +141,7 @@ class MoriAll2AllManager(LibraryAll2AllManager):
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """One of MORI's; see the base class."""
+        """Returns the name of MORI's kernel for this number of nodes, and the reason. Local."""
         return f"mori {cls.inter_node_kernel if num_nodes > 1 else 'IntraNode'}", f"{num_nodes} node(s)"
 
 
