@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
-from ep_a2a.memory.own_process import OwnProcess
+from ep_a2a.memory.use_order import OwnProcess
 from ep_a2a.topology.facts import require_one_version, with_version
 
 if TYPE_CHECKING:

@@ -1,14 +1,15 @@
-"""Orders the uses of memory that ops share: one step at a time, calls across CUDA streams; detects captures."""
+"""Orders the uses of shared memory: one process, one step at a time, calls across streams; detects captures."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import AlternationError, StateError
+from ep_a2a.errors import AlternationError, ForkedProcessError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,33 @@ def recording_on_cpu() -> Iterator[None]:
         yield
     finally:
         _recorded_on_cpu = False
+
+
+class OwnProcess:
+    """The process that made an object whose memory and connections belong to it.
+
+    A forked child has the same memory mapped and the same connection to the store: its calls would be taken for its
+    parent's.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is that process, and not a forked child of it."""
+        return os.getpid() == self._pid
+
+    def require(self, what: str) -> None:
+        """Raises ForkedProcessError in a forked child.
+
+        Args:
+            what: the object, for the error's text.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"{what} to be used by process {self._pid}, which made it", f"process {os.getpid()}"
+            )
 
 
 class StreamOrder:

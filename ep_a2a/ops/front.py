@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.kernels.layout import Stage
-from ep_a2a.memory.own_process import OwnProcess
+from ep_a2a.memory.use_order import OwnProcess
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
 from ep_a2a.ops.base import OpSizes, num_rows
 
