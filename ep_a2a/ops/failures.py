@@ -15,11 +15,14 @@ from ep_a2a.errors import (
     RankTimeoutError,
 )
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
+from ep_a2a.memory.liveness import GivenUp
 from ep_a2a.ops.agreement import Verdict
+from ep_a2a.ops.timeouts import FIRST_EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ep_a2a.ops.agreement import Agreement
     from ep_a2a.ops.timeouts import Timeouts
 
 RESET = "Then op.reset() on every rank makes the op usable again."
@@ -199,3 +202,30 @@ def describe_wire_word(word: int) -> str:
     parts.append("scales" if word & SCALES_BIT else "no scales")
     parts.append("cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch")
     return " with ".join(parts[:2]) + ", " + ", ".join(parts[2:])
+
+
+def bound_of(timeouts: Timeouts, epoch: int) -> float:
+    """Seconds that a wait of a step may take."""
+    return timeouts.of_step(is_first=epoch == FIRST_EPOCH)
+
+
+def error_of(
+    failure: Failure,
+    rank: int,
+    timeouts: Timeouts,
+    agreement: Agreement,
+    seen: Mapping[str, tuple[int, ...]] | None = None,
+) -> EpA2AError:
+    """The error of a failure. Of a timeout, after the survivors have agreed on who is gone: see Agreement.
+
+    Args:
+        failure: recorded on this rank, or told by a peer.
+        rank: this one. timeouts, agreement: of its op.
+        seen: as in Failure.exception. None: told by a peer. Empty: nothing is seen while a graph is captured.
+    """
+    verdict = None
+    if failure.code == FailureCode.TIMEOUT:
+        own_flags = [epochs[rank] for epochs in (seen or {}).values()]
+        began = seen is not None and (not seen or failure.epoch & UINT32_MASK in own_flags)
+        verdict = agreement.verdict(GivenUp(failure.lacked(rank), began), bound_of(timeouts, failure.epoch))
+    return failure.exception(rank, timeouts, seen, verdict)

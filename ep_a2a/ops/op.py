@@ -12,13 +12,13 @@ import torch
 from ep_a2a.config import Layout
 from ep_a2a.errors import ClosedError, RankTimeoutError
 from ep_a2a.interface import CombineResult
-from ep_a2a.kernels.layout import FailureCode, Region
+from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.liveness import GivenUp
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, add_to_cache
 from ep_a2a.ops.base import agree_on_config
-from ep_a2a.ops.failures import UINT32_MASK, Failure
+from ep_a2a.ops.failures import Failure, bound_of, error_of
 from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.intra_node import IntraNodeKernels
@@ -26,16 +26,14 @@ from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.staged import StagedKernels
-from ep_a2a.ops.timeouts import FIRST_EPOCH, Timeouts
+from ep_a2a.ops.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.errors import EpA2AError
     from ep_a2a.interface import DispatchResult
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.agreement import Verdict
     from ep_a2a.ops.arguments import Copies, Stages
 
 
@@ -229,33 +227,16 @@ class EpDispatchCombineOp(ValidatedOp):
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             failure = self.memory.completed(failure)
-            raise self.error_of(failure, self.memory.epochs_seen(failure.phase))
-
-    def error_of(self, failure: Failure, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
-        """The error of a failure. Of a timeout, after the survivors have agreed on who is gone: see Agreement.
-
-        Args:
-            failure: recorded here, or told by a peer. seen: as in Failure.exception.
-        """
-        verdict = None
-        if failure.code == FailureCode.TIMEOUT:
-            rank = self.config.rank
-            own_flags = [epochs[rank] for epochs in (seen or {}).values()]
-            # nothing is seen while a graph is captured
-            began = seen is not None and (not seen or failure.epoch & UINT32_MASK in own_flags)
-            verdict = self._verdict(GivenUp(failure.lacked(rank), began), failure.epoch)
-        return failure.exception(self.config.rank, self.timeouts, seen, verdict)
+            seen = self.memory.epochs_seen(failure.phase)
+            raise error_of(failure, self.config.rank, self.timeouts, self.memory.agreement, seen)
 
     def _error_of_exchange(self, error: RankTimeoutError) -> RankTimeoutError:
         """The error of an exchange between nodes that the host has made: whom its transport misses is a hint only."""
         failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
-        verdict = self._verdict(GivenUp(error.missing_ranks, began=True), failure.epoch)
+        own, bound_secs = GivenUp(error.missing_ranks, began=True), bound_of(self.timeouts, failure.epoch)
+        verdict = self.memory.agreement.verdict(own, bound_secs)
         got = f"{verdict}. Seen here: {error.got}"
         return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
-
-    def _verdict(self, own: GivenUp, epoch: int) -> Verdict:
-        bound_secs = self.timeouts.of_step(is_first=epoch == FIRST_EPOCH)
-        return self.memory.agreement.verdict(own, bound_secs)
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.kernels.layout import Region
-from ep_a2a.ops.failures import Failure
+from ep_a2a.ops.failures import Failure, error_of
 
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
@@ -45,7 +45,8 @@ class PeerFailures:
             # this rank's own kernels know more
             self._op.check()
             failure = Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
-            raise self._op.error_of(self._op.memory.completed(failure))
+            memory = self._op.memory
+            raise error_of(memory.completed(failure), self._op.config.rank, self._op.timeouts, memory.agreement)
 
     def _read(self) -> int:
         if self._stream is None:

@@ -10,6 +10,7 @@ from tests.protocol import rules
 from tests.protocol.catalogue import MUTANTS, RIGHT, Case
 from tests.protocol.explorer import explore
 from tests.protocol.machine import DEADLOCK, Action, Launch, Model, Program, Store, Violation, Words
+from tests.protocol.residency import ResidencyRules
 
 DATA, FLAG, OTHER = range(3)
 
@@ -134,11 +135,13 @@ def test_a_model_that_is_too_large_is_an_error():
 
 
 def whole_cases() -> list[Case]:
-    # `!=` is not stable: a wait for it may come too late, which the reduction takes to be impossible
+    # `!=` is not stable: a wait for it may come too late, which the reduction takes to be impossible.
+    # Launches on one GPU store nothing that is only waited for, so there is nothing to reduce.
     return [
         case
         for case in (*RIGHT, *MUTANTS)
-        if not case.rules.is_reduced and getattr(case.rules, "late", None) is not rules.differs
+        if not (case.rules.is_reduced or isinstance(case.rules, ResidencyRules))
+        and getattr(case.rules, "late", None) is not rules.differs
     ]
 
 

@@ -84,7 +84,7 @@ def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -
         FakeKernel("dispatch", is_compiled=True), FakeKernel("combine", LONG_SECS), FakeKernel("combine"),
         FakeKernel("count"),
     ]  # fmt: skip
-    monkeypatch.setattr(knobs.cache, "dir", "/somewhere/cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/cache")
     text = announced(monkeypatch, lambda: compiled(kernels))
     assert text == (
         "ep_a2a: compiling for the first use: 3 of 3 kernels are left (combine, count); "
@@ -178,7 +178,7 @@ class OfflineKernel(FakeKernel):
 
 def test_tritons_compiler_says_what_comes_from_its_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compilation, "ANNOUNCE_AFTER_SECS", 1.0)
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def text() -> str:
         return announced(monkeypatch, lambda: compiled([OfflineKernel("store") for _ in range(12)]))
