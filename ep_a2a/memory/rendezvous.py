@@ -36,7 +36,7 @@ def is_like(message: Any, own: Any) -> bool:
 
 
 def _kind_fits(value: Any, own: Any) -> bool:
-    kind = int | float if isinstance(own, int | float) else str | int | float if own is None else type(own)
+    kind = int | float if isinstance(own, int | float) else str | int | float | list if own is None else type(own)
     # a rank that has nothing to say says None, beside others that have
     return value is None or isinstance(value, kind)
 

@@ -66,6 +66,7 @@ def test_the_rank_is_named(group, text):
 
 def test_messages_that_ranks_send_fit_each_other():
     for own, other in (({"fields": {"a": "1"}, "error": None}, {"fields": {}, "error": "text"}), (None, "why not"),
+                       (None, ["error", "why"]),
                        (1.5, 2), ([], [1.0]), ("handle", None)):  # fmt: skip
         assert is_like(other, own)
         assert is_like(own, other)
