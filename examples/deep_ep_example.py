@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--experts-per-rank", type=int, default=2)
     options = parser.parse_args()
+    if options.ranks < 1 or (options.device == "cuda" and not torch.cuda.device_count()):
+        parser.error(f"--ranks {options.ranks} on {options.device}: at least 1, and a GPU with cuda")
     errors = run_ranks(run_rank, options.ranks, options, device=options.device)
     for rank, error in enumerate(errors):
         print(f"rank {rank}: error {error:g}")

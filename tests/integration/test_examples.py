@@ -23,7 +23,7 @@ def test_group_example_with_ranks_that_do_not_divide_the_experts() -> None:
     assert printed.count("combined as expected") == 3
 
 
-@pytest.mark.parametrize("name", ["ep_group_example", "mori_complete_example"])
+@pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("ranks", [("0", "cpu"), ("64", "cuda")])
 def test_examples_that_would_check_nothing_refuse(name: str, ranks: tuple[str, str]) -> None:
     done = run_example(name, "--ranks", ranks[0], "--device", ranks[1])
