@@ -226,6 +226,8 @@ def error_of(
     verdict = None
     if failure.code == FailureCode.TIMEOUT:
         own_flags = [epochs[rank] for epochs in (seen or {}).values()]
-        began = seen is not None and (not seen or failure.epoch & UINT32_MASK in own_flags)
+        # combine weights are awaited before flags are posted: there the kernel counts this rank among those that came
+        posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
+        began = seen is not None and (not seen or posted)
         verdict = agreement.verdict(GivenUp(failure.lacked(rank), began), bound_of(timeouts, failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -101,7 +102,15 @@ def to_bytes(value: Any) -> bytes:
 
 
 def serve(options: WorkerOptions, pipe: connection.Connection) -> None:
-    """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`."""
+    """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`.
+
+    A parent that has ended needs no reply, so its end is no error.
+    """
+    with contextlib.suppress(EOFError, ConnectionError, FileNotFoundError):
+        _serve(options, pipe)
+
+
+def _serve(options: WorkerOptions, pipe: connection.Connection) -> None:
     # A server of forks has the environment of its own start.
     env.take_over(options.environment)
     # Ctrl-C reaches the whole terminal session; the parent decides what it means.
