@@ -56,7 +56,7 @@ class OwnProcess:
         Args:
             what: the object, for the error's text.
         """
-        if os.getpid() != self._pid:
+        if not self.is_current:
             raise ForkedProcessError(
                 f"{what} to be used by process {self._pid}, which made it", f"process {os.getpid()}"
             )

@@ -22,7 +22,7 @@ from ep_a2a.ops.timeouts import FIRST_EPOCH
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ep_a2a.ops.agreement import Agreement
+    from ep_a2a.ops.memory import BoundMemory
     from ep_a2a.ops.timeouts import Timeouts
 
 RESET = "Then op.reset() on every rank makes the op usable again."
@@ -210,24 +210,20 @@ def bound_of(timeouts: Timeouts, epoch: int) -> float:
 
 
 def error_of(
-    failure: Failure,
-    rank: int,
-    timeouts: Timeouts,
-    agreement: Agreement,
-    seen: Mapping[str, tuple[int, ...]] | None = None,
+    failure: Failure, memory: BoundMemory, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None
 ) -> EpA2AError:
     """The error of a failure. Of a timeout, after the survivors have agreed on who is gone: see Agreement.
 
     Args:
-        failure: recorded on this rank, or told by a peer.
-        rank: this one. timeouts, agreement: of its op.
+        failure: recorded on this rank, or told by a peer, which could not say all.
+        memory, timeouts: of the op.
         seen: as in Failure.exception. None: told by a peer. Empty: nothing is seen while a graph is captured.
     """
-    verdict = None
+    failure, rank, verdict = memory.completed(failure), memory.config.rank, None
     if failure.code == FailureCode.TIMEOUT:
         own_flags = [epochs[rank] for epochs in (seen or {}).values()]
         # combine weights are awaited before flags are posted: there the kernel counts this rank among those that came
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
         began = seen is not None and (not seen or posted)
-        verdict = agreement.verdict(GivenUp(failure.lacked(rank), began), bound_of(timeouts, failure.epoch))
+        verdict = memory.agreement.verdict(GivenUp(failure.lacked(rank), began), bound_of(timeouts, failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import warnings
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.kernels.layout import Stage
@@ -17,12 +17,16 @@ from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
 from ep_a2a.ops.base import OpSizes, num_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
     from ep_a2a.memory.use_order import StreamOrder
     from ep_a2a.ops.arguments import Stages
+
+Result = TypeVar("Result")
 
 OWN_LAUNCH = (-1, -1, -1)
 """Launch numbers of a call that leaves them to the op."""
@@ -243,13 +247,8 @@ class ValidatedOp(OpSizes, abc.ABC):
     def _launch_dispatch(
         self, call: str, stages: Stages, then: Stage, block_num: int = -1, warp_per_block: int = -1
     ) -> DispatchResult:
-        """Launches the prepared dispatch and moves on to `then`. What interrupts it leaves the step torn."""
-        self._interrupted = call
-        try:
-            result = self._run_dispatch(stages, block_num, warp_per_block)
-        except EpA2AError:
-            self._interrupted = None
-            raise
+        """Launches the prepared dispatch and moves on to `then`."""
+        result = self._launch(call, self._run_dispatch, stages, block_num, warp_per_block)
         self._stage = then
         self._interrupted = None
         return result
@@ -257,19 +256,28 @@ class ValidatedOp(OpSizes, abc.ABC):
     def _launch_combine(
         self, call: str, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> CombineResult:
-        """Launches the prepared combine; its receiving half ends the step. What interrupts it leaves the step torn."""
-        self._interrupted = call
-        try:
-            result = self._run_combine(stages, block_num, warp_per_block)
-        except EpA2AError:
-            self._interrupted = None
-            raise
+        """Launches the prepared combine; its receiving half ends the step."""
+        result = self._launch(call, self._run_combine, stages, block_num, warp_per_block)
         if stages.receive:
             self._end_step()
         else:
             self._stage = Stage.COMBINE_RECEIVE
             self._interrupted = None
         return result
+
+    def _launch(
+        self, call: str, run: Callable[[Stages, int, int], Result], stages: Stages, block_num: int, warp_per_block: int
+    ) -> Result:
+        """Makes the launches of a call. Whatever interrupts them, but an error of this package, leaves the step torn.
+
+        The caller clears `_interrupted` once it has noted where the step stands.
+        """
+        self._interrupted = call
+        try:
+            return run(stages, block_num, warp_per_block)
+        except EpA2AError:
+            self._interrupted = None
+            raise
 
     def _expect(self, stage: Stage, call: str) -> None:
         """Raises what has gone wrong so far, or AlternationError when the step is elsewhere."""

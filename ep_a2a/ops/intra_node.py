@@ -109,10 +109,6 @@ class IntraNodeKernels:
         """Programs that exchange chunks with other nodes, of a launch of their own: none."""
         return 0
 
-    @property
-    def _usable_sms(self) -> int:
-        return min(self.num_sms, self.max_sms) if self.max_sms else self.num_sms
-
     def use_tables(self, tables: TunedTables) -> None:
         """Looks launch numbers up in these tables from now on; `compile` then compiles what they can give."""
         self._tables = tables

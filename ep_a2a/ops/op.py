@@ -226,9 +226,7 @@ class EpDispatchCombineOp(ValidatedOp):
             raise ClosedError("an open op", "a closed one")
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
-            failure = self.memory.completed(failure)
-            seen = self.memory.epochs_seen(failure.phase)
-            raise error_of(failure, self.config.rank, self.timeouts, self.memory.agreement, seen)
+            raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def _error_of_exchange(self, error: RankTimeoutError) -> RankTimeoutError:
         """The error of an exchange between nodes that the host has made: whom its transport misses is a hint only."""

@@ -45,8 +45,7 @@ class PeerFailures:
             # this rank's own kernels know more
             self._op.check()
             failure = Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
-            memory = self._op.memory
-            raise error_of(memory.completed(failure), self._op.config.rank, self._op.timeouts, memory.agreement)
+            raise error_of(failure, self._op.memory, self._op.timeouts)
 
     def _read(self) -> int:
         if self._stream is None:

@@ -72,7 +72,8 @@ class InterNodeKernels(IntraNodeKernels):
 
     def _most_programs(self, per_sm: int) -> int:
         """Programs that run at once; where multiprocessors are bounded one for each, since more would take others."""
-        return self._usable_sms * (1 if self._usable_sms < self.num_sms else per_sm)
+        usable_sms = min(self.num_sms, self.max_sms or self.num_sms)
+        return usable_sms * (1 if usable_sms < self.num_sms else per_sm)
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
