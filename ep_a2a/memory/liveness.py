@@ -37,7 +37,7 @@ FLOCK = "hhqqi4x"
 
 
 class Presence(enum.IntEnum):
-    """What a rank sees of another one."""
+    """The state of a rank's process, as another rank sees it."""
 
     UNSEEN = 0
     """It shares no memory with this rank."""
@@ -63,7 +63,7 @@ class Fate(enum.IntEnum):
 
 
 class GivenUp(NamedTuple):
-    """What a rank says that gives up a call.
+    """The statement of a rank that gives up a call.
 
     Attributes:
         lacked: the ranks that had not come to it here.
@@ -120,7 +120,7 @@ class Liveness:
         return liveness
 
     def presence(self, rank: int, stopped_secs: float) -> Presence:
-        """What is seen of a rank; one that has been stopped for `stopped_secs` is STOPPED.
+        """Returns the state of a rank's process; one that has been stopped for `stopped_secs` is STOPPED.
 
         A process that is stopped beats no more. One that beats late and is not stopped is busy.
         """

@@ -111,7 +111,7 @@ class Rendezvous:
         return [answer["message"] for answer in answers]
 
     def _parsed(self, text: bytes, place: int, label: str) -> Any:
-        """What a member has sent; anybody who reaches the store can write there."""
+        """Reads a member's text as JSON; anybody who reaches the store can write there."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError):

@@ -104,7 +104,7 @@ def to_bytes(value: Any) -> bytes:
 def serve(options: WorkerOptions, pipe: connection.Connection) -> None:
     """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`.
 
-    A parent that has ended needs no reply, so its end is no error.
+    A parent that has ended needs no reply and has removed its folder, so neither is an error.
     """
     with contextlib.suppress(EOFError, ConnectionError, FileNotFoundError):
         _serve(options, pipe)

@@ -83,7 +83,7 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
 
 
 def _title(lines: dict[str, dict[int, float]]) -> str:
-    """What is seen: how far the op is from the limit, where the picture has one line of each."""
+    """Returns how far the op is from the limit, where the picture has one line of each; else what is drawn."""
     limits = [line for label, line in lines.items() if is_limit(label)]
     if len(limits) != 1 or NATIVE not in lines or lines[NATIVE].keys() - limits[0].keys():
         return "Round trip of dispatch and combine"
