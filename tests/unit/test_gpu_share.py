@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a.commands.bench.launcher import JoinedRunner, PoolRunner
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.memory import gpu_ranks
 from ep_a2a.ops.gpu_share import share_of
@@ -39,6 +40,15 @@ def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnsupportedError, match="a GPU"):
         RankPool(1, device="cuda")
     assert RankPool(2).ranks_per_gpu == 0
+
+
+def test_the_bench_says_it_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [PoolRunner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]
+    # 16 ranks of two hosts with eight GPUs each: this host's number of GPUs says nothing about the job
+    joined = JoinedRunner.__new__(JoinedRunner)
+    joined._note = ""
+    assert joined.note(16) == ""
 
 
 class Meeting:

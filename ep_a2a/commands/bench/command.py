@@ -29,7 +29,6 @@ from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.topology.gpu_share import sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,8 +137,8 @@ def execute(
     """
     points = sweep.points()
     header = describe(device) if runner.shows_results else {}
-    shared = sharing_note(max(point.world_size for point in points), torch.cuda.device_count())
-    header |= {"note": shared} if shared and device == "cuda" else {}
+    shared = runner.note(max(point.world_size for point in points))
+    header |= {"note": shared} if shared else {}
     lines = JsonLines(output, header) if output is not None and runner.shows_results else None
     records: list[dict[str, Any]] = []
     progress_console = messages.notices()
@@ -163,8 +162,8 @@ def execute(
             write_markdown(markdown, header, records)
         if plot is not None:
             plot_bench(records, plot, header)
-        for path in filter(None, (output, markdown)):
-            messages.confirm(path)
+        if output is not None:
+            messages.confirm(output)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 

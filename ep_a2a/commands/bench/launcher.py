@@ -41,6 +41,10 @@ class Runner(abc.ABC):
     shows_results: bool = True
     world_size: int | None = None
 
+    def note(self, num_ranks: int) -> str:
+        """Returns what a reader of times must know where so many ranks share GPUs; else ""."""
+        return ""
+
     @abc.abstractmethod
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
         """Returns the contender's row."""
@@ -66,6 +70,10 @@ class PoolRunner(Runner):
         self._device = device
         self._pool: RankPool | None = None
 
+    def note(self, num_ranks: int) -> str:
+        """Returns what pools of so many ranks say of their GPUs."""
+        return sharing_note(num_ranks, torch.cuda.device_count()) if self._device == "cuda" else ""
+
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
         """Returns the contender's row; status ERROR where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.world_size:
@@ -75,7 +83,7 @@ class PoolRunner(Runner):
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:
             row = Row(workload, name, Status.ERROR, failure.summary[:MAX_REASON_CHARACTERS])
-        row = replace(row, note=self._pool.note)
+        row = replace(row, note=self.note(workload.world_size))
         if row.status == Status.ERROR:
             self.close()
         return row
@@ -111,6 +119,10 @@ class JoinedRunner(Runner):
         most = max(map(len, by_gpu.values()), default=1)
         self._context = RankContext(rank, self.world_size, place, group, most)
         self.shows_results = rank == 0
+
+    def note(self, num_ranks: int) -> str:
+        """Returns what is so of the job, whose GPUs may be those of several hosts."""
+        return self._note
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
         """Returns the contender's row; the workload is for the ranks of the job."""

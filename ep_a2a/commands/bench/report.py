@@ -225,4 +225,4 @@ def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> Non
         "",
         *(f"- {reason}" for reason in reasons(records)),
     ]
-    write_text(path, "\n".join(lines).rstrip() + "\n", confirms=False)
+    write_text(path, "\n".join(lines).rstrip() + "\n")
