@@ -276,8 +276,9 @@ def pad_block_rows(step, old, ids, block, S: tl.constexpr):
         index = offset + tl.arange(0, PAD_ROWS)
         rows = first + index
         source = rows // step.stride
-        words = tl.load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0, volatile=True)
-        filled = payload_of(words)
+        filled = payload_of(
+            tl.load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0, volatile=True)
+        )
         unused = (index < count) & (rows % step.stride >= filled)
         where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
         values = tl.full((PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + step.pad_id
