@@ -76,6 +76,19 @@ class PortableFunction(JITFunction):
         """The function as Python code that works on the interpreter's values."""
         return self._twin or InterpretedFunction(self.fn).rewrite()
 
+    @property
+    def cache_key(self) -> str:
+        """What names this function, with all that it calls, in Triton's disk cache.
+
+        Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
+        same kernel had another key in a process that compiled its kernels in another order, and was compiled again.
+        Here the callees get their keys first.
+        """
+        if self.hash is None:
+            super().cache_key  # noqa: B018 - for its effect: the callees have their keys afterwards
+            self.hash = None
+        return str(super().cache_key)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles, or loads from Triton's cache, and launches: all that `function[grid](...)` and `warmup` do.
 

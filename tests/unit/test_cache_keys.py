@@ -1,0 +1,41 @@
+"""The same kernel has the same key in Triton's disk cache, in whatever order a process compiles its kernels.
+
+Triton 3.9 sees to that by itself; Triton 3.6 does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+import ep_a2a.kernels
+from ep_a2a.kernels.jit import PortableFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def all_functions() -> dict[str, PortableFunction]:
+    """Every function of ep_a2a/kernels, by the place of its definition."""
+    found = {}
+    for module in pkgutil.iter_modules(ep_a2a.kernels.__path__, "ep_a2a.kernels."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, PortableFunction):
+                found[f"{value.fn.__module__}.{value.fn.__name__}"] = value
+    return found
+
+
+def keys_in_order(functions: Iterable[tuple[str, PortableFunction]]) -> dict[str, str]:
+    """The keys, as a process finds them that has compiled nothing yet."""
+    functions = list(functions)
+    for _, function in functions:
+        function.hash = None
+        function.used_global_vals = {}
+    return {name: function.cache_key for name, function in functions}
+
+
+def test_keys_do_not_depend_on_the_order() -> None:
+    functions = list(all_functions().items())
+    assert len(functions) > 200
+    assert keys_in_order(functions) == keys_in_order(reversed(functions))
