@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: every pair of choices with 2 to 8 ranks, and every case of the op with 8.
+"""Ranks that share one GPU: every pair of choices with 2 to 8 ranks, virtual nodes, and every case of the op with 8.
 
 `python -m tests.multigpu.precompile --shared-only` compiles the kernels first, with all cores of the host. With
 EP_A2A_TEST_RESULTS=FOLDER what has passed is noted there, and left out of the next run.
@@ -18,7 +18,7 @@ import torch
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, run_case
-from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, shared_choices, soaked_sizes
+from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, on_virtual_nodes, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
 from tests.soak import SelfCheckingStep, soak
 
@@ -51,6 +51,11 @@ def test_all_pairs(ranks: Any, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in of_eight_ranks()])
 def test_eight_ranks(ranks: Any, case: Case) -> None:
+    run_compiled_when_used(ranks, case)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_virtual_nodes()])
+def test_virtual_nodes(ranks: Any, case: Case) -> None:
     run_compiled_when_used(ranks, case)
 
 

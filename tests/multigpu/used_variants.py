@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -45,7 +46,7 @@ def used_by(kernels: IntraNodeKernels, case: Case, *, gives_ids: bool = True) ->
             recorded += _of_step(kernels, case, step, rank, gives_ids=gives_ids)
         if case.layout == "expert_major":
             # launched beside dispatch and combine
-            recorded += [each for each in kernels.variants() if "expert" in each[0].kernel.__name__]
+            recorded += [each for each in kernels.variants() if re.search("expert|expand", each[0].kernel.__name__)]
     return list({id(kernel): (kernel, values) for kernel, values in recorded}.values())
 
 
