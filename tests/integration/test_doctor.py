@@ -87,7 +87,8 @@ def test_the_self_test_measures_and_draws(tmp_path: Path) -> None:
     done = run_cli("doctor", *arguments)
     printed = succeeded(done)
     assert "1 pairs" in printed
-    assert "say nothing about GPUs" in printed.replace("\n", " ").replace("  ", "")
-    assert "GB/s from rank" in printed
+    assert "says nothing about GPUs" in printed.replace("\n", " ").replace("  ", "")
+    assert "Pushes from rank (down) to rank (across)" in printed
+    assert "GB/s" not in printed
     for each in (picture, tmp_path / "rates.dark.png"):
         assert each.read_bytes().startswith(b"\x89PNG")

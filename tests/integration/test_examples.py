@@ -28,7 +28,29 @@ def test_group_example_with_ranks_that_do_not_divide_the_experts() -> None:
 def test_examples_that_would_check_nothing_refuse(name: str, ranks: tuple[str, str]) -> None:
     done = run_example(name, "--ranks", ranks[0], "--device", ranks[1])
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--ranks {ranks[0]}" in done.stderr
+    assert ("--ranks: expected" if ranks[0] == "0" else "--device cuda: there is no GPU") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "said"),
+    [
+        ("deep_ep_example", "--tokens", "-1", "at least 1"),
+        ("deep_ep_example", "--hidden", "100", "multiple of"),
+        ("direct_api_example", "--hidden", "100", "multiple of"),
+        ("direct_api_example", "--topk", "99", "num_experts_per_token"),
+        ("ep_group_example", "--topk", "99", "at most the experts"),
+        ("ep_group_example", "--hidden", "100", "multiple of"),
+        ("ep_group_example", "--backend", "nope", "nope"),
+        ("mori_complete_example", "--tokens", "99", "--max-tokens"),
+        ("mori_complete_example", "--topk", "99", "at most the experts"),
+        ("mori_complete_example", "--hidden", "100", "multiple of"),
+    ],
+)
+def test_examples_refuse_wrong_sizes_in_one_line(name: str, option: str, value: str, said: str) -> None:
+    done = run_example(name, "--ranks", "2", option, value)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])

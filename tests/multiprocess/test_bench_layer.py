@@ -83,10 +83,21 @@ SMALL = [
 
 def test_layer_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
-    layer.main([*SMALL, "--transports", "nccl_agrs", "--json", str(file)])
+    layer.main([*SMALL, "--transports", "nccl_agrs", "--output", str(file)])
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["transport"] == "nccl_agrs"
     assert "communication_share" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        layer.main([*SMALL, "--transports", "nccl_agrs", "--output", "/nowhere/rows.jsonl"])
+    assert ended.value.code == 2
+    assert "--output: expected a folder /nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        layer.main([*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"])
+    assert ended.value.code == 2
+    assert "No space left" in capsys.readouterr().err
 
 
 @needs_split_calls

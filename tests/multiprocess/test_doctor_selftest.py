@@ -125,7 +125,7 @@ def test_a_slow_link_is_a_warning_on_gpus_only():
     assert (first.subject, second.subject) == ("ranks 1, 2", "ranks 2, 1")
     on_cpu = judge(SelfTest("cpu", 3, pairs))
     assert [each.level for each in on_cpu] == [Level.OK, Level.NOTE]
-    assert "say nothing about GPUs" in on_cpu[1].found
+    assert "says nothing about GPUs" in on_cpu[1].found
 
 
 def test_ranks_that_fail_together_are_an_error():

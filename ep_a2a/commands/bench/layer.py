@@ -23,6 +23,8 @@ from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports,
 from ep_a2a.commands.bench.report import CPU_NOTE
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
 from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.files import check_can_write, write_text
+from ep_a2a.errors import ConfigError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
 
@@ -119,7 +121,7 @@ def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
     add("--layers", type=at_least(1), default=10, help="layers in a row, in one CUDA graph")
     add("--warmups", type=at_least(0), default=5, help="untimed runs")
     add("--runs", type=at_least(1), default=20, help="timed runs")
-    add("--json", type=Path, help="append one line per row to this file")
+    add("--output", type=Path, help="write the rows to this file, as lines of JSON")
     return parser
 
 
@@ -143,8 +145,10 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("there is no GPU: --device cpu")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        parser.error(f"there is no folder {options.json.resolve().parent} for --json")
+    try:
+        check_can_write(options.output)
+    except ConfigError as error:
+        parser.error(f"--output: {error}")
     options.timing = TimingSettings(options.warmups, options.runs, options.layers, num_host_calls=0)
     options.workloads = [
         Workload(
@@ -159,21 +163,26 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 def run_sweep(
     options: argparse.Namespace, columns: Sequence[str], function: Callable[..., list[dict[str, Any]]], *args: Any
 ) -> None:
-    """Runs `function(context, workload, *args)` on all ranks for each workload; writes rank 0's rows as they come."""
+    """Runs `function(context, workload, *args)` on all ranks for each workload; gives rank 0's rows as they come."""
     rows: list[dict[str, Any]] = []
     note = {"note": CPU_NOTE} if options.device == "cpu" else {}
     try:
         with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
             note |= {"note": pool.note} if pool.note else {}
             for workload in options.workloads:
-                new = pool.run(function, workload, *args)[0]
-                for row in new:
-                    _write_line(options.json, row | note)
+                new = [row | note for row in pool.run(function, workload, *args)[0]]
+                sys.stdout.write(_json_lines(new))
+                sys.stdout.flush()
                 rows += new
+                if options.output is not None:
+                    write_text(options.output, _json_lines(rows), confirms=False)
     except RankFailure as failure:
         if failure.expected_error is None:
             raise
         sys.exit(f"error: {failure.expected_error}")
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
     sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
 
 
@@ -194,13 +203,8 @@ def _format(value: Any) -> str:
     return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
 
 
-def _write_line(path: Path | None, row: dict[str, Any]) -> None:
-    line = json.dumps(row)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    if path is not None:
-        with path.open("a") as file:
-            file.write(line + "\n")
+def _json_lines(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ LIMIT_SECS = 240.0
 """For one pair, compilation included. EP_A2A_TIMEOUT_SECS bounds the wait for a flag or row that never comes."""
 SLOW = 0.5
 """A link with less than this share of the median rate gets a warning."""
-CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: these numbers say nothing about GPUs"
+CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: a functional check that says nothing about GPUs"
 REMEDIES = {
     "RankTimeoutError": "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics.",
     "PeerAccessError": "They do not reach each other's memory: use the allgather_reducescatter backend.",
@@ -78,29 +78,33 @@ class SelfTest:
 
     @property
     def table(self) -> str:
-        """The matrix of rates as text."""
+        """The matrix of rates as text; on CPU, whose rates say nothing, which pairs are right."""
+        on_cpu = self.device == "cpu"
         lines = [
-            "GB/s from rank (down) to rank (across)",
+            "Pushes from rank (down) to rank (across)" if on_cpu else "GB/s from rank (down) to rank (across)",
             "      " + "".join(f"{rank:>9}" for rank in range(self.num_ranks)),
         ]
         for source, row in enumerate(self.gb_per_s):
-            cells = ["-" if source == place else f"{rate:.3g}" if rate else "failed" for place, rate in enumerate(row)]
+            rates = ["failed" if not rate else "right" if on_cpu else f"{rate:.3g}" for rate in row]
+            cells = ["-" if source == place else rate for place, rate in enumerate(rates)]
             lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
         return "\n".join(lines) + "\n"
 
     def as_json_object(self) -> dict[str, Any]:
-        """Returns everything that was measured."""
+        """Returns everything that was found; None in place of rates and times on CPU, which say nothing."""
+        on_cpu = self.device == "cpu"
         pairs = [
-            {"ranks": list(pair)} | ({"error": result} if isinstance(result, str) else result.as_json_object())
+            {"ranks": list(pair)}
+            | ({"error": result} if isinstance(result, str) else result.as_json_object(with_times=not on_cpu))
             for pair, result in self.pairs.items()
         ]
         return {
             "device": self.device,
-            "note": CPU_NOTE if self.device == "cpu" else self.note,
+            "note": CPU_NOTE if on_cpu else self.note,
             "num_ranks": self.num_ranks,
-            "gb_per_s": self.gb_per_s,
+            "gb_per_s": None if on_cpu else self.gb_per_s,
             "pairs": pairs,
-            "together": {"error": self.together, "step_us": self.step_us},
+            "together": {"error": self.together, "step_us": None if on_cpu else self.step_us},
         }
 
 

@@ -49,9 +49,10 @@ class PairResult:
     num_pushes: int
     num_steps: int
 
-    def as_json_object(self) -> dict[str, Any]:
+    def as_json_object(self, *, with_times: bool) -> dict[str, Any]:
         """Returns all but the rates, which the report has as one matrix."""
-        return {"error": "", "step_us": self.step_us, "num_pushes": self.num_pushes, "num_steps": self.num_steps}
+        step_us = self.step_us if with_times else None
+        return {"error": "", "step_us": step_us, "num_pushes": self.num_pushes, "num_steps": self.num_steps}
 
 
 def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")
 """Names of the files that the command writes."""
+PICTURES = ("timeline.png", "timeline.dark.png")
 HOST_NAMES = ("dispatch", "combine")
 """Spans of the host: calls of the op."""
 
@@ -38,9 +39,8 @@ def execute(
     make_config(workload, 0)
     with joined_pool(workload.world_size, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
-    removed = remove_earlier(folder)
-    parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()}
-    for name, some in {**parts, "trace.json": spans}.items():
+    parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()} | {"trace.json": spans}
+    for name, some in parts.items():
         with whole_file(folder / name) as place:
             write_trace(some, place)
     if plot:
@@ -49,17 +49,24 @@ def execute(
             f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}, {device} · ep-a2a trace"
         )
         plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
+    # Only now: an error before this line leaves what an earlier run has written.
+    removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
     if as_json:
         messages.print_json({"folder": str(folder), "device": device, "ranks": len(spans), "spans": _summary(spans)})
     else:
         _show(messages.output(), spans, device)
-    if left_over := [name for name in removed if not (folder / name).exists()]:
-        messages.note(f"removed from {folder}, of an earlier run: {', '.join(left_over)}")
+    if removed:
+        messages.note(f"removed from {folder}, of an earlier run: {', '.join(removed)}")
 
 
-def remove_earlier(folder: Path) -> list[str]:
-    """Removes only files that this command wrote into the folder before; returns their names, sorted."""
-    earlier = sorted(each.name for each in folder.iterdir() if WRITTEN.fullmatch(each.name) and not each.is_dir())
+def remove_earlier(folder: Path, written: set[str]) -> list[str]:
+    """Removes what an earlier run of this command has left in the folder, but not the files that this run has written.
+
+    Returns:
+        the names of the removed files, sorted.
+    """
+    found = {each.name for each in folder.iterdir() if WRITTEN.fullmatch(each.name) and not each.is_dir()}
+    earlier = sorted(found - written)
     for name in earlier:
         (folder / name).unlink()
     return earlier
