@@ -9,6 +9,7 @@ import torch
 
 from ep_a2a.cli import app
 from tests.cases import odd_inputs
+from tests.integration.programs import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,5 +65,15 @@ def test_a_variable_that_cannot_be_used_ends_a_command_but_not_its_help(run, mon
     assert run("plan", "--help")[0] == 0
 
 
-def test_there_are_at_least_a_hundred():
+def test_the_documents_table_counts_them():
+    counts: dict[str, list[int]] = {}
+    for arguments, code, _ in odd_inputs.CASES:
+        known = bool(arguments) and arguments[0] in odd_inputs.COMMANDS
+        row = counts.setdefault(arguments[0] if known else "ep-a2a` alone", [0, 0, 0])
+        row[0] += 1
+        row[{2: 1, 0: 2}[code]] += 1
+    page = (ROOT / "docs/results/verification.md").read_text()
+    for command, (num_inputs, refused, served) in counts.items():
+        shown = command if command.endswith("alone") else f"{command}`"
+        assert f"| `{shown} | {num_inputs} | {refused} | {served} | 0 |" in page
     assert len({case[0] for case in odd_inputs.CASES}) >= 100
