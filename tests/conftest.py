@@ -15,6 +15,7 @@ import torch
 
 from ep_a2a.testing import RankPool
 from tests.markers import needs_gpus
+from tests.multigpu.used_variants import compiled_when_used
 from tests.resume import leave_out_passed, note
 from tests.tiers import is_quick, parse_share
 
@@ -79,6 +80,10 @@ def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares == share - 1]
 
 
+COMPILE_WHEN_USED = "EP_A2A_TEST_COMPILE_WHEN_USED"
+"""With 1, ops of tests on GPUs compile a kernel when a call first needs it, which are far fewer kernels."""
+
+
 class _Pools:
     """The most recently used pools: starting one costs a second, keeping many costs memory."""
 
@@ -95,6 +100,8 @@ class _Pools:
                 self._pools.popitem(last=False)[1].close()
             self._pools[key] = RankPool(world_size, device=device)
         self._pools.move_to_end(key)
+        if device == "cuda" and os.environ.get(COMPILE_WHEN_USED) == "1":
+            return self._pools[key].run(compiled_when_used, function, *args, **kwargs)
         return self._pools[key].run(function, *args, **kwargs)
 
     def close(self) -> None:

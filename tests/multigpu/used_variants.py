@@ -29,10 +29,10 @@ def find_tables(kernels: IntraNodeKernels) -> None:
         kernels.use_tables(load_tables(arch_name(capability), kernels.config.world_size))
 
 
-def compiled_when_used(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+def compiled_when_used(context: RankContext, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a body whose ops compile what they launch, when they first do."""
     with mock.patch.object(IntraNodeKernels, "compile", find_tables):
-        return body(context, case, *more)
+        return body(context, *args, **kwargs)
 
 
 def used_by(kernels: IntraNodeKernels, case: Case, *, gives_ids: bool = True) -> Variants:
