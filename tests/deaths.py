@@ -1,8 +1,11 @@
 """Random kills and stops: ranks die at any place of a step, and every survivor must name exactly those that are gone.
 
-`python -m tests.deaths --runs 200 --seed 1` runs on CPU processes and prints a table. A rank dies, or stops for good,
-at a random call of device code in a step that was measured before, or behind it. Those who survive write down whom
-their error names. A rank whose fault was drawn for a place that it did not come to survives, too.
+`python -m tests.deaths --runs 200 --seed 1 --jobs 4` runs on CPU processes and prints a table. A rank dies, or stops
+for good, at a random call of device code in a step that was measured before, or behind it. Those who survive write down
+whom their error names. A rank whose fault was drawn for a place that it did not come to survives, too.
+
+With `--device cuda` the ranks share a GPU where there are fewer, and a thread of the rank strikes at a random time of a
+step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +37,7 @@ from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.cases.staged_cases import node_arena, over_torch_distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ep_a2a.testing import RankContext
 
@@ -43,6 +49,9 @@ PATHS = (
     "IntraNode", "InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL", "InterNodeV1 by puts", "AsyncLL by puts",
     "InterNodeV1 over torch.distributed", "InterNodeV1LL over torch.distributed",
 )  # fmt: skip
+GPU_PATHS = PATHS[:5]
+"""Ranks that share a GPU have no NVSHMEM and no NCCL."""
+GPU_STEPS_SECS = 60.0
 TRANSPORTS = {"by puts": "nvshmem", "over torch.distributed": "torch.distributed"}
 
 
@@ -64,6 +73,7 @@ class Run:
     layout: str
     split: str
     faults: dict[int, Fault] = field(hash=False)
+    device: str = "cpu"
 
     @property
     def case(self) -> Case:
@@ -85,15 +95,16 @@ class Run:
         return self.path.endswith("torch.distributed")
 
 
-def draw(seed: int, number: int) -> Run:
+def draw(seed: int, number: int, device: str = "cpu") -> Run:
     """The run of this number."""
     rng = random.Random(f"{seed} {number}")
-    path, world_size = PATHS[number % len(PATHS)], rng.choice((3, 4))
+    paths = PATHS if device == "cpu" else GPU_PATHS
+    path, world_size = paths[number % len(paths)], rng.choice((3, 4))
     num_faults = rng.choice((1, 1, 2) if world_size == 3 else (1, 1, 2, 3))
     victims = sorted(rng.sample(range(world_size), num_faults))
     faults = {rank: Fault(rng.choice(("kill", "kill", "stop")), rng.random() * 1.3) for rank in victims}
     layouts = ("compact", "rank_major", "expert_major")
-    return Run(path, world_size, rng.choice((0, 128)), rng.choice(layouts), rng.choice(("", "mixed")), faults)
+    return Run(path, world_size, rng.choice((0, 128)), rng.choice(layouts), rng.choice(("", "mixed")), faults, device)
 
 
 class FaultyCalls:
@@ -131,18 +142,22 @@ def body(context: RankContext, run: Run, folder: str) -> None:
     pids = arena.rendezvous.exchange("process numbers", os.getpid())
     calls = FaultyCalls()
     run_step(case, op, 0, context.device)
-    before = calls.count
+    before, began = calls.count, time.monotonic()
     run_step(case, op, 1, context.device)
-    num_calls = calls.count - before
+    num_calls, step_secs = calls.count - before, time.monotonic() - began
     op.set_timeout(BOUND_SECS)
     arena.rendezvous.barrier("before the faults")
     fault = run.faults.get(rank)
     if fault is not None:
-        calls.fault, calls.at = f"{folder}/struck {rank}|{fault.kind}", calls.count + 1 + int(fault.share * num_calls)
+        calls.fault = f"{folder}/struck {rank}|{fault.kind}"
+        if run.device == "cpu":
+            calls.at = calls.count + 1 + int(fault.share * num_calls)
+        else:
+            threading.Timer(fault.share * step_secs, calls.strike).start()
     seen: dict[str, Any] = {"named": None}
     start = time.monotonic()
     try:
-        for number in range(2, 2 + MAX_STEPS):
+        for number in step_numbers(run.device):
             for call in calls_of(case, op, number):
                 start = time.monotonic()
                 next(call, None)
@@ -160,6 +175,14 @@ def body(context: RankContext, run: Run, folder: str) -> None:
         if Path(folder, f"struck {other}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[other], signal.SIGKILL)
+
+
+def step_numbers(device: str) -> Iterator[int]:
+    """Numbers of the steps to try. On a GPU a fault comes at a time, so they go on until an error comes."""
+    deadline, number = time.monotonic() + GPU_STEPS_SECS, 2
+    while number < 2 + MAX_STEPS or (device == "cuda" and time.monotonic() < deadline):
+        yield number
+        number += 1
 
 
 def calls_of(case: Case, op: Any, number: int) -> Iterator[Iterator[None]]:
@@ -186,7 +209,7 @@ def problems_of(run: Run) -> list[str]:
     """Runs it; what was wrong, nothing as a rule."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with RankPool(run.world_size, timeout_secs=150, grace_secs=100) as pool:
+            with RankPool(run.world_size, device=run.device, timeout_secs=150, grace_secs=100) as pool:
                 pool.run(body, run, folder)
             died: tuple[int, ...] = ()
             stories: dict[int, str] = {}
@@ -211,29 +234,56 @@ def problems_of(run: Run) -> list[str]:
     return found
 
 
+def tried(seed: int, number: int, device: str) -> tuple[int, list[str]]:
+    """A run's number and what was wrong, for another process to call."""
+    return number, problems_of(draw(seed, number, device))
+
+
+def outcomes(seed: int, numbers: Sequence[int], device: str, jobs: int) -> Iterator[tuple[int, list[str]]]:
+    """Tries runs, `jobs` at a time, in the order in which they end."""
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(tried, seed, number, device) for number in numbers]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def table(outcomes_by_number: Mapping[int, list[str]], seed: int, device: str) -> str:
+    """Rows of a table by path."""
+    counts: dict[str, Counter[str]] = {path: Counter() for path in (PATHS if device == "cpu" else GPU_PATHS)}
+    for number, problems in outcomes_by_number.items():
+        run = draw(seed, number, device)
+        ranks = {"runs": 1, "faults": len(run.faults), "survivors": run.world_size - len(run.faults)}
+        counts[run.path].update(ranks | {"wrong": len(problems)})
+    rows = ["| path | runs | faults | survivors | wrong |", "|---|---|---|---|---|"]
+    for path, count in counts.items():
+        rows.append(f"| {path} | {' | '.join(str(count[name]) for name in ('runs', 'faults', 'survivors', 'wrong'))} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Runs them, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; each has 3 or 4 processes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--log", type=Path, help="where runs are noted; those that stand there are not repeated")
     options = parser.parse_args()
-    counts: dict[str, Counter[str]] = {path: Counter() for path in PATHS}
-    for number in range(options.first, options.first + options.runs):
-        run = draw(options.seed, number)
-        problems = problems_of(run)
-        count = counts[run.path]
-        count["runs"] += 1
-        count["survivors"] += run.world_size - len(run.faults)
-        count["faults"] += len(run.faults)
-        count["wrong"] += len(problems)
+    seed, device, log = options.seed, options.device, options.log
+    lines = log.read_text().splitlines() if log is not None and log.exists() else []
+    noted = [json.loads(line) for line in lines]
+    found = {each["number"]: each["wrong"] for each in noted if (each["seed"], each["device"]) == (seed, device)}
+    wanted = range(options.first, options.first + options.runs)
+    for number, problems in outcomes(seed, [n for n in wanted if n not in found], device, options.jobs):
+        found[number] = problems
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps({"seed": seed, "device": device, "number": number, "wrong": problems}) + "\n")
         for problem in problems:
-            sys.stdout.write(f"{number} {run}: {problem}\n")
+            sys.stdout.write(f"{number} {draw(seed, number, device)}: {problem}\n")
         sys.stdout.flush()
-    sys.stdout.write("| path | runs | faults | survivors | wrong |\n|---|---|---|---|---|\n")
-    for path, count in counts.items():
-        row = " | ".join(str(count[name]) for name in ("runs", "faults", "survivors", "wrong"))
-        sys.stdout.write(f"| {path} | {row} |\n")
+    sys.stdout.write(table({number: found[number] for number in wanted}, seed, device) + "\n")
 
 
 if __name__ == "__main__":
