@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
     from tests.cases.op_cases import Case
 
+OWN_WORLDS = [pytest.param(number, marks=needs_own_gpus(number)) for number in (2, 4, 8)]
+"""Normal mode exchanges its counts over NCCL."""
 WORLDS = [2, pytest.param(4, marks=needs_gpus(4)), pytest.param(8, marks=needs_gpus(8))]
 
 
@@ -23,7 +25,7 @@ def on(case: Case, world_size: int) -> Case:
     return replace(case, world_size=world_size, num_experts=3 * world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", OWN_WORLDS)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["in-stream", "asynchronous"])
 @pytest.mark.parametrize("with_topk", [False, True], ids=["without-topk", "with-topk"])
 @pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
@@ -31,6 +33,7 @@ def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool
     ranks(cases.normal_mode, world_size, on(case, world_size), with_topk, asynchronous, device="cuda")
 
 
+@needs_own_gpus(2)
 @pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
 def test_worst_case(ranks: Any, case: Case) -> None:
     ranks(cases.worst_case, 2, case, device="cuda")
