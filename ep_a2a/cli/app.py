@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from ep_a2a import __version__
 from ep_a2a.cli.command import Command, write_exit_codes
 from ep_a2a.commands import messages
-from ep_a2a.commands.files import cannot_write
+from ep_a2a.commands.files import cannot_print, cannot_write
 from ep_a2a.commands.messages import EXIT_ERROR, EXIT_INTERRUPTED
 from ep_a2a.commands.options import Quiet, Verbose
 from ep_a2a.errors import ConfigError, EpA2AError
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None and error.errno not in OF_OUTPUT:
             raise
         code = EXIT_ERROR
-        messages.show_error(cannot_write(error.filename or "to standard output", error))
+        messages.show_error(cannot_write(error.filename, error) if error.filename else cannot_print(error))
         if error.filename is None:
             _drop_output()
     sys.exit(code)
@@ -93,7 +93,7 @@ class Group(TyperGroup):
             raise typer.Exit(say_interrupted()) from None
         except BrokenPipeError as error:
             # typer would end with 1 and without a word.
-            raise cannot_write("to standard output", error) from error
+            raise cannot_print(error) from error
 
 
 def _code_of(arguments: Sequence[str] | None) -> int:

@@ -1,5 +1,6 @@
 """The base of all commands: help that is never cut, options common to all, the environment checked before it runs."""
 
+import importlib.util
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ from ep_a2a.cli.help import options_of
 from ep_a2a.commands import messages
 from ep_a2a.commands.log import check_environment, set_up_logging
 from ep_a2a.commands.messages import EXIT_CODES, Verbosity
+from ep_a2a.errors import MissingPackageError
 
 DOCTOR = "doctor"
 """The command that reports variables that cannot be used."""
@@ -28,6 +30,7 @@ class Command(TyperCommand):
         level = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
         messages.begin(ctx.command_path, {name for each in self.params for name in each.opts}, level)
         if self.name != DOCTOR:
+            check_packages()
             check_environment()
             set_up_logging()
         return super().invoke(ctx)
@@ -49,6 +52,14 @@ class Command(TyperCommand):
     def get_short_help_str(self, limit: int = 0) -> str:
         """Returns the first paragraph of the help, for the list of commands, whatever its length."""
         return " ".join((self.help or "").partition("\n\n")[0].split())
+
+
+def check_packages() -> None:
+    """Raises MissingPackageError where torch or Triton is not installed: every command but doctor needs both."""
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            remedy = f"pip install {name}; `ep-a2a doctor` says what else is missing."
+            raise MissingPackageError(f"the package {name}", "none", remedy)
 
 
 def write_exit_codes(formatter: Any) -> None:

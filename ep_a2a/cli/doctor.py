@@ -46,7 +46,9 @@ def command(
     )] = None,
     quant: Annotated[Quant, _configuration("Cast inside dispatch.")] = Quant.NONE,
     selftest: Annotated[bool, _selftest("Let every two ranks of this host exchange data.")] = False,
-    pair_secs: Annotated[float, _selftest("Seconds to test a pair.", min=0, max=MOST_SECS)] = 2.0,
+    pair_secs: Annotated[
+        float | None, _selftest("Seconds to test a pair; default: 2.", min=0, max=MOST_SECS)
+    ] = None,
     plot: Annotated[Path | None, _selftest("Draw the rates between ranks as a heat map (PNG).")] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -59,6 +61,8 @@ def command(
     from ep_a2a.commands.doctor.command import execute
     from ep_a2a.commands.files import check_can_write
 
+    if pair_secs is not None and not selftest:
+        raise typer.BadParameter("it bounds what --selftest measures: add that", param_hint="--pair-secs")
     if plot is not None:
         if not selftest:
             raise typer.BadParameter("it draws what --selftest measures: add that", param_hint="--plot")
@@ -74,7 +78,7 @@ def command(
             as_json=as_json,
             ask_secs=ask_secs,
             selftest=selftest,
-            pair_secs=pair_secs,
+            pair_secs=2.0 if pair_secs is None else pair_secs,
             plot=plot,
         )
     )

@@ -35,6 +35,8 @@ def option_row(name: str, hint: Any, default: Any) -> tuple[str, str, str]:
         default = default.default
     # In Annotated[..., typer.Option("--json")] the first name is the parameter that typer calls default.
     given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
+    if not isinstance(info, OptionInfo):
+        return info.metavar or name.upper(), "", info.help or ""
     plain = f"--{name.replace('_', '-')}"
     names = [each for each in given if each.startswith("-")] or [
         plain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -104,8 +105,16 @@ def give_json(values: Any, output: Path | None, *, as_json: bool) -> None:
 
 
 def cannot_write(path: Path | str, error: OSError) -> ConfigError:
-    """Returns what a command says where the system refuses to write."""
+    """Returns what a command says where the system refuses to write to a file."""
     return ConfigError(f"to write {path}", error.strerror or str(error), REMEDY)
+
+
+def cannot_print(error: OSError) -> ConfigError:
+    """Returns what a command says where the system refuses to write to standard output."""
+    remedy = "Make room where standard output goes."
+    if error.errno == errno.EPIPE:
+        remedy = "Whoever read the output has closed it. Read all of it, with `less` for example."
+    return ConfigError("to write to standard output", error.strerror or str(error), remedy)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
 }
 """Exit codes of all commands, as --help and docs/cli.md list them."""
+USUAL_COLUMNS = 80
 NARROW_COLUMNS = 50
 """Below this width an error is plain lines: a panel would hold a word or two per line."""
 
@@ -61,7 +62,13 @@ FIELD_OPTIONS = {
     "tensor_parallel_size": ("--tensor-parallel-size",),
 }
 """Options that set a field of a configuration or workload; a command's first one of them is named in errors."""
-_FIELD = re.compile(rf"(?<![-\w.])({'|'.join(FIELD_OPTIONS)})(?!\w)")
+_FIELD = re.compile(rf"(?<![-\w.'])({'|'.join(FIELD_OPTIONS)})(?!\w)")
+FIRST_WORDS = {
+    "dtype": "--dtype", "layout": "--layout", "routing": "--routing", "contenders": "--contenders",
+    "a backend": "--backend or EP_A2A_BACKEND",
+}  # fmt: skip
+"""What the beginning of an error stands for; elsewhere these are ordinary words."""
+_FIRST = re.compile(rf"^({'|'.join(FIRST_WORDS)})(?= to be | out of )")
 
 
 class Verbosity(enum.IntEnum):
@@ -109,7 +116,9 @@ class OutputConsole(Console):
 
 def output() -> OutputConsole:
     """Returns a console for results: stdout, in the colours and width of its terminal."""
-    return OutputConsole()
+    console = OutputConsole()
+    # COLUMNS=0, which some systems of continuous integration set, would print nothing.
+    return console if console.width > 0 else OutputConsole(width=USUAL_COLUMNS)
 
 
 def notices() -> OutputConsole:
@@ -175,4 +184,8 @@ def as_typed(text: str) -> str:
     def option(found: re.Match[str]) -> str:
         return next((name for name in FIELD_OPTIONS[found[1]] if name in _invocation.options), found[1])
 
-    return _FIELD.sub(option, text)
+    def first(found: re.Match[str]) -> str:
+        named = FIRST_WORDS[found[1]]
+        return named if named.partition(" ")[0] in _invocation.options else found[1]
+
+    return _FIRST.sub(first, _FIELD.sub(option, text))

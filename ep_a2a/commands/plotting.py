@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg")
 TIME_UNITS = ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"))
+BINARY_UNITS = ((1.0, "B"), (1024.0, "KiB"), (1024.0**2, "MiB"), (1024.0**3, "GiB"))
+"""Of memory, as the tables have it; BYTE_UNITS are those of what travels."""
 BYTE_UNITS = ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 
 
@@ -30,13 +33,19 @@ def check_can_plot(path: Path) -> None:
     """Checks, before any work, that a picture can be written to `path`, with its dark variant.
 
     Raises:
-        MissingPackageError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed, or cannot be imported.
         ConfigError: path ends in neither .png nor .svg, or cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError("matplotlib, which draws pictures", "none", "pip install matplotlib")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise MissingPackageError("a matplotlib that can be imported", found, "Install matplotlib anew.") from error
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"a picture named *{' or *'.join(SUFFIXES)}", str(path), "Name a file that ends so.")
+        remedy = f"Name a file that ends in {' or '.join(SUFFIXES)}."
+        raise ConfigError(f"a picture named *{' or *'.join(SUFFIXES)}", str(path), remedy)
     for each in (path, dark_variant(path)):
         check_can_write(each)
 

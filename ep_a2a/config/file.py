@@ -32,9 +32,9 @@ def read_config_file(path: str | Path) -> FileConfig:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"a readable TOML file at {path}", str(error), "Correct config_file or EP_A2A_CONFIG."
-        ) from error
+        found = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        remedy = "Correct config_file or EP_A2A_CONFIG."
+        raise ConfigError(f"a readable TOML file at {path}", found, remedy) from error
     known = [field.name for field in fields(FileConfig)]
     for key, value in values.items():
         if key not in known:

@@ -123,7 +123,7 @@ def test_the_terminal_shows_all_columns_at_its_width():
 
 
 def test_on_cpu_it_is_a_functional_check():
-    """No times, shares, rates or NCCL, which say nothing there; the JSON rows keep them."""
+    """No times, shares, rates or NCCL, which say nothing there; the JSON rows have the raw times alone."""
     rows = rows_of(workload_of(8))
     records = make_records(rows[:3], "cpu")
     text = shown(records)
@@ -134,7 +134,8 @@ def test_on_cpu_it_is_a_functional_check():
     )
     for word in ("µs", "GB/s", "limit:", "of limit", "%", "nccl", "÷", "eager"):
         assert word not in text
-    assert records[1]["round_trip_fraction_of_limit"] == 0.5
+    assert records[1]["round_trip_us"] > 0
+    assert not [name for name in records[1] if "fraction" in name or "gb_per_s" in name or "over_this" in name]
     assert {record["device"] for record in records} == {"cpu"}
     assert {record["device"] for record in make_records(rows)} == {"cuda"}
     wrong = make_records(rows, "cpu")

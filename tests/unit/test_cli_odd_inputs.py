@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,6 +64,29 @@ def test_a_variable_that_cannot_be_used_ends_a_command_but_not_its_help(run, mon
     assert name in printed
     assert "remedy" in printed
     assert run("plan", "--help")[0] == 0
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+@pytest.mark.parametrize("command", [name for name in odd_inputs.COMMANDS if name != "doctor"])
+def test_a_missing_package_ends_a_command_in_words(run, monkeypatch, command, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    code, printed = run(command)
+    assert code == 2
+    assert f"the package {package}" in printed
+    assert f"pip install {package}" in printed
+    assert run(command, "-h")[0] == 0
+
+
+def test_help_names_an_argument_as_it_is_typed(run):
+    _, printed = run("backends", "-h")
+    assert "--name" not in printed
+    assert "NAME" in printed
+
+
+def test_no_columns_are_the_usual_ones(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "MiB" in run("plan")[1]
 
 
 def test_the_documents_table_counts_them():

@@ -289,7 +289,9 @@ def test_the_report_says_what_to_do_and_counts():
     assert "  ERROR    triton" in text
     assert "> pip install triton" in text
     assert "nothing" not in text
-    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert max(map(len, text.splitlines())) <= report.MAX_WIDTH
+    for columns in (40, 80):
+        assert max(map(len, report.render("0.1.0", sections, columns).splitlines())) <= columns
     assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
     assert report.render("0.1.0", {"software": [Diagnostic("torch", OK, "2")]}).endswith(f"{report.NO_TROUBLE}\n")
 

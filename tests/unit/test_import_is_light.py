@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ep_a2a.integrations", "ep_a2a.compat"),
     ("ep_a2a.testing",),
     ("ep_a2a.commands",),
-    ("ep_a2a.cli",),
+    ("ep_a2a.cli", "ep_a2a.__main__"),
 )
 
 

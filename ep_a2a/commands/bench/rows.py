@@ -72,13 +72,13 @@ def make_records(rows: Sequence[Row], device: str = "cuda") -> list[dict[str, An
     dispatch_fraction_of_limit, ...: the limit's time by this one's.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
-    Unknown columns are absent.
+    Unknown columns are absent, and on CPU all rates and ratios, which would say nothing about GPUs.
     """
     times = {row.contender: _times_us(row.timing) for row in rows if row.timing is not None}
-    return [{**_record(row, times), "device": device} for row in rows]
+    return [{**_record(row, times, compares=device != "cpu"), "device": device} for row in rows]
 
 
-def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _record(row: Row, times: dict[str, dict[str, float]], *, compares: bool) -> dict[str, Any]:
     workload, timing = row.workload, row.timing
     moved = {"dispatch": workload.dispatch_bytes, "combine": workload.combine_bytes}
     record = {"record": "row"} | workload.as_row() | {"contender": row.contender, "status": row.status.value}
@@ -91,17 +91,26 @@ def _record(row: Row, times: dict[str, dict[str, float]]) -> dict[str, Any]:
     own = times[row.contender]
     for phase in PHASES:
         record |= {f"{phase}_us": own[phase], f"{phase}_p99_us": getattr(timing, phase).p99_us}
-        # bytes per microsecond are megabytes per second
-        record[f"{phase}_gb_per_s"] = moved.get(phase, sum(moved.values())) / own[phase] / 1e3
-        if LIMIT in times:
-            record[f"{phase}_fraction_of_limit"] = times[LIMIT][phase] / own[phase]
-    record["baselines_over_this"] = {
-        name: others["round_trip"] / own["round_trip"]
-        for name, others in times.items()
-        if is_baseline(name) and name != row.contender
-    }
+    if compares:
+        record |= _comparisons(row.contender, moved, times)
     host = {name: getattr(timing, name) for name in HOST_TIMES}
     return record | {"in_graph": timing.in_graph} | {name: us for name, us in host.items() if us is not None}
+
+
+def _comparisons(contender: str, moved: dict[str, int], times: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Returns rates, fractions of the limit, and ratios to baselines."""
+    own, found = times[contender], {}
+    for phase in PHASES:
+        # bytes per microsecond are megabytes per second
+        found[f"{phase}_gb_per_s"] = moved.get(phase, sum(moved.values())) / own[phase] / 1e3
+        if LIMIT in times:
+            found[f"{phase}_fraction_of_limit"] = times[LIMIT][phase] / own[phase]
+    ratios = {
+        name: others["round_trip"] / own["round_trip"]
+        for name, others in times.items()
+        if is_baseline(name) and name != contender
+    }
+    return {**found, "baselines_over_this": ratios}
 
 
 def _times_us(timing: Timing) -> dict[str, float]:

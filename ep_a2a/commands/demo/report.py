@@ -41,7 +41,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         wire_bytes: between ranks, by the routing. wire_bytes_without_deduplication: with one copy per expert.
         wire_bytes_gathered: a lower bound for a backend that brings every token to every rank; None for others.
         comparison: with the dense model; see check.compare.
-        seconds: per phase, of its slowest rank, the median over the timed steps.
+        seconds: per phase, of its slowest rank, the median over the timed steps; None on CPU, whose times say nothing.
         versions: of this package and of what the ranks have loaded.
 
     Args:
@@ -65,7 +65,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         **_choices(settings, first),
         **_traffic(settings, rows, traffic_matrix(*routing, deduplicate=False), gathers=first.gathers_all_tokens),
         "comparison": comparison,
-        "seconds": _seconds(results),
+        "seconds": None if settings.device == "cpu" else _seconds(results),
         "versions": {"ep_a2a": __version__} | first.versions,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from ep_a2a.commands.doctor.backend_verdict import judge_backend, requested_back
 from ep_a2a.commands.doctor.checks import run_checks
 from ep_a2a.commands.doctor.diagnostic import ERROR, Diagnostic, refused
 from ep_a2a.commands.doctor.probe import find_system_info
-from ep_a2a.commands.doctor.report import render
+from ep_a2a.commands.doctor.report import MAX_WIDTH, render
 from ep_a2a.commands.doctor.subprocess_probe import plan_bytes
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.progress import Progress
@@ -70,8 +71,13 @@ def execute(
     }
     give_json(report, output, as_json=as_json)
     if not as_json:
-        sys.stdout.write(render(ep_a2a.__version__, sections) + ("" if test is None else f"\n{test.table}"))
+        sys.stdout.write(render(ep_a2a.__version__, sections, _columns()) + ("" if test is None else f"\n{test.table}"))
     return EXIT_PREVENTED if prevented else 0
+
+
+def _columns() -> int:
+    """Returns the columns of the terminal; also without rich, which is not installed where only doctor can run."""
+    return shutil.get_terminal_size((MAX_WIDTH, 24)).columns
 
 
 def _selftest(

@@ -13,38 +13,47 @@ if TYPE_CHECKING:
     from ep_a2a.commands.doctor.diagnostic import Diagnostic
 
 LEVEL_WIDTH = 7
-WIDTH = 110
+MAX_WIDTH = 110
 NO_TROUBLE = "Nothing found that prevents use."
 
 
-def render(version: str, sections: Mapping[str, Sequence[Diagnostic]]) -> str:
+def render(version: str, sections: Mapping[str, Sequence[Diagnostic]], terminal_width: int = MAX_WIDTH) -> str:
     """Returns all diagnostics as text, by section; the last line says whether anything prevents use.
 
     Args:
         version: of this package.
         sections: diagnostics by heading; an empty section is left out.
+        terminal_width: columns to fold at, if they are fewer than MAX_WIDTH.
     """
     lines = [f"ep_a2a {version}"]
     everything = [diagnostic for diagnostics in sections.values() for diagnostic in diagnostics]
     width = max((len(diagnostic.subject) for diagnostic in everything), default=0)
+    columns = min(MAX_WIDTH, terminal_width)
     for heading, diagnostics in sections.items():
         if diagnostics:
             lines += ["", heading]
         for diagnostic in diagnostics:
-            lines += _lines(diagnostic, width)
-    return "\n".join([*lines, "", _verdict(everything)]) + "\n"
+            lines += _lines(diagnostic, width, columns)
+    return "\n".join([*lines, "", *textwrap.wrap(_verdict(everything), columns)]) + "\n"
 
 
-def _lines(diagnostic: Diagnostic, width: int) -> list[str]:
+def _lines(diagnostic: Diagnostic, width: int, columns: int) -> list[str]:
     level = diagnostic.level.value
     if diagnostic.level in (Level.WARNING, Level.ERROR):
         level = level.upper()
     start = f"  {level:<{LEVEL_WIDTH}}  {diagnostic.subject:<{width}}  "
     indent = " " * len(start)
-    lines = textwrap.wrap(diagnostic.found, WIDTH, initial_indent=start, subsequent_indent=indent) or [start.rstrip()]
-    if diagnostic.remedy:
-        lines += textwrap.wrap(diagnostic.remedy, WIDTH, initial_indent=f"{indent}> ", subsequent_indent=f"{indent}  ")
-    return lines
+    before = []
+    if len(start) > columns // 2:
+        # Too narrow for a column of texts: they get lines of their own.
+        before, start, indent = [start.rstrip()], " " * 4, " " * 4
+    texts = [(diagnostic.found, start, indent), (diagnostic.remedy, f"{indent}> ", f"{indent}  ")]
+    wrapped = [
+        line
+        for text, first, rest in texts if text
+        for line in textwrap.wrap(text, columns, initial_indent=first, subsequent_indent=rest)
+    ]  # fmt: skip
+    return [*before, *wrapped] or [start.rstrip()]
 
 
 def _verdict(diagnostics: Sequence[Diagnostic]) -> str:

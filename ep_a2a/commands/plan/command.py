@@ -14,7 +14,7 @@ from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
 from ep_a2a.commands.units import bytes_text
-from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.config import FP8_DTYPE, QuantType, num_owned_experts, parse_enum
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -78,6 +78,7 @@ def plan_op(
     **others: Any,
 ) -> tuple[Plan, list[str]]:  # fmt: skip
     """Returns the plan of an op of these sizes, and what it assumes."""
+    parse_enum(QuantType, combine_quant, "--combine-quant")
     kwargs = {
         "num_ep_ranks": ranks, "input_dtype": dtype or torch.bfloat16,
         "quant_dtype": None if cast == "none" else FP8_DTYPE, "token_hidden_size": hidden_dim,

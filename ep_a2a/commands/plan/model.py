@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+REMEDY = "Correct the model's config.json."
 EXPERTS_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 TOPK_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
@@ -88,7 +89,8 @@ def read_model(path: Path) -> MoeModel:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"a model's config.json at {file}", str(error), "Name that file, or its folder.") from error
+        found = (error.strerror or str(error)) if isinstance(error, OSError) else f"no JSON: {error}"
+        raise ConfigError(f"a model's config.json at {file}", found, "Name that file, or its folder.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"a JSON object in {file}", type(values).__name__, "Name the model's config.json.")
     return model_of(values)
@@ -101,7 +103,7 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
     if not with_experts:
         raise UnsupportedError(
             f"a model with experts: more than one by {_names(EXPERTS_KEYS)}, there or in {_names(NESTED_KEYS)}",
-            f"none in the config of model_type {values.get('model_type')!r}",
+            "none" + (f" in a config of model_type {values['model_type']!r}" if "model_type" in values else ""),
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
     text = with_experts[0]
@@ -136,7 +138,7 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     number = _number(config, keys)
     if not number:
-        raise ConfigError(f"a number above 0 by {_names(keys)} beside the number of experts", "none", "Correct it.")
+        raise ConfigError(f"a number above 0 by {_names(keys)} beside the number of experts", "none", REMEDY)
     return number
 
 
@@ -199,7 +201,7 @@ def _block_shape(key: str, found: Any) -> list[int]:
 
 
 def _odd(expected: str, found: Any) -> ConfigError:
-    return ConfigError(expected, repr(found), "Correct the model's config.json.")
+    return ConfigError(expected, repr(found), REMEDY)
 
 
 def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:
@@ -210,4 +212,5 @@ def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: 
 
 
 def _names(keys: tuple[str, ...]) -> str:
-    return ", ".join(keys)
+    # In quotes: these are words of config.json, which the command line does not replace by its options.
+    return ", ".join(map(repr, keys))

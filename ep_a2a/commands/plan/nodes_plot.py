@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import ep_a2a
 from ep_a2a.commands.plot_lines import Panel, plot_panels
 from ep_a2a.commands.plot_style import BUFFERS, COMBINE, DISPATCH, Caption
-from ep_a2a.commands.plotting import BYTE_UNITS, TIME_UNITS, unit_for
+from ep_a2a.commands.plotting import BINARY_UNITS, BYTE_UNITS, TIME_UNITS, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Pat
         "time": (TIME_UNITS, {"dispatch": lambda each: each.dispatch_us, "combine": lambda each: each.combine_us}),
         "sent by a GPU's NIC": (BYTE_UNITS, {"dispatch": lambda each: each.nic_dispatch_bytes,
                                              "combine": lambda each: each.nic_combine_bytes}),
-        "buffers of a GPU": (BYTE_UNITS, {"buffers": lambda each: each.buffer_bytes}),
+        "buffers of a GPU": (BINARY_UNITS, {"buffers": lambda each: each.buffer_bytes}),
     }  # fmt: skip
     copies = list(dict.fromkeys(each.copies for each in found))
     panels = []

@@ -13,7 +13,7 @@ from ep_a2a.commands.bench.native import make_config
 from ep_a2a.commands.files import whole_file
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.trace.steps import trace_steps
-from ep_a2a.commands.trace.timeline import last_step, plot_timeline
+from ep_a2a.commands.trace.timeline import CPU_READING, last_step, plot_timeline
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES
 from ep_a2a.telemetry.trace import write_trace
 
@@ -84,8 +84,12 @@ def _summary(spans: dict[int, list[TraceSpan]]) -> dict[str, dict[str, float]]:
 
 def _show(console: Console, spans: dict[int, list[TraceSpan]], device: str) -> None:
     """Prints a row for each name of the summary."""
-    table = Table("span", "recorded", "median µs", "longest µs", title=f"{len(spans)} ranks on {device}")
+    table = Table("span", title=f"{len(spans)} ranks on {device}")
+    for heading in ("recorded", "median µs", "longest µs"):
+        table.add_column(heading, justify="right")
     for name, row in _summary(spans).items():
         title = f"{name} (call on the host)" if name in HOST_NAMES else name
         table.add_row(title, str(row["recorded"]), f"{row['median_us']:.1f}", f"{row['longest_us']:.1f}")
     console.print(table)
+    if device == "cpu":
+        console.print(CPU_READING)
