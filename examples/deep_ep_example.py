@@ -15,7 +15,7 @@ import sys
 import torch
 
 from ep_a2a.compat.deep_ep import Buffer  # from deep_ep import Buffer
-from ep_a2a.testing import RankContext, positive, refused_in_one_line, run_ranks
+from ep_a2a.testing import RankContext, positive, rank_count, refused_in_one_line, run_ranks
 
 TOPK = 2
 
@@ -56,7 +56,7 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DeepEP's interface on our kernels.")
-    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--ranks", type=rank_count, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=positive, default=8, help="tokens of each rank")
     parser.add_argument("--hidden", type=positive, default=64)

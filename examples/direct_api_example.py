@@ -17,7 +17,7 @@ import torch
 from ep_a2a import ops, shmem
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.routing import num_distinct_ranks
-from ep_a2a.testing import RankContext, positive, refused_in_one_line, run_ranks
+from ep_a2a.testing import RankContext, positive, rank_count, refused_in_one_line, run_ranks
 
 QUANT_TYPE = "fp8_per_1x128"
 
@@ -65,7 +65,7 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An op without groups and managers.")
-    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--ranks", type=rank_count, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=positive, default=16, help="tokens of each rank")
     parser.add_argument("--hidden", type=positive, default=256, help="a multiple of 128")

@@ -20,7 +20,7 @@ from ep_a2a.config import num_owned_experts
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.quantization import dequantize, quantize_per_token
 from ep_a2a.routing import num_distinct_ranks, softmax_topk
-from ep_a2a.testing import positive, refused_in_one_line
+from ep_a2a.testing import positive, rank_count, refused_in_one_line
 
 QUANT_TYPE = "fp8_per_token"
 
@@ -90,7 +90,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An expert-parallel group and its all-to-all manager.")
-    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--ranks", type=rank_count, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", help="name of the all-to-all backend")
     parser.add_argument("--max-tokens", type=positive, default=16, help="tokens of the rank that has most")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ep_a2a as mori
 from ep_a2a.routing import num_distinct_ranks
-from ep_a2a.testing import positive
+from ep_a2a.testing import positive, rank_count
 
 
 def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
@@ -88,7 +88,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A MORI program on ep_a2a.")
-    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--ranks", type=rank_count, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=positive, default=16, help="tokens of each rank")
     parser.add_argument("--max-tokens", type=positive, default=32, help="tokens that a rank may have at most")

@@ -5,6 +5,7 @@ that function, so that `--help` is quick.
 """
 
 import errno
+import functools
 import importlib
 import os
 import signal
@@ -35,6 +36,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         # A terminal that cannot show µ shows a question mark.
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    say_interrupted.cache_clear()
     try:
         if sys.stdout is None:
             raise ConfigError("an open standard output", "a closed one", "Run it without `>&-`.")
@@ -70,8 +72,9 @@ def make_app() -> typer.Typer:
     return app
 
 
+@functools.cache
 def say_interrupted() -> int:
-    """Says that Ctrl-C has ended the command; returns its exit code. A second Ctrl-C ends the process at once."""
+    """Says once that Ctrl-C has ended the command; returns its exit code. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     messages.warn("interrupted")
     return EXIT_INTERRUPTED
@@ -100,6 +103,9 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     try:
         make_app()(arguments, prog_name="ep-a2a")
     except SystemExit as ended:
+        if ended.code == EXIT_INTERRUPTED:
+            # Outside of a command, typer ends without a word.
+            say_interrupted()
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else EXIT_ERROR
     return 0
 

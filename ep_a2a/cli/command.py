@@ -1,5 +1,6 @@
 """The base of all commands: help that is never cut, options common to all, the environment checked before it runs."""
 
+import importlib
 import importlib.util
 import inspect
 from typing import Any
@@ -11,6 +12,7 @@ from ep_a2a.commands import messages
 from ep_a2a.commands.log import check_environment, set_up_logging
 from ep_a2a.commands.messages import EXIT_CODES, Verbosity
 from ep_a2a.errors import MissingPackageError
+from ep_a2a.interrupts import interrupts_held
 
 DOCTOR = "doctor"
 """The command that reports variables that cannot be used."""
@@ -55,11 +57,18 @@ class Command(TyperCommand):
 
 
 def check_packages() -> None:
-    """Raises MissingPackageError where torch or Triton is not installed: every command but doctor needs both."""
+    """Imports torch and Triton, which every command but doctor needs.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
     for name in ("torch", "triton"):
         if importlib.util.find_spec(name) is None:
             remedy = f"pip install {name}; `ep-a2a doctor` says what else is missing."
             raise MissingPackageError(f"the package {name}", "none", remedy)
+        # Code that their imports run swallows KeyboardInterrupt: the command would go on.
+        with interrupts_held():
+            importlib.import_module(name)
 
 
 def write_exit_codes(formatter: Any) -> None:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+MOST_RANKS = 64
+
+
 def positive(text: str) -> int:
     """Returns an integer of at least 1, as `type=` of an argument.
 
@@ -25,6 +28,14 @@ def positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return number
+
+
+def rank_count(text: str) -> int:
+    """Returns a number of processes to start on this host, as `type=` of an argument; raises as `positive`."""
+    number = positive(text)
+    if number > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_RANKS} processes, got {text}")
     return number
 
 

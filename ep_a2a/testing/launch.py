@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,14 @@ import torch
 
 from ep_a2a import env
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
+from ep_a2a.interrupts import interrupts_held
 from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
     from types import TracebackType
 
@@ -203,7 +204,11 @@ class RankPool:
             )  # fmt: skip
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
-            with _interrupts_held():
+            # Python unblocks SIGINT where it starts this process, which is too early if that is in the middle of ours.
+            resource_tracker.ensure_running()
+            # Ctrl-C reaches all processes of a terminal; ranks leave it to their owner, and the server that they are
+            # forked from gets no half request.
+            with interrupts_held():
                 process.start()
             # Only the worker may hold its end, or its death would not end the pipe.
             theirs.close()
@@ -297,20 +302,6 @@ def _process_context(device: str) -> SpawnContext | ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Lets processes started meanwhile never see SIGINT: Ctrl-C reaches a whole terminal, and their owner ends them.
-
-    They keep the mask that they start with, and the server of forks gives its own to its ranks. This process sees
-    SIGINT afterwards: in the middle of a start it would leave the server with half a request.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_reply(worker: _Worker) -> Reply:

@@ -36,7 +36,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_children", [1, 5])
+@pytest.mark.parametrize("num_children", [1, 2, 5])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -59,6 +59,16 @@ def test_ctrl_c_is_said_in_one_word(arguments: tuple[str, ...], num_children: in
     assert process.returncode == 130, said
     assert "interrupted" in said
     assert "Traceback" not in printed + said
+
+
+@pytest.mark.parametrize("secs", [0.8, 1.2, 1.6, 2.0])
+def test_ctrl_c_is_not_lost_in_an_import(secs: float) -> None:
+    process = start("plan", "--published")
+    time.sleep(secs)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
+    assert process.returncode in (130, -signal.SIGINT), printed
+    assert "interrupted" in said or "KeyboardInterrupt" in said
 
 
 def test_a_closed_pipe_is_said_in_words() -> None:

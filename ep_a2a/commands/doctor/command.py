@@ -19,6 +19,7 @@ from ep_a2a.commands.files import give_json
 from ep_a2a.commands.progress import Progress
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import EpA2AError
+from ep_a2a.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,9 +88,11 @@ def _selftest(
         if not works:
             return None, [_not_run(f"it needs {name}")]
     try:
-        from ep_a2a.commands.doctor.picture import plot_rates
-        from ep_a2a.commands.doctor.selftest import judge, num_parts, run_selftest
-        from ep_a2a.commands.plotting import check_can_plot
+        # They import torch, and code that its import runs swallows KeyboardInterrupt.
+        with interrupts_held():
+            from ep_a2a.commands.doctor.picture import plot_rates
+            from ep_a2a.commands.doctor.selftest import judge, num_parts, run_selftest
+            from ep_a2a.commands.plotting import check_can_plot
 
         if plot is not None:
             check_can_plot(plot)
