@@ -209,6 +209,26 @@ def options_that_cannot_work_are_refused() -> None:
         check_options(config)
 
 
+def rays_old_executor_is_refused() -> None:
+    from vllm import envs
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm.parallel_config import check_options
+
+    parallel = SimpleNamespace(
+        all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1, data_parallel_size=2,
+        data_parallel_rank=0, distributed_executor_backend="ray",
+    )  # fmt: skip
+    config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
+        check_options(config)
+    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
+        with refused(UnsupportedError, "no --distributed-executor-backend ray", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+            check_options(config)
+        parallel.distributed_executor_backend = "mp"
+        check_options(config)
+
+
 def it_is_said_once_where_the_backend_has_no_effect() -> None:
     from vllm.config import VllmConfig
 
@@ -275,7 +295,8 @@ WITH_CHOICE = {
         the_command_line_takes_the_name, the_files_for_its_command_line_are_taken, a_version_that_is_too_old_is_refused,
         the_configuration_answers_as_for_backends_of_vllm, copies_of_the_configuration_stay_what_they_are,
         a_fresh_process_is_activated_by_the_configuration, the_platform_is_patched_once,
-        options_that_cannot_work_are_refused, it_is_said_once_where_the_backend_has_no_effect,
+        options_that_cannot_work_are_refused, rays_old_executor_is_refused,
+        it_is_said_once_where_the_backend_has_no_effect,
         a_variable_that_cannot_be_read_is_refused, options_are_refused_by_the_real_configuration,
     )
 }  # fmt: skip

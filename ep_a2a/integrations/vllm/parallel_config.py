@@ -104,6 +104,14 @@ def _why_inactive(parallel: Any) -> str:
     return "" if parallel.enable_expert_parallel else WITHOUT_EP
 
 
+def _uses_old_ray_executor(parallel: Any) -> bool:
+    """Whether Ray's workers are called by vLLM's first executor for them, which 0.24 to 0.32 have beside the second."""
+    from vllm import envs
+
+    is_ray = getattr(parallel, "distributed_executor_backend", None) == "ray"
+    return is_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+
+
 def _check_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     refused = {
@@ -116,6 +124,11 @@ def _check_parallel(vllm_config: Any) -> None:
         ),
         "--prefill-context-parallel-size": (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its ranks bring different numbers of tokens"
+        ),
+        "--distributed-executor-backend ray": (
+            _uses_old_ray_executor(parallel),
+            "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 vLLM calls workers past the check of their steps, and would hand "
+            "out tokens of a failed one"
         ),
         "--pipeline-parallel-size": (
             parallel.pipeline_parallel_size > 1,

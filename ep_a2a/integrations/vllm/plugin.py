@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -12,7 +13,7 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 OPTION = "--all2all-backend"
 CONFIG_OPTION = "--config"
@@ -100,10 +101,38 @@ def _add_name() -> None:
 
             choose(self)
 
-    config_class.__post_init__ = post_init
-    # a vLLM with a registry of backends (PR #50556) takes every name
-    if get_origin(parallel.All2AllBackend) is Literal:
-        _extend_literal(parallel)
+    with _unchanged_after_errors(parallel):
+        config_class.__post_init__ = post_init
+        # a vLLM with a registry of backends (PR #50556) takes every name
+        if get_origin(parallel.All2AllBackend) is Literal:
+            _extend_literal(parallel)
+
+
+@contextlib.contextmanager
+def _unchanged_after_errors(parallel: Any) -> Iterator[None]:
+    """Gives ParallelConfig back as it was where adding the name fails: other backends' users must not notice."""
+    config_class, names = parallel.ParallelConfig, parallel.All2AllBackend
+    attributes = dict(vars(config_class))
+    annotations = dict(attributes.get("__annotations__", {}))
+    field = attributes.get("__dataclass_fields__", {}).get("all2all_backend")
+    pydantic_field = attributes.get("__pydantic_fields__", {}).get("all2all_backend")
+    types = getattr(field, "type", None), getattr(pydantic_field, "annotation", None)
+    try:
+        yield
+    except BaseException:
+        parallel.All2AllBackend = names
+        if annotations:
+            config_class.__annotations__.update(annotations)
+        if field is not None:
+            field.type = types[0]
+        if pydantic_field is not None:
+            pydantic_field.annotation = types[1]
+        for name, value in attributes.items():
+            if vars(config_class).get(name) is not value:
+                setattr(config_class, name, value)
+        for name in set(vars(config_class)) - set(attributes):
+            delattr(config_class, name)
+        raise
 
 
 def _extend_literal(parallel: Any) -> None:
