@@ -201,6 +201,8 @@ class Arena:
             raise ClosedError("an open arena", "a closed one")
         if not self._memory and self.liveness is None:
             self.liveness = Liveness.meet(self.rendezvous)
+            if self.liveness is not None:
+                self.rendezvous.tell_apart = self.liveness.tell_apart
         if (key, index) not in self._memory:
             try:
                 self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)

@@ -141,6 +141,12 @@ class Liveness:
             return Presence.WAITS if line["waits"] else Presence.RUNS
         return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
 
+    def tell_apart(self, ranks: Sequence[int], stopped_secs: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of `ranks` that are gone, and those that live. A rank that cannot be seen is in neither."""
+        seen = {rank: self.presence(rank, stopped_secs) for rank in ranks}
+        gone = tuple(rank for rank in ranks if seen[rank] in (Presence.ENDED, Presence.STOPPED))
+        return gone, tuple(rank for rank in ranks if rank not in gone and seen[rank] is not Presence.UNSEEN)
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Within, this rank's host waits for other ranks, so that it cannot give up with them and is not late."""

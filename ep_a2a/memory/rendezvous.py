@@ -17,13 +17,15 @@ from ep_a2a.memory.use_order import OwnProcess
 from ep_a2a.topology.facts import require_one_version, with_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 DEFAULT_TIMEOUT_SECS = 300.0
 NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
 LEAVERS_POLL_SECS = 0.005
+EXIT_SECS = 0.1
+"""A process that ends closes its connections a little before its other files."""
 SHOWN_CHARACTERS = 40
 
 
@@ -50,6 +52,9 @@ class Rendezvous:
         members: the ranks of `group` that meet, equal on all of them; None is all. `rank` and `world_size` are then
             this rank's place among them and their number; errors name ranks of `group`.
         store: where they meet; None is the group's own.
+
+    Attributes:
+        tell_apart: which of some ranks are gone, and which live; see Liveness.tell_apart. None where nobody can say.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Rendezvous:
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
         store = distributed_c10d._get_process_group_store(group) if store is None else store
         self._store = distributed_c10d.PrefixStore(prefix, store)
+        self.tell_apart: Callable[[Sequence[int], float], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
         self._generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = self._generation << 32
 
@@ -195,12 +201,15 @@ class Rendezvous:
 
     def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
         """Returns the error for members whose keys are missing."""
-        missing = self._absent(keys)
+        absent = self._absent(keys)
+        _, late = ((), ()) if self.tell_apart is None else self.tell_apart(absent, self.timeout_secs)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
-            f"no sign of rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}",
+            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            + (f"; the processes of ranks {list(late)} run" if late else ""),
             "Check that these ranks are alive and make the same calls in the same order.",
-            missing_ranks=missing,
+            missing_ranks=tuple(rank for rank in absent if rank not in late),
+            late_ranks=late,
         )
 
     @contextlib.contextmanager
@@ -209,8 +218,13 @@ class Rendezvous:
         try:
             yield
         except dist.DistNetworkError as error:
+            gone: tuple[int, ...] = ()
+            if self.tell_apart is not None:
+                time.sleep(EXIT_SECS)
+                gone, _ = self.tell_apart(range(self.world_size), self.timeout_secs)
             raise RankTimeoutError(
                 f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
                 "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
                 "another store: memory.subgroups.make_subgroup(..., store=).",
+                missing_ranks=gone,
             ) from error  # fmt: skip

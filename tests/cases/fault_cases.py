@@ -418,11 +418,15 @@ def store_dies(context: RankContext, folder: str) -> None:
     meeting.barrier("all have been answered")
     if context.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
-    seen = {
-        "barrier": timed(lambda: raised(RankTimeoutError, lambda: arena.rendezvous.barrier("after"), "the store of"))
-    }
+    seen = {"barrier": timed(lambda: meet_without_store(arena))}
     seen["close"] = timed(arena.close)
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
+
+
+def meet_without_store(arena: Arena) -> None:
+    error = raised(RankTimeoutError, lambda: arena.rendezvous.barrier("after"), "the store of")
+    assert isinstance(error, RankTimeoutError)
+    assert error.missing_ranks == (VICTIM,)
 
 
 # --- memory that is not to be had ---

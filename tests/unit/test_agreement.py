@@ -132,6 +132,15 @@ def test_presence(own, peer):
     assert becomes(own, 1, ENDED)
 
 
+def test_ranks_are_told_apart_for_a_meeting(own, peer):
+    peer(1)
+    assert own.tell_apart((0, 1, 2), 0.0) == ((), (0, 1))
+    process = peer(2)
+    process.kill()
+    assert becomes(own, 2, ENDED)
+    assert own.tell_apart((1, 2), 0.0) == ((2,), (1,))
+
+
 def test_a_rank_that_has_left_runs_until_it_ends(own, peer):
     process = peer(1, "leaves")
     assert own.presence(1, 0.0) is RUNS

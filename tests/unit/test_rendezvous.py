@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
-from ep_a2a.errors import ConfigMismatchError, EpA2AError
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous, is_like
 from ep_a2a.topology.facts import VERSION_KEY, with_version
 
@@ -70,3 +70,11 @@ def test_messages_that_ranks_send_fit_each_other():
                        (1.5, 2), ([], [1.0]), ("handle", None)):  # fmt: skip
         assert is_like(other, own)
         assert is_like(own, other)
+
+
+def test_who_did_not_come_and_lives_is_late(group):
+    meeting = Rendezvous(group, 0.01, members=(0, 1, 2), store=dist.HashStore())
+    meeting.tell_apart = lambda ranks, stopped_secs: ((2,), (1,))
+    with pytest.raises(RankTimeoutError, match="no sign of ranks 1, 2; the processes of ranks \\[1\\] run") as caught:
+        meeting.barrier(LABEL)
+    assert (caught.value.missing_ranks, caught.value.late_ranks) == ((2,), (1,))
