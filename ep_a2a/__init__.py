@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ep_a2a.parallel.state import destroy_dist_env as destroy_dist_env
     from ep_a2a.parallel.state import get_ep_group as get_ep_group
     from ep_a2a.parallel.state import init_dist_env as init_dist_env
+    from ep_a2a.parallel.survivors import Survivors as Survivors
+    from ep_a2a.parallel.survivors import survivors as survivors
 
 __version__ = "0.2.0"
 
@@ -28,6 +30,8 @@ _MODULE_OF = {
     "destroy_dist_env": "ep_a2a.parallel.state",
     "get_ep_group": "ep_a2a.parallel.state",
     "init_dist_env": "ep_a2a.parallel.state",
+    "Survivors": "ep_a2a.parallel.survivors",
+    "survivors": "ep_a2a.parallel.survivors",
 }
 _SUBMODULES = ("ops", "shmem", "errors", "config", "quantization", "routing", "reference", "testing")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.programs import EXAMPLES, ROOT, run_example, succeeded
+from tests.integration.programs import EXAMPLES, ROOT, WITH_A_DEATH, run_example, succeeded
 
 
 def test_all_examples_are_run() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, WITH_A_DEATH}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -16,6 +16,21 @@ def test_example(name: str) -> None:
     printed = succeeded(run_example(name, "--ranks", "4"))
     assert printed.count("rank ") == 4
     assert "combine gave every token times the number of ranks it went to" in printed
+
+
+@pytest.mark.parametrize(("num_ranks", "victim"), [(4, 1), (3, 0)])
+def test_the_others_go_on_after_a_death(num_ranks: int, victim: int) -> None:
+    printed = succeeded(run_example(WITH_A_DEATH, "--ranks", str(num_ranks), "--victim", str(victim)))
+    assert printed.count(f"ranks [{victim}] are gone") == num_ranks - 1
+    assert printed.count(f"of {num_ranks - 1}, lost experts ()") == num_ranks - 1
+    assert "before and after" in printed
+
+
+@pytest.mark.parametrize("options", [("--ranks", "2"), ("--victim", "4"), ("--ranks", "9"), ("--secs", "0")])
+def test_the_example_with_a_death_refuses_wrong_numbers(options: tuple[str, str]) -> None:
+    done = run_example(WITH_A_DEATH, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert options[0] in done.stderr.splitlines()[-1]
 
 
 def test_group_example_with_ranks_that_do_not_divide_the_experts() -> None:

@@ -1,0 +1,116 @@
+"""Goes on after ranks are gone: the group and manager of those who are left, and the experts that they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.errors import ConfigError
+from ep_a2a.managers.registry import create_manager
+from ep_a2a.memory.subgroups import make_subgroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import distributed_c10d
+
+    from ep_a2a.errors import RankTimeoutError
+    from ep_a2a.managers.base import All2AllManagerBase
+
+MEETING_SECS = 60.0
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """Those who are left, and what they hold.
+
+    Attributes:
+        ranks: their ranks in the former group, ascending; `ranks[i]` is rank i now.
+        group: their process group, which moves CPU tensors.
+        manager: their manager, of the former one's backend and device.
+        experts: the logical expert of each physical one, rank by rank; rank i holds numbers i * S to (i + 1) * S - 1,
+            where S is the number of experts per rank. -1 = none.
+        lost_experts: logical experts that nobody holds any more, ascending.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    manager: All2AllManagerBase
+    experts: tuple[int, ...]
+    lost_experts: tuple[int, ...]
+
+    def physical_ids(self, logical_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the physical experts that tokens go to; an expert's copies take turns by token.
+
+        Args:
+            logical_ids: integers [tokens, topk]; -1 = none.
+
+        Returns:
+            Ids of the same shape, dtype and device, below `len(experts)`, and -1 for none and for lost experts.
+        """
+        holders: dict[int, list[int]] = {}
+        for physical, logical in enumerate(self.experts):
+            holders.setdefault(logical, []).append(physical)
+        num_logical = max([*self.experts, *self.lost_experts]) + 1
+        most = max(map(len, holders.values()))
+        copies = [holders.get(expert, [-1]) for expert in range(num_logical)]
+        # [expert, turn]; only as many turns are read as the expert has copies
+        turns = torch.tensor([own + own[:1] * (most - len(own)) for own in copies], device=logical_ids.device)
+        counts = torch.tensor(list(map(len, copies)), device=logical_ids.device)
+        ids = logical_ids.clamp(min=0).long()
+        tokens = torch.arange(len(ids), device=ids.device)[:, None]
+        found = turns[ids, tokens % counts[ids]]
+        return torch.where(logical_ids >= 0, found, -1).to(logical_ids.dtype)
+
+
+def survivors(
+    error: RankTimeoutError,
+    manager: All2AllManagerBase,
+    experts_of_ranks: Sequence[Sequence[int]],
+    *,
+    store: distributed_c10d.Store | None = None,
+    timeout_secs: float = MEETING_SECS,
+) -> Survivors:
+    """Makes the group and the manager of the ranks that are left. Collective over these ranks.
+
+    Nothing is launched and no device memory is allocated: the first `manager.get_handle` does that. The former manager
+    and its ops stay as they are; `manager.destroy()` ends them, and waits 3 s for those who are gone.
+
+    Args:
+        error: of the step that failed; `missing_ranks` must be equal on all survivors, as they are on one host.
+        manager: of the former group.
+        experts_of_ranks: by rank of the former group, the logical expert in each of its places, -1 = none; equally
+            many of each rank, and equal on all survivors. A logical expert may be on several ranks.
+        store: where the survivors meet; None is the former group's store. Where the process that held that has ended,
+            they need another: a FileStore, or a TCPStore of one of them.
+        timeout_secs: how long to wait for the last survivor.
+
+    Raises:
+        ConfigError: the error names nobody who is gone, or experts_of_ranks does not fit the group.
+        RankTimeoutError: survivors did not come; or the former group's store has ended, and another was not given.
+    """
+    former = manager.cpu_group
+    world_size, own = dist.get_world_size(former), dist.get_rank(former)
+    gone = set(error.missing_ranks)
+    if not gone or own in gone:
+        raise ConfigError(
+            "an error that names ranks that are gone, this one not among them",
+            f"missing_ranks {error.missing_ranks}, late_ranks {error.late_ranks}, on rank {own}",
+            "Ranks that are only late are still there: raise timeout_secs, and call reset() on all ranks.",
+        )  # fmt: skip
+    sizes = {len(experts) for experts in experts_of_ranks}
+    if len(experts_of_ranks) != world_size or len(sizes) > 1:
+        raise ConfigError(
+            f"equally many experts of each of {world_size} ranks in experts_of_ranks",
+            f"{[len(experts) for experts in experts_of_ranks]}", "Give one list for each rank; -1 is an empty place.",
+        )  # fmt: skip
+    left = tuple(rank for rank in range(world_size) if rank not in gone)
+    group = make_subgroup(former, left, timeout_secs, store=store)
+    new = create_manager(manager.backend, group)
+    new.device = manager.device
+    held = tuple(expert for rank in left for expert in experts_of_ranks[rank])
+    everywhere = {expert for experts in experts_of_ranks for expert in experts if expert >= 0}
+    return Survivors(left, group, new, held, tuple(sorted(everywhere - set(held))))

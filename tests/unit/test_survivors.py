@@ -1,0 +1,58 @@
+"""Which physical experts tokens go to after ranks are gone, and what cannot go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_a2a.errors import ConfigError, RankTimeoutError
+from ep_a2a.parallel import survivors as module
+from ep_a2a.parallel.survivors import Survivors, survivors
+
+
+def left_with(experts: tuple[int, ...], lost: tuple[int, ...] = ()) -> Survivors:
+    nobody: Any = None
+    return Survivors((0, 2), nobody, nobody, experts, lost)
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=12), st.data())
+def test_every_id_goes_to_a_copy_of_its_expert_or_nowhere(experts: list[int], data: st.DataObject) -> None:
+    lost = tuple(sorted(set(range(6)) - set(experts)))
+    ids = torch.tensor(data.draw(st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=6)))
+    ids = ids.reshape(-1, 2).int()
+    found = left_with(tuple(experts), lost).physical_ids(ids)
+    assert (found.shape, found.dtype) == (ids.shape, ids.dtype)
+    for logical, physical in zip(ids.flatten().tolist(), found.flatten().tolist()):
+        if logical < 0 or logical in lost:
+            assert physical == -1
+        else:
+            assert experts[physical] == logical
+
+
+def test_copies_take_turns() -> None:
+    found = left_with((7, 3, 7, 7), (5,)).physical_ids(torch.tensor([[7, 3], [7, 5], [7, -1], [7, 7]]))
+    assert found.tolist() == [[0, 1], [2, -1], [3, -1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "experts", "said"),
+    [
+        ((), [[0], [1], [2]], "names ranks that are gone"),
+        ((1, 2), [[0], [1], [2]], "this one not among them"),
+        ((2,), [[0], [1]], "of each of 3 ranks"),
+        ((2,), [[0], [1], [2, 3]], "equally many"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_anybody_meets(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[int, ...], experts: list[list[int]], said: str
+) -> None:
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda _: 3, get_rank=lambda _: 1))
+    manager: Any = SimpleNamespace(cpu_group=None)
+    error = RankTimeoutError("x", "y", missing_ranks=missing, late_ranks=(0,))
+    with pytest.raises(ConfigError, match=said):
+        survivors(error, manager, experts)
