@@ -19,11 +19,16 @@ from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, 
 START_SECS = 120.0
 
 
+def _heed_interrupts() -> None:
+    """Programs that a shell starts in the background ignore SIGINT, and so would their children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments: str, stdout: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[str]:
     """`ep-a2a *arguments` as the only program of a terminal's session."""
     return subprocess.Popen(
         [sys.executable, "-m", "ep_a2a.cli", *arguments], cwd=ROOT, env=environment(), stdout=stdout,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_heed_interrupts,
     )  # fmt: skip
 
 
