@@ -101,7 +101,7 @@ def test_every_backend_and_cast(small: tuple[str, ...], backend: str, quant: str
     assert report["wire_bytes"]["combine"] <= report["wire_bytes_without_deduplication"]["combine"]
     assert (report["wire_bytes_gathered"] is None) == (backend == "ep_a2a")
     assert (report["comparison"]["max_change_by_cast"] > 0) == (quant != "none")
-    assert min(report["seconds"].values()) > 0
+    assert report["seconds"] is None  # the interpreter's times say nothing about a GPU
 
 
 def test_backends_send_the_same_rows(small: tuple[str, ...]) -> None:
