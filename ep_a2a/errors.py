@@ -168,8 +168,8 @@ class RankTimeoutError(EpA2AError, TimeoutError):
 
     Attributes:
         missing_ranks: ranks of the group that are gone, in ascending order: their processes have ended, or are stopped
-            for longer than the bound. Survivors that share memory name the same ones. Of a meeting on the host: those
-            that did not come and are not seen to run.
+            for longer than the bound, or nobody of their host is heard. Survivors that share memory or hear each
+            other name the same ones. Of a meeting on the host: those that did not come and are not seen to run.
         late_ranks: ranks whose processes run and that others waited for, in ascending order.
         wanted: the epoch that a kernel waited for; None where no kernel waited.
         seen: by kind of flag ("counts" and "flags" of a dispatch, "flags" of a combine), the epoch that each rank's

@@ -26,9 +26,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.jit import PortableFunction
+from ep_a2a.memory import liveness
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.agreement import PATIENCE_SECS
 from ep_a2a.testing import RankFailure, RankPool
@@ -48,7 +50,11 @@ MAX_STEPS = 4
 PATHS = (
     "IntraNode", "InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL", "InterNodeV1 by puts", "AsyncLL by puts",
     "InterNodeV1 over torch.distributed", "InterNodeV1LL over torch.distributed",
+    "InterNodeV1 between hosts", "AsyncLL between hosts",
+    "InterNodeV1 over torch.distributed between hosts", "InterNodeV1LL over torch.distributed between hosts",
 )  # fmt: skip
+BETWEEN_HOSTS = " between hosts"
+"""Each virtual node has a file of liveness of its own, so its ranks hear of other nodes by the network only."""
 GPU_PATHS = PATHS[:5]
 """Ranks that share a GPU have no NVSHMEM and no NCCL."""
 GPU_STEPS_SECS = 60.0
@@ -78,7 +84,7 @@ class Run:
     @property
     def case(self) -> Case:
         """The op of the run."""
-        kernel, _, transport = self.path.partition(" ")
+        kernel, _, transport = self.path.removesuffix(BETWEEN_HOSTS).partition(" ")
         num_nodes = 1 if kernel == "IntraNode" else 3 if self.world_size == 3 else 2
         options: dict[str, Any] = {"flagged_max_tokens": self.flagged_max_tokens, "first_timeout_secs": 60.0}
         if transport:
@@ -92,7 +98,7 @@ class Run:
     @property
     def is_staged(self) -> bool:
         """Whether the host moves rows between nodes."""
-        return self.path.endswith("torch.distributed")
+        return "torch.distributed" in self.path
 
 
 def draw(seed: int, number: int, device: str = "cpu") -> Run:
@@ -134,11 +140,24 @@ class FaultyCalls:
         PortableFunction.__call__ = self._original  # type: ignore[method-assign]
 
 
+def hosts_apart(ranks_per_host: int, rank: int) -> contextlib.AbstractContextManager[Any]:
+    """Within, a rank can open the files of liveness of its own host only."""
+    original = liveness._open_first
+
+    def of_own_host(names: Sequence[str], *rest: Any) -> Any:
+        host = rank // ranks_per_host
+        return original([n if other // ranks_per_host == host else "" for other, n in enumerate(names)], *rest)
+
+    return mock.patch.object(liveness, "_open_first", of_own_host)
+
+
 def body(context: RankContext, run: Run, folder: str) -> None:
     """A rank of a run: steps until an error, or until its fault comes."""
     case, rank = run.case, context.rank
     arena = node_arena(context, case.num_nodes) if run.is_staged else Arena(context.group, context.device)
-    op = make_op(context, case, arena)
+    is_apart = run.path.endswith(BETWEEN_HOSTS)
+    with hosts_apart(case.world_size // case.num_nodes, rank) if is_apart else contextlib.nullcontext():
+        op = make_op(context, case, arena)
     pids = arena.rendezvous.exchange("process numbers", os.getpid())
     calls = FaultyCalls()
     run_step(case, op, 0, context.device)

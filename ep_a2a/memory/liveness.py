@@ -1,7 +1,8 @@
-"""Liveness: which ranks of a host live, and what they have agreed on about a failure, in one shared file per arena.
+"""Liveness: which ranks live, and what they have agreed on about a failure, in one file per arena and host.
 
 Nothing here needs the store of the process group or any other rank to answer: the kernel of the host says who has
-ended, since it gives up their locks, and a beat says for how long a process has been stopped.
+ended, since it gives up their locks, and a beat says for how long a process has been stopped. Ranks of other hosts are
+as their neighbours report them; see other_hosts.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ep_a2a.memory.host_shm import create_private, in_shared_memory, new_path, open_private, process_namespace
+from ep_a2a.memory.other_hosts import SILENCE_SECS, OtherHosts, Report, Said, Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ep_a2a.memory.rendezvous import Rendezvous
 
@@ -40,14 +42,19 @@ class Presence(enum.IntEnum):
     """The state of a rank's process, as another rank sees it."""
 
     UNSEEN = 0
-    """It shares no memory with this rank."""
+    """It shares no memory with this rank, and nothing has been heard from its host."""
     RUNS = 1
     PAUSED = 2
     """It is stopped, for less than the time that was asked about."""
     STOPPED = 3
     ENDED = 4
     WAITS = 5
-    """It runs, and its host waits for others."""
+    """It runs, and waits for others on the host."""
+    SILENT = 6
+    """Nobody of its host has been heard for the time that was asked about."""
+
+
+GONE = Presence.ENDED, Presence.STOPPED, Presence.SILENT
 
 
 class Fate(enum.IntEnum):
@@ -59,7 +66,8 @@ class Fate(enum.IntEnum):
     LATE = 3
     """Its process runs, and others wait for it."""
     UNSEEN = 4
-    """It did not come, and no survivor that shares memory with this rank sees its process."""
+    """It did not come, and nothing has ever been heard from its host."""
+    SILENT = 5
 
 
 class GivenUp(NamedTuple):
@@ -80,7 +88,12 @@ class Liveness:
     Args:
         descriptor: of the file, on which this rank has its lock.
         rank, world_size: this rank's place in the group, whose ranks of other hosts leave their lines empty.
+
+    Attributes:
+        others: the ranks of other hosts; None where there are none, or where they cannot be reached.
     """
+
+    others: OtherHosts | None = None
 
     def __init__(self, descriptor: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -109,14 +122,17 @@ class Liveness:
             descriptor = create_private(path, size)
         try:
             names = rendezvous.exchange("files of liveness", path.name if descriptor is not None else "")
-            found = _open_first(names, path.name, descriptor, size)
+            joined, found = _open_first(names, path.name, descriptor, size)
             if descriptor is not None and found != descriptor:
                 os.close(descriptor)
             liveness = None if found is None else cls(found, rendezvous.rank, rendezvous.world_size)
-            rendezvous.barrier("joined the files of liveness")
+            hosts = rendezvous.exchange("joined the files of liveness", joined)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+        others = OtherHosts.meet(rendezvous, hosts, liveness.report if liveness is not None else None)
+        if liveness is not None:
+            liveness.others = others
         return liveness
 
     def presence(self, rank: int, stopped_secs: float) -> Presence:
@@ -126,9 +142,9 @@ class Liveness:
         """
         line = self._lines[rank]
         if not line["joined"]:
-            return Presence.UNSEEN
+            return self._presence_elsewhere(rank, stopped_secs)
         if rank == self.rank:
-            return Presence.RUNS
+            return Presence.WAITS if line["waits"] else Presence.RUNS
         holder = self._holder(rank)
         if holder is None and line["left"]:
             # it has closed its arena; in another namespace of processes nothing more is seen of it
@@ -141,11 +157,43 @@ class Liveness:
             return Presence.WAITS if line["waits"] else Presence.RUNS
         return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
 
+    def _presence_elsewhere(self, rank: int, stopped_secs: float) -> Presence:
+        """The state of a rank of another host."""
+        told = None if self.others is None else self.others.seen(rank)
+        if told is None:
+            return Presence.UNSEEN
+        seen, silent_secs = told
+        presence = Presence(seen.presence)
+        if presence is not Presence.ENDED and silent_secs > SILENCE_SECS:
+            return Presence.SILENT if silent_secs >= stopped_secs else Presence.PAUSED
+        stopped = presence is Presence.PAUSED and seen.still_secs + silent_secs >= stopped_secs
+        return Presence.STOPPED if stopped else presence
+
     def tell_apart(self, ranks: Sequence[int], stopped_secs: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those of `ranks` that are gone, and those that live. A rank that cannot be seen is in neither."""
         seen = {rank: self.presence(rank, stopped_secs) for rank in ranks}
-        gone = tuple(rank for rank in ranks if seen[rank] in (Presence.ENDED, Presence.STOPPED))
+        gone = tuple(rank for rank in ranks if seen[rank] in GONE)
         return gone, tuple(rank for rank in ranks if rank not in gone and seen[rank] is not Presence.UNSEEN)
+
+    def report(self) -> Report:
+        """What other hosts are told."""
+        seen: dict[int, Seen] = {}
+        for rank in np.flatnonzero(self._lines["joined"]).tolist():
+            presence = self.presence(rank, float("inf"))
+            seen[rank] = Seen(int(presence), max(0.0, time.monotonic() - float(self._lines[rank]["beat"])))
+        said: list[Said] = []
+        for line in self._failures["given_up"].reshape(-1, self.world_size):
+            for rank in np.flatnonzero(line["failure"]).tolist():
+                lacked = tuple(np.flatnonzero(line[rank]["lacked"]).tolist())
+                said.append(Said(int(line[rank]["failure"]), rank, lacked, bool(line[rank]["began"])))
+        verdicts = {
+            int(entry["failure"]): tuple(entry["fates"].tolist()) for entry in self._failures if entry["failure"]
+        }
+        return Report(seen, tuple(said), verdicts)
+
+    def is_first_host(self, ranks: Iterable[int]) -> bool:
+        """Whether the lowest of these ranks is on this host, whose verdict the other hosts take."""
+        return self.others is None or bool(self._lines[min(ranks)]["joined"])
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -174,30 +222,45 @@ class Liveness:
         own["lacked"], own["began"] = 0, began
         own["lacked"][0, list(lacked)] = 1
         own["failure"] = failure
+        self.tell()
+
+    def tell(self) -> None:
+        """Tells other hosts at once what is known here."""
+        if self.others is not None:
+            self.others.speak()
 
     def given_up(self, failure: int) -> dict[int, GivenUp]:
         """What the ranks have said that have given up."""
         lines = self._failures[failure % NUM_FAILURES]["given_up"]
-        return {
+        elsewhere = [] if self.others is None else self.others.said(failure)
+        return {said.rank: GivenUp(said.lacked, said.began) for said in elsewhere} | {
             rank: GivenUp(tuple(np.flatnonzero(line["lacked"]).tolist()), bool(line["began"]))
             for rank, line in enumerate(lines)
             if line["failure"] == failure
         }
 
     def verdict(self, failure: int) -> tuple[Fate, ...] | None:
-        """What the first rank to judge has found, by rank; None when none has."""
+        """What the first rank to judge has found, by rank; None when none has. Another host's becomes this one's."""
+        found = self._recorded(failure)
+        if found is None and self.others is not None:
+            heard = self.others.verdict(failure)
+            found = None if heard is None else self.record(failure, tuple(map(Fate, heard)))
+        return found
+
+    def _recorded(self, failure: int) -> tuple[Fate, ...] | None:
         entry = self._failures[failure % NUM_FAILURES]
         return tuple(map(Fate, entry["fates"].tolist())) if entry["failure"] == failure else None
 
     def record(self, failure: int, fates: Sequence[Fate]) -> tuple[Fate, ...]:
         """Makes this the verdict unless there is one; returns the one that counts."""
         with self._locked():
-            found = self.verdict(failure)
+            found = self._recorded(failure)
             if found is None:
                 entry = self._failures[failure % NUM_FAILURES : failure % NUM_FAILURES + 1]
                 entry["fates"] = fates
                 entry["failure"] = failure
                 found = tuple(fates)
+        self.tell()
         return found
 
     @contextlib.contextmanager
@@ -219,6 +282,8 @@ class Liveness:
 
     def close(self) -> None:
         """Leaves: others go on seeing this process as one that runs, while it does. Idempotent."""
+        if self.others is not None:
+            self.others.close()
         self._finalizer()
 
 
@@ -239,15 +304,15 @@ def _shapes(world_size: int) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
     return line, failure
 
 
-def _open_first(names: Sequence[str], own: str, descriptor: int | None, size: int) -> int | None:
-    """A descriptor of the first file that can be opened here; a second one of a file would give up its locks."""
+def _open_first(names: Sequence[str], own: str, descriptor: int | None, size: int) -> tuple[str, int | None]:
+    """The first file that can be opened here, and a descriptor; a second one of a file would give up its locks."""
     for name in names:
         if name and name == own:
-            return descriptor
+            return name, descriptor
         with contextlib.suppress(OSError, RuntimeError):
             if name:
-                return open_private(in_shared_memory(name), size)
-    return None
+                return name, open_private(in_shared_memory(name), size)
+    return own, None
 
 
 def _beat(line: np.ndarray[tuple[int], np.dtype[np.void]], stopping: threading.Event) -> None:

@@ -24,9 +24,10 @@ NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
 LEAVERS_POLL_SECS = 0.005
+SHOWN_CHARACTERS = 40
 EXIT_SECS = 0.1
 """A process that ends closes its connections a little before its other files."""
-SHOWN_CHARACTERS = 40
+LOCALHOST = "127.0.0.1"
 
 
 def is_like(message: Any, own: Any) -> bool:
@@ -54,6 +55,7 @@ class Rendezvous:
         store: where they meet; None is the group's own.
 
     Attributes:
+        store_host: the name or address of the store's host.
         tell_apart: which of some ranks are gone, and which live; see Liveness.tell_apart. None where nobody can say.
     """
 
@@ -73,6 +75,7 @@ class Rendezvous:
         prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
         store = distributed_c10d._get_process_group_store(group) if store is None else store
         self._store = distributed_c10d.PrefixStore(prefix, store)
+        self.store_host = _host_of(store)
         self.tell_apart: Callable[[Sequence[int], float], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
         self._generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = self._generation << 32
@@ -228,3 +231,10 @@ class Rendezvous:
                 "another store: memory.subgroups.make_subgroup(..., store=).",
                 missing_ranks=gone,
             ) from error  # fmt: skip
+
+
+def _host_of(store: distributed_c10d.Store) -> str:
+    """The name or address of the host of a TCP store; this host's for others."""
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", LOCALHOST))

@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 PATIENCE_SECS = 2.0
 """How long whoever gives up waits for the others to do so; kernels that wait learn of it in a fraction of that."""
 LOOK_SECS = 0.005
+HOST_HEAD_START_SECS = 0.3
+"""How much earlier than others the host judges that has the lowest living rank, so that the others take its verdict."""
 
-FATES_OF = {Presence.ENDED: Fate.ENDED, Presence.STOPPED: Fate.STOPPED}
-GONE = (Fate.ENDED, Fate.STOPPED, Fate.UNSEEN)
+FATES_OF = {Presence.ENDED: Fate.ENDED, Presence.STOPPED: Fate.STOPPED, Presence.SILENT: Fate.SILENT}
+GONE = (Fate.ENDED, Fate.STOPPED, Fate.SILENT, Fate.UNSEEN)
 IN_WORDS = {
     Fate.ENDED: "its process has ended",
     Fate.STOPPED: "its process is stopped",
     Fate.UNSEEN: "it did not come, and its process cannot be seen from here",
+    Fate.SILENT: "its host has not been heard for the bound of a wait",
     Fate.LATE: "its process runs, and it has not come",
 }
 
 
 class Verdict(tuple[Fate, ...]):
-    """The fate of each rank, as survivors that share memory agree on it."""
+    """The fate of each rank, as survivors agree on it."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -82,16 +85,22 @@ class Agreement:
         return self._verdict
 
     def _agree(self, liveness: Liveness, own: GivenUp, bound_secs: float) -> tuple[Fate, ...]:
+        """See `verdict`; of several hosts, that with the lowest living rank judges, the others where it is silent."""
         liveness.give_up(self._failure, own.lacked, began=own.began)
         start = time.monotonic()
+        patience_secs = PATIENCE_SECS - (HOST_HEAD_START_SECS if liveness.others is not None else 0.0)
+        ready: float | None = None
         while (found := liveness.verdict(self._failure)) is None:
             seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
             given_up = liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
-            waits_for_some = Presence.RUNS in silent and time.monotonic() < start + PATIENCE_SECS
-            watches_some = Presence.PAUSED in silent and time.monotonic() < start + bound_secs + PATIENCE_SECS
+            waits_for_some = Presence.RUNS in silent and time.monotonic() < start + patience_secs
+            watches_some = Presence.PAUSED in silent and time.monotonic() < start + bound_secs + patience_secs
             if not waits_for_some and not watches_some:
-                return liveness.record(self._failure, judge(seen, given_up))
+                ready = ready or time.monotonic()
+                living = [rank for rank in seen if seen[rank] not in FATES_OF and seen[rank] is not Presence.UNSEEN]
+                if liveness.is_first_host(living) or time.monotonic() >= ready + HOST_HEAD_START_SECS:
+                    return liveness.record(self._failure, judge(seen, given_up))
             time.sleep(LOOK_SECS)
         return found
 
@@ -114,6 +123,6 @@ def judge(seen: Mapping[int, Presence], given_up: Mapping[int, GivenUp]) -> tupl
         waited = waited or seen[rank] is Presence.WAITS
         if fates[rank] is Fate.FINE and not waited:
             fates[rank] = Fate.LATE if seen[rank] is not Presence.UNSEEN else Fate.UNSEEN
-    explained = any(fate in (Fate.ENDED, Fate.STOPPED, Fate.LATE) for fate in fates)
+    explained = any(fate in (Fate.ENDED, Fate.STOPPED, Fate.SILENT, Fate.LATE) for fate in fates)
     # a rank of another host may wait for one of these itself
     return tuple(Fate.FINE if fate is Fate.UNSEEN and explained else fate for fate in fates)

@@ -7,7 +7,7 @@ import pytest
 from tests import deaths
 
 
-@pytest.mark.parametrize("number", [n if n in (0, 7) else pytest.param(n, marks=pytest.mark.full) for n in range(9)])
+@pytest.mark.parametrize("number", [n if n in (0, 7) else pytest.param(n, marks=pytest.mark.full) for n in range(13)])
 def test_survivors_name_exactly_those_that_are_gone(number: int) -> None:
     """One run of each path; 0 is a kill inside a node, 7 a kill and a stop over torch.distributed."""
     run = deaths.draw(1, number)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
+import os
+import pickle
+import signal as signals
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.transport_arrivals import ASK_SECS
+from ep_a2a.ops.agreement import PATIENCE_SECS
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import node_arena, over_torch_distributed
+from tests.deaths import calls_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
 from tests.netns.launch import run_on_hosts, signal, wait_for_file
 from tests.netns.network import Network, why_impossible
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ep_a2a.testing import RankContext
 
 CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", quant_type="fp8_per_token")
@@ -92,3 +96,35 @@ def test_a_link_that_stays_cut(tmp_path):
         assert missing == ((1, 2) if rank == 0 else (0,)), text
         assert f"rank {rank} waited in vain for" in text
         assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + ASK_SECS + SLACK_SECS
+
+
+def lose_a_rank(context: RankContext, directory: Path, num_hosts: int, victim: int) -> tuple[Any, str, float] | None:
+    """Steps of which a rank's process ends behind the first one: whom the others name, and after how many seconds."""
+    case = case_of(context, num_hosts)
+    with node_arena(context, num_hosts) as arena:
+        op = make_op(context, case, arena)
+        op.set_timeout(SHORT_TIMEOUT_SECS)
+        run_step(case, op, 0, context.device)
+        if context.rank == victim:
+            Path(directory, f"result_{victim}").write_bytes(pickle.dumps(("value", None)))
+            os.kill(os.getpid(), signals.SIGKILL)
+        start = time.monotonic()
+        try:
+            for step in range(1, 4):
+                for call in calls_of(case, op, step):
+                    next(call, None)
+                    op.check()
+        except RankTimeoutError as error:
+            return (error.missing_ranks, error.late_ranks), str(error), time.monotonic() - start
+        return None, "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_hosts_name_the_rank_that_is_gone(victim, tmp_path):
+    with Network(2) as network:
+        answers = run_on_hosts(network, tmp_path, lose_a_rank, 2, 2, victim)
+    for rank in {0, 1, 2, 3} - {victim}:
+        named, text, secs = answers[rank]
+        assert named == ((victim,), ()), f"rank {rank}: {text}"
+        # whoever waits for a rank that waits itself waits twice
+        assert secs < 2 * SHORT_TIMEOUT_SECS + PATIENCE_SECS + SLACK_SECS

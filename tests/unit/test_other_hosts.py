@@ -1,0 +1,144 @@
+"""Ranks of several hosts hear who lives elsewhere, and take one verdict; see memory/other_hosts.py."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_a2a.memory import liveness, other_hosts
+from ep_a2a.memory.liveness import GivenUp, Liveness, Presence
+from ep_a2a.memory.other_hosts import Report, Said, Seen
+from ep_a2a.ops.agreement import Agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WORLD_SIZE = 3
+BOUND_SECS = 2.5
+PATIENCE_SECS = 10.0
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4),
+)
+
+
+class Meeting:
+    """Stands for the Rendezvous of ranks that are threads of this process, each on a host of its own."""
+
+    store_host = "127.0.0.1"
+    world_size = WORLD_SIZE
+
+    def __init__(self, rank: int, barrier: threading.Barrier, messages: dict[tuple[str, int], Any]) -> None:
+        self.rank, self._barrier, self._messages = rank, barrier, messages
+
+    def exchange(self, label: str, message: Any) -> list[Any]:
+        self._messages[label, self.rank] = message
+        self._barrier.wait(PATIENCE_SECS)
+        return [self._messages[label, rank] for rank in range(WORLD_SIZE)]
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Iterator[list[Liveness]]:
+    """Three hosts of one rank each."""
+    monkeypatch.setattr(liveness, "_open_first", lambda names, own, descriptor, size: (own, descriptor))
+    barrier, messages = threading.Barrier(WORLD_SIZE), {}
+    found: dict[int, Liveness] = {}
+
+    def meet(rank: int) -> None:
+        found[rank] = Liveness.meet(Meeting(rank, barrier, messages))
+
+    in_threads([lambda rank=rank: meet(rank) for rank in range(WORLD_SIZE)])
+    yield [found[rank] for rank in range(WORLD_SIZE)]
+    for each in found.values():
+        each.close()
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    results: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda place=place, call=call: results.update({place: call()}))
+        for place, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECS)
+    return [results.get(place) for place in range(len(calls))]
+
+
+def fall_silent(rank: Liveness) -> None:
+    """As if the host were gone: nothing more is sent."""
+    rank.others._mouth.peers.clear()
+    rank.others._mouth.socket.close()
+
+
+def becomes(rank: Liveness, other: int, presence: Presence) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECS
+    while rank.presence(other, BOUND_SECS) is not presence and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return rank.presence(other, BOUND_SECS) is presence
+
+
+def test_presence_on_other_hosts(ranks):
+    assert [ranks[0].presence(rank, BOUND_SECS) for rank in range(WORLD_SIZE)] == [Presence.RUNS] * 3
+    with ranks[1].waiting():
+        assert becomes(ranks[0], 1, Presence.WAITS)
+    fall_silent(ranks[2])
+    assert becomes(ranks[0], 2, Presence.PAUSED)
+    assert becomes(ranks[0], 2, Presence.SILENT)
+    assert becomes(ranks[0], 1, Presence.RUNS)
+
+
+def test_a_rank_that_has_left_is_not_gone(ranks):
+    ranks[2].close()
+    time.sleep(BOUND_SECS + other_hosts.SILENCE_SECS)
+    assert ranks[0].presence(2, BOUND_SECS) is Presence.RUNS
+
+
+def test_survivors_of_several_hosts_take_one_verdict(ranks):
+    """Rank 1 lacks rank 0, which waits itself; rank 2 is gone."""
+    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
+    for each in agreements:
+        each.begin_anew()
+    fall_silent(ranks[2])
+    time.sleep(BOUND_SECS)
+    said = {0: GivenUp((2,), began=True), 1: GivenUp((0, 2), began=True)}
+    start = time.monotonic()
+    verdicts = in_threads([lambda rank=rank: agreements[rank].verdict(said[rank], BOUND_SECS) for rank in said])
+    assert time.monotonic() - start < BOUND_SECS + PATIENCE_SECS
+    assert [(each.missing, each.late) for each in verdicts] == [((2,), ())] * 2, verdicts
+    assert "has not been heard" in str(verdicts[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=JSON)
+def test_any_report_is_read_or_refused(value):
+    try:
+        report = Report.from_json(value, WORLD_SIZE)
+    except (ValueError, TypeError, OverflowError):
+        return
+    assert isinstance(report, Report)
+
+
+def test_a_report_comes_as_it_was_sent():
+    report = Report({1: Seen(1, 0.25)}, (Said(7, 1, (0, 2), True),), {7: (0, 1, 2)})
+    assert Report.from_json(json.loads(json.dumps(report.to_json())), WORLD_SIZE) == report
+
+
+def test_foreign_datagrams_change_nothing(ranks):
+    port = ranks[0].others._mouth.socket.getsockname()[1]
+    token = ranks[0].others._mouth.token
+    report = Report({1: Seen(int(Presence.ENDED), 0.0)}, (), {}).to_json()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for text in (b"\xff", b"[]", json.dumps(["other", 1, report]).encode(), json.dumps([token, 1, 3]).encode(),
+                     json.dumps([token, [], report]).encode(), b"[" * 5000):  # fmt: skip
+            stranger.sendto(text, ("127.0.0.1", port))
+    time.sleep(2 * other_hosts.SPEAK_SECS)
+    assert ranks[0].presence(1, BOUND_SECS) is Presence.RUNS
