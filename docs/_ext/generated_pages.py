@@ -156,9 +156,37 @@ def vllm_patches() -> str:
     return table(("patch", "target in `vllm.`", "what", "until"), rows)
 
 
+def compat_arguments() -> str:
+    """A section for each library of ep_a2a.compat: the parameters that do not act as in the library."""
+    from ep_a2a.compat import parameters
+
+    parts = []
+    for library, title in (("deep_ep", "DeepEP"), ("mori", "MORI"), ("triton_distributed", "Triton-distributed")):
+        rows = [
+            (_names(row.callables), _names(row.parameters) or "all", row.when or "any", row.effect, row.text)
+            for row in parameters.ROWS
+            if row.library == library
+        ]
+        parts.append(f"## {title}\n\n{table(('callable', 'parameters', 'values', 'effect', 'reason or remedy'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _names(text: str) -> str:
+    return ", ".join(f"`{name}`" for name in text.split())
+
+
 PARTS: dict[str, Callable[[], str]] = {
     each.__name__: each
-    for each in (environment, errors, commands, config_fields, handle_kwargs, enumerations, vllm_patches)
+    for each in (
+        environment,
+        errors,
+        commands,
+        config_fields,
+        handle_kwargs,
+        enumerations,
+        vllm_patches,
+        compat_arguments,
+    )
 }
 
 

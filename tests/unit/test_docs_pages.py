@@ -76,7 +76,7 @@ def test_tables_cannot_be_broken_by_their_text():
     assert made.splitlines()[2:] == [r"| x\|y | one two |", "| 1 | None |"]
 
 
-@pytest.mark.parametrize("page", ["cli.md", "configuration.md", "env.md", "errors.md", "vllm.md"])
+@pytest.mark.parametrize("page", ["arguments.md", "cli.md", "configuration.md", "env.md", "errors.md", "vllm.md"])
 def test_committed_parts_are_those_of_the_code(page: str):
     """`python docs/_ext/generated_pages.py` writes them."""
     text = (DOCS / page).read_text()

@@ -10,6 +10,7 @@ from ep_a2a.compat.deep_ep.buffer_base import BufferBase
 from ep_a2a.compat.deep_ep.layouts import dispatch_layout
 from ep_a2a.compat.deep_ep.low_latency import LowLatencyInput
 from ep_a2a.compat.deep_ep.normal import TokenLayout
+from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import ScaleFormat
 from ep_a2a.errors import InputError, UnsupportedError
 
@@ -33,7 +34,7 @@ class Buffer(BufferBase):
     Args:
         group: the ranks; any backend of torch.distributed.
         num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric:
-            DeepEP's, without effect.
+            DeepEP's, without effect. A warning names once those that were given.
         low_latency_mode: DeepEP's, without effect: both modes can always be called.
         explicitly_destroy: only `destroy` frees memory. Without it, garbage collection of the buffer does, too.
         enable_shrink, comm: not supported.
@@ -294,7 +295,8 @@ class Buffer(BufferBase):
         _one_of(async_finish, return_recv_hook)
         _refuse_wait_stats(combine_wait_recv_cost_stats)
         if use_logfmt:
-            raise UnsupportedError("rows of bf16 in combine", "use_logfmt", "Leave use_logfmt out.")
+            remedy = remedy_of("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
+            raise UnsupportedError("rows of bf16 in combine", "use_logfmt", remedy)
         combined, event = self._stream.run(
             lambda: self._low_latency.combine(
                 x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook
@@ -330,5 +332,5 @@ def _refuse_wait_stats(stats: torch.Tensor | None) -> None:
     if stats is not None:
         raise UnsupportedError(
             "no statistics of waits by source rank", "a tensor for them",
-            "Leave it out; ep_a2a.telemetry.counters counts an op's waits as a whole.",
+            remedy_of("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats"),
         )  # fmt: skip

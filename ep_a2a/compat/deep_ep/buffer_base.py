@@ -15,12 +15,15 @@ from ep_a2a.compat.deep_ep.steps import Steps
 from ep_a2a.compat.deep_ep.streams import CommStream
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
 from ep_a2a.compat.deep_ep_sizes import CURRENT, low_latency_bytes
+from ep_a2a.compat.parameters import remedy_of, warn_once
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 SM90 = (9, 0)
+DEFAULT_QPS = 24
 
 
 class BufferBase:
@@ -35,7 +38,7 @@ class BufferBase:
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
+        num_qps_per_rank: int = DEFAULT_QPS,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
         use_fabric: bool = False,
@@ -50,7 +53,16 @@ class BufferBase:
         if enable_shrink:
             _refuse_masks()
         if group is None:
-            raise UnsupportedError("a torch process group", f"group None, comm {comm!r}", "Pass group.")
+            raise UnsupportedError(
+                "a torch process group", f"group None, comm {comm!r}", remedy_of("deep_ep", "Buffer", "comm")
+            )
+        ignored = {
+            "num_nvl_bytes": num_nvl_bytes > 0, "num_rdma_bytes": num_rdma_bytes > 0,
+            "num_qps_per_rank": num_qps_per_rank != DEFAULT_QPS,
+            "allow_nvlink_for_low_latency_mode": not allow_nvlink_for_low_latency_mode,
+            "allow_mnnvl": allow_mnnvl, "use_fabric": use_fabric,
+        }  # fmt: skip
+        warn_once("deep_ep", "Buffer", *(name for name, is_given in ignored.items() if is_given))
         self._steps = Steps(max_open_steps)
         self._ops = Ops(group, device, max_num_tokens_per_rank)
         self.group, self.rank, self.group_size = group, self._ops.rank, self._ops.num_ranks
@@ -108,7 +120,17 @@ class BufferBase:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Returns the bytes of DeepEP's low-latency buffers, by its formula. `ep-a2a plan` prints those of our ops."""
+        """Returns the bytes of DeepEP's low-latency buffers, by its formula. `ep-a2a plan` prints those of our ops.
+
+        Raises:
+            ConfigError: a number below 1.
+        """
+        sizes = {
+            "num_max_dispatch_tokens_per_rank": num_max_dispatch_tokens_per_rank, "hidden": hidden,
+            "num_ranks": num_ranks, "num_experts": num_experts,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            checked_integer(name, size, 1)
         return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts, CURRENT)
 
     def get_comm_stream(self) -> Any:
@@ -121,7 +143,7 @@ class BufferBase:
         """Not supported: there is no raw buffer."""
         raise UnsupportedError(
             "a raw buffer", "none: each op lays out memory of its own",
-            "Use the tensors that dispatch returns, or get_next_low_latency_combine_buffer.",
+            remedy_of("deep_ep", "Buffer.get_local_buffer_tensor"),
         )  # fmt: skip
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -156,5 +178,5 @@ def _nothing() -> None:
 def _refuse_masks() -> NoReturn:
     raise UnsupportedError(
         "all ranks to take part", "masks of ranks (enable_shrink)",
-        "A rank that does not come is a RankTimeoutError on the others; make a new group and buffer without it.",
+        remedy_of("deep_ep", "Buffer", "enable_shrink"),
     )  # fmt: skip

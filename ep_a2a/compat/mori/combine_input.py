@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ep_a2a.compat.parameters import warn_once
 from ep_a2a.errors import InputError
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchCombineOp, DispatchResult
 
-logger = logging.getLogger(__name__)
+COMBINE = "ops.EpDispatchCombineOp.combine"
 
 
 class Dispatched(NamedTuple):
@@ -78,10 +77,10 @@ class CombineInput:
         num_rows = self._config.max_num_expert_rows
         num_given = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.dim() else num_rows
         if self._are_own(weights, num_given):
-            _warn_once("topk_weights of this rank's own tokens: no sums of weights are returned")
+            warn_once("mori", COMBINE, "weights")
             weights = None
         if self._are_received(indices, num_given):
-            _warn_once("indices of the received rows: combine knows where they go")
+            warn_once("mori", COMBINE, "indices")
             indices = None
         external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
         if not external and self._registered is not None:
@@ -190,8 +189,3 @@ def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) 
         buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     buffer[: tensor.shape[0]] = tensor
     return buffer
-
-
-@functools.cache
-def _warn_once(what: str) -> None:
-    logger.warning("mori on ep_a2a: combine makes no use of %s", what)

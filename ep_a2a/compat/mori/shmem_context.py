@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ep_a2a import shmem
+from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.op import EpDispatchCombineOp
-
-logger = logging.getLogger(__name__)
 
 IN_A_NODE = (KernelType.IntraNode, KernelType.IntraNodeLL)
 """Kernel types inside one node. The ranks' hosts decide the nodes of AsyncLL, gpu_per_node those of the others."""
@@ -44,7 +41,7 @@ class World:
         """
         topology = self._topology(config)
         if not topology.internode and config.kernel_type is not KernelType.IntraNode:
-            _warn_once(config.kernel_type.name)
+            warn_once("mori", "ops.EpDispatchCombineConfig", "kernel_type")
             config = replace(config, kernel_type=KernelType.IntraNode)
         return self._factory.make(config, topology, None)
 
@@ -80,8 +77,3 @@ def close_world() -> None:
     world, _world = _world, None
     if world is not None:
         world.close()
-
-
-@functools.cache
-def _warn_once(asked: str) -> None:
-    logger.warning("mori on ep_a2a: kernel type %s runs as IntraNode, which has its calls and its results", asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -11,19 +12,22 @@ if TYPE_CHECKING:
 
     import torch
 
-ROUTING_REMEDY = "Dispatch the tokens again; the routing of a step is kept on the device until its combine."
-_BY_EXPERT = 'Build the op with EpDispatchCombineConfig(..., layout="expert_major"): dispatch and combine do it then.'
-_TIMES = "Use ep_a2a's own tools: `ep-a2a bench`, or EP_A2A_COUNTERS in vLLM."
+OP = "ops.EpDispatchCombineOp"
+_HANDLE = "ops.dispatch_combine.EpDispatchRoutingHandle"
 
 
-def refused(what: str, remedy: str) -> UnsupportedError:
-    """Returns the error for a call that MORI has and this package has not.
+def refused(function: str, parameter: str = "") -> UnsupportedError:
+    """Returns the error for a call that MORI has and this package has not, with the remedy of ep_a2a.compat.parameters.
 
     Args:
-        what: MORI's name for it, with what it does.
-        remedy: what the caller can do instead.
+        function: MORI's name for it, below `mori`.
+        parameter: the parameter whose value is refused; "" for the whole callable.
     """
-    return UnsupportedError(f"mori on MORI's own kernels for {what}", "mori on ep_a2a, which has no such thing", remedy)
+    what = f"{parameter} of mori.{function}" if parameter else f"mori.{function}"
+    return UnsupportedError(
+        f"mori on MORI's own kernels for {what}", "mori on ep_a2a, which has no such thing",
+        remedy_of("mori", function, parameter),
+    )  # fmt: skip
 
 
 class EpDispatchRoutingHandle:
@@ -42,16 +46,16 @@ class EpDispatchRoutingHandle:
         disp_tok_id_to_src_tok_id_local: torch.Tensor,
         cur_rank_num_token: int = 0,
     ) -> None:
-        raise refused("EpDispatchRoutingHandle, which replays a routing", ROUTING_REMEDY)
+        raise refused(_HANDLE)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Not supported."""
-        raise refused("EpDispatchRoutingHandle.tensors", ROUTING_REMEDY)
+        raise refused(f"{_HANDLE}.tensors")
 
     @classmethod
     def from_tensors(cls, tensors: Iterable[torch.Tensor], cur_rank_num_token: int = 0) -> Self:
         """Not supported."""
-        raise refused("EpDispatchRoutingHandle.from_tensors", ROUTING_REMEDY)
+        raise refused(f"{_HANDLE}.from_tensors")
 
 
 class UnsupportedOpMethods:
@@ -68,7 +72,7 @@ class UnsupportedOpMethods:
         warp_per_block: int = -1,
     ) -> Any:
         """Not supported as a method: rows by expert are a layout of the config."""
-        raise refused("dispatch_standard_moe", _BY_EXPERT)
+        raise refused(f"{OP}.dispatch_standard_moe")
 
     def combine_standard_moe(
         self,
@@ -81,7 +85,7 @@ class UnsupportedOpMethods:
         call_reset: bool = False,
     ) -> Any:
         """Not supported as a method: rows by expert are a layout of the config."""
-        raise refused("combine_standard_moe", _BY_EXPERT)
+        raise refused(f"{OP}.combine_standard_moe")
 
     def convert_dispatch_output(
         self,
@@ -91,7 +95,7 @@ class UnsupportedOpMethods:
         warp_per_block: int = -1,
     ) -> Any:
         """Not supported as a method: rows by expert are a layout of the config."""
-        raise refused("convert_dispatch_output", _BY_EXPERT)
+        raise refused(f"{OP}.convert_dispatch_output")
 
     def convert_combine_input(
         self,
@@ -102,12 +106,12 @@ class UnsupportedOpMethods:
         warp_per_block: int = -1,
     ) -> Any:
         """Not supported as a method: rows by expert are a layout of the config."""
-        raise refused("convert_combine_input", _BY_EXPERT)
+        raise refused(f"{OP}.convert_combine_input")
 
     def get_debug_time_buf(self) -> Any:
         """Not supported: MORI's time stamps of kernels."""
-        raise refused("get_debug_time_buf", _TIMES)
+        raise refused(f"{OP}.get_debug_time_buf")
 
     def get_debug_time_offset(self) -> Any:
         """Not supported: MORI's time stamps of kernels."""
-        raise refused("get_debug_time_offset", _TIMES)
+        raise refused(f"{OP}.get_debug_time_offset")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import fields
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched
 from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
 from ep_a2a.compat.mori.shmem_context import current_world
-from ep_a2a.compat.mori.unsupported import ROUTING_REMEDY, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
+from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
+from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
 from ep_a2a.ops.base import OpSizes
@@ -62,6 +64,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     """
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
+        _warn_of_config(config)
         self._wrap(current_world().make_op(config), config)
 
     @classmethod
@@ -75,6 +78,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self.config, self.native = config, native
         self._combine_input = CombineInput(native, config)
         self._sent: Dispatched | None = None
+        self._counts_experts = False
 
     def dispatch(
         self,
@@ -97,7 +101,8 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             ep_a2a's EpDispatchCombineOp.dispatch. indices of rows past total_recv are -1.
         """
         if routing is not None or return_routing:
-            raise refused("dispatch with routing or return_routing", ROUTING_REMEDY)
+            raise refused(f"{OP}.dispatch", "routing" if routing is not None else "return_routing")
+        _warn_of_rdma_blocks("dispatch", rdma_block_num)
         self._combine_input.check()
         result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
@@ -117,10 +122,13 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     ) -> DispatchResult:
         """The first half of `dispatch`, for every kernel type. Returns the tensors that `dispatch_recv` fills.
 
-        Launch numbers have no effect on split calls, nor has call_local_expert_count, as in MORI.
+        Launch numbers have no effect on split calls, and a warning says so once. call_local_expert_count counts in
+        `dispatch_recv`.
         """
+        _warn_of_launch("dispatch_send", block_num, warp_per_block)
         self._combine_input.check()
         result = self.native.dispatch_send(input, weights, scales, indices)
+        self._counts_experts = call_local_expert_count
         self._sent = Dispatched(weights, indices.shape[0], result)
         return result
 
@@ -128,12 +136,13 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
     ) -> None:
         """The second half of `dispatch`; must follow `dispatch_send`."""
+        _warn_of_launch("dispatch_recv", block_num, warp_per_block)
         self.native.dispatch_recv()
         sent, self._sent = self._sent, None
         if sent is None:
             return
         self._combine_input.begin(sent)
-        if call_local_expert_count:
+        if call_local_expert_count or self._counts_experts:
             count_local_experts(sent.result[3], self.config.first_expert, self.local_expert_count)
 
     def combine(
@@ -161,13 +170,14 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             indices: this rank's own, as given to dispatch, or None. Those that dispatch returned have no effect, and a
                 warning says so once.
             use_external_inp_buf: 0 or 1 instead of the config's; -1 takes that.
-            call_reset: without effect.
+            call_reset: without effect, since an op without an error needs no reset.
 
         Returns:
             (result [M, H], of which the first T rows are this step's; weight sums [M, K] or None).
         """
         if routing is not None:
-            raise refused("combine with routing", ROUTING_REMEDY)
+            raise refused(f"{OP}.combine", "routing")
+        _warn_of_rdma_blocks("combine", rdma_block_num)
         rows, weights, own_indices = self._combine_input.of(input, weights, indices, use_external_inp_buf)
         result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
         self._combine_input.end()
@@ -182,6 +192,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         warp_per_block: int = -1,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`, for every kernel type. Returns the tensors that `combine_recv` fills."""
+        _warn_of_launch("combine_send", block_num, warp_per_block)
         rows, weights, own_indices = self._combine_input.of(input, weights, indices, -1)
         result = self.native.combine_send(rows, weights, own_indices)
         self._combine_input.end()
@@ -189,6 +200,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The second half of `combine`; must follow `combine_send`."""
+        _warn_of_launch("combine_recv", block_num, warp_per_block)
         self.native.combine_recv()
 
     def reset(self) -> None:
@@ -226,4 +238,28 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """Returns (programs, inter-node programs, warps per program) of a full-sized call."""
+        _warn_of_rdma_blocks("get_launch_config", rdma_block_num)
         return self.native.get_launch_config(is_dispatch, block_num, rdma_block_num, warp_per_block)
+
+
+CONFIG_HINTS = ("block_num", "warp_num_per_block", "rdma_block_num")
+
+
+def _warn_of_config(config: EpDispatchCombineConfig) -> None:
+    """Warns of fields that were changed and that the op makes no use of."""
+    unused = ("num_qp_per_pe",) if config.launch == "manual" else (*CONFIG_HINTS, "num_qp_per_pe")
+    changed = [
+        each.name for each in fields(config) if each.name in unused and getattr(config, each.name) != each.default
+    ]
+    warn_once("mori", "ops.EpDispatchCombineConfig", *changed)
+
+
+def _warn_of_launch(method: str, block_num: int, warp_per_block: int) -> None:
+    """Warns of launch numbers that were given to half a call."""
+    if block_num > 0 or warp_per_block > 0:
+        warn_once("mori", f"{OP}.{method}", "block_num", "warp_per_block")
+
+
+def _warn_of_rdma_blocks(method: str, rdma_block_num: int) -> None:
+    if rdma_block_num > 0:
+        warn_once("mori", f"{OP}.{method}", "rdma_block_num")

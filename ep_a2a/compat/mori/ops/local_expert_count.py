@@ -25,10 +25,7 @@ def launch_local_expert_count(
     Raises:
         UnsupportedError: always.
     """
-    raise refused(
-        "launch_local_expert_count, which counts at an address",
-        "Pass call_local_expert_count=True to dispatch and read op.local_expert_count.",
-    )
+    raise refused("ops.launch_local_expert_count")
 
 
 def count_local_experts(indices: torch.Tensor, first_expert: int, counts: torch.Tensor) -> None:

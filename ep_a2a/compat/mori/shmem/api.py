@@ -39,9 +39,6 @@ __all__ = [
 MORI_SHMEM_INIT_WITH_MPI_COMM = 0
 MORI_SHMEM_INIT_WITH_UNIQUEID = 1
 
-_BY_GROUP = "Make a torch.distributed group, register it, and call shmem_torch_process_group_init(name)."
-_BY_MALLOC = "Use shmem_malloc or mori_shmem_create_tensor, and copy."
-_BY_PEERS = "Peers are written to by kernels over shmem_ptr_p2p's addresses; there is no network library to set up."
 ALLOCATION_ALIGNMENT_BYTES = 256
 """Every allocation of shmem_malloc starts at a multiple of this, whatever the kind of memory."""
 
@@ -83,10 +80,7 @@ def shmem_malloc_align(alignment: int, size: int) -> int:
     if alignment < 1 or alignment & (alignment - 1):
         raise InputError("alignment to be a power of two", str(alignment))
     if alignment > ALLOCATION_ALIGNMENT_BYTES:
-        raise refused(
-            f"shmem_malloc_align({alignment})",
-            f"Align within a larger allocation; {ALLOCATION_ALIGNMENT_BYTES} it has.",
-        )
+        raise refused("shmem.shmem_malloc_align", "alignment")
     return shmem_malloc(size)
 
 
@@ -123,44 +117,44 @@ def _allocation_at(ptr: int) -> torch.Tensor:
 
 def shmem_mpi_init() -> int:
     """Not supported: a world over MPI."""
-    raise refused("shmem_mpi_init", _BY_GROUP)
+    raise refused("shmem.shmem_mpi_init")
 
 
 def shmem_get_unique_id() -> bytes:
     """Not supported: a world without torch.distributed."""
-    raise refused("shmem_get_unique_id", _BY_GROUP)
+    raise refused("shmem.shmem_get_unique_id")
 
 
 def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
     """Not supported: a world without torch.distributed."""
-    raise refused("shmem_init_attr", _BY_GROUP)
+    raise refused("shmem.shmem_init_attr")
 
 
 def shmem_module_init(hip_module: int) -> int:
     """Not supported: MORI's symbols in a compiled kernel."""
-    raise refused("shmem_module_init", _BY_PEERS)
+    raise refused("shmem.shmem_module_init")
 
 
 def shmem_barrier_on_stream(stream: Any = None) -> None:
     """Not supported: a barrier on the device."""
-    raise refused("shmem_barrier_on_stream", "Synchronise the stream and call shmem_barrier_all().")
+    raise refused("shmem.shmem_barrier_on_stream")
 
 
 def shmem_ext_malloc_with_flags(size: int, flags: int) -> int:
     """Not supported: HIP's kinds of memory."""
-    raise refused("shmem_ext_malloc_with_flags", "Use shmem_malloc(size).")
+    raise refused("shmem.shmem_ext_malloc_with_flags")
 
 
 def shmem_buffer_register(ptr: int, size: int) -> int:
     """Not supported: existing memory for RDMA."""
-    raise refused("shmem_buffer_register", _BY_MALLOC)
+    raise refused("shmem.shmem_buffer_register")
 
 
 def shmem_buffer_deregister(ptr: int, size: int) -> int:
     """Not supported: existing memory for RDMA."""
-    raise refused("shmem_buffer_deregister", _BY_MALLOC)
+    raise refused("shmem.shmem_buffer_deregister")
 
 
 def shmem_num_qp_per_pe() -> int:
     """Not supported: there are no queue pairs."""
-    raise refused("shmem_num_qp_per_pe", "Nodes are joined by torch.distributed, whose library has its own settings.")
+    raise refused("shmem.shmem_num_qp_per_pe")

@@ -20,8 +20,6 @@ __all__ = [
     "symm_mori_shmem_tensor",
 ]
 
-_BY_ADDRESS = "Pass shmem_ptr_p2p(tensor.data_ptr(), my_pe, peer) to a kernel."
-
 
 class MoriShmemBuffer:
     """MORI's wrapper of an address. Not supported.
@@ -31,7 +29,7 @@ class MoriShmemBuffer:
     """
 
     def __init__(self, ptr: int, nbytes: int, dtype: torch.dtype) -> None:
-        raise refused("MoriShmemBuffer", "Use mori_shmem_create_tensor.")
+        raise refused("shmem.MoriShmemBuffer")
 
 
 def mori_shmem_create_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -53,11 +51,11 @@ def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
     """
     if peer == shmem.shmem_mype():
         return tensor
-    raise refused("symm_mori_shmem_tensor of another rank", _BY_ADDRESS)
+    raise refused("shmem.symm_mori_shmem_tensor", "peer")
 
 
 def mori_shmem_create_tensor_list_intra_node(
     shape: Sequence[int], dtype: torch.dtype, num_ranks: int
 ) -> list[torch.Tensor]:
     """Not supported: tensors of all ranks."""
-    raise refused("mori_shmem_create_tensor_list_intra_node", _BY_ADDRESS)
+    raise refused("shmem.mori_shmem_create_tensor_list_intra_node")

@@ -1,0 +1,431 @@
+"""The table of ep_a2a.compat: all parameters that have no effect are in it, and it says what calls really do."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import re
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ep_a2a
+from ep_a2a.compat import deep_ep, mori, parameters
+from ep_a2a.compat.deep_ep import Buffer, buffer_base
+from ep_a2a.compat.mori import shmem_context
+from ep_a2a.compat.mori.ops import dispatch_combine
+from ep_a2a.compat.mori.shmem import tensor_utils
+from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx, phases
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.errors import ConfigError, NotInitializedError, UnsupportedError
+from ep_a2a.interface import DispatchResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MODULES = {
+    "deep_ep": ("",),
+    "mori": ("ops", "ops.dispatch_combine", "shmem"),
+    "triton_distributed": ("",),
+}
+KEPT_ON_PURPOSE = {
+    # keeping them alive is all that is asked for
+    "deep_ep EventOverlap extra_tensors",
+    # made by create_ep_ll_a2a_ctx only; the library's contexts have these attributes
+    *(f"triton_distributed Lowlatency{kind}Context {name}" for kind in ("Dispatch", "Combine")
+      for name in ("online_quant_fp8", "fp8_gsize")),
+}  # fmt: skip
+
+
+# --- every parameter without effect is in the table ---
+
+
+def module_of(library: str, below: str) -> Any:
+    return importlib.import_module(".".join(filter(None, ("ep_a2a.compat", library, below))))
+
+
+def found_in(library: str, name: str) -> Any:
+    """The object of a row's name; AttributeError where there is none."""
+    found = module_of(library, "")
+    for part in name.split("."):
+        found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+    return found
+
+
+def public_functions() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """(library, name, function) of every public callable; that of a class is its constructor."""
+    seen = []
+    for library, below in ((library, below) for library, all_below in MODULES.items() for below in all_below):
+        module = module_of(library, below)
+        for name in module.__all__:
+            thing = getattr(module, name)
+            is_ours = getattr(thing, "__module__", "").startswith("ep_a2a.compat")
+            if is_ours and thing not in seen:
+                seen.append(thing)
+                for path, function in functions_of(f"{below}.{name}".lstrip("."), thing):
+                    yield library, path, function
+
+
+def functions_of(path: str, thing: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    if not inspect.isclass(thing):
+        yield path, thing
+        return
+    for kind in inspect.getmro(thing):
+        if kind.__module__.startswith("ep_a2a.compat"):
+            for name, function in vars(kind).items():
+                if is_public(name, function):
+                    yield f"{path}.{name}".removesuffix(".__init__"), unwrapped(function)
+
+
+def is_public(name: str, function: Any) -> bool:
+    plain = unwrapped(function)
+    is_written = inspect.isfunction(plain) and plain.__code__.co_filename.endswith(".py")
+    return is_written and (name == "__init__" or not name.startswith("_"))
+
+
+def unwrapped(function: Any) -> Any:
+    return function.__func__ if isinstance(function, classmethod | staticmethod) else function
+
+
+def without_effect(function: Callable[..., Any]) -> list[str]:
+    """Parameters that the body does not read, or only keeps in attributes of their name that its module never reads."""
+    source = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls", "_")]
+    read: set[str] = set()
+    stored: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.Assign):
+            stored |= kept(statement)
+            read |= loads(statement.value) - kept(statement)
+        elif not isinstance(statement, ast.Delete):
+            read |= loads(statement)
+    attributes = {
+        node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and is_load(node)
+    }
+    return [name for name in names if name not in read | (stored & attributes)]
+
+
+def kept(statement: ast.Assign) -> set[str]:
+    """Names that a statement only assigns to attributes of the same name: `self.a, self.b = a, b`."""
+    targets = [each for target in statement.targets for each in getattr(target, "elts", [target])]
+    values = getattr(statement.value, "elts", [statement.value])
+    pairs = zip(targets, values, strict=False)
+    return {v.id for t, v in pairs if isinstance(t, ast.Attribute) and isinstance(v, ast.Name) and t.attr == v.id}
+
+
+def is_load(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def loads(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def in_table(library: str, function: str, parameter: str) -> bool:
+    return any(
+        row.library == library
+        and function in row.callables.split()
+        and (not row.parameters or parameter in row.parameters.split())
+        for row in ROWS
+    )
+
+
+def test_every_parameter_is_read_or_in_the_table():
+    functions = list(public_functions())
+    assert len(functions) > 60
+    missing = {
+        f"{library} {name} {parameter}"
+        for library, name, function in functions
+        for parameter in without_effect(function)
+        if not in_table(library, name, parameter)
+    }
+    assert missing == KEPT_ON_PURPOSE
+
+
+def test_the_check_finds_what_it_looks_for():
+    def ignoring(one: int, two: int, three: int) -> int:
+        del one
+        return two
+
+    class Keeping:
+        def __init__(self, kept_here: int, used: int) -> None:
+            self.kept_here = kept_here
+            self.used = used + 1
+
+    assert without_effect(ignoring) == ["one", "three"]
+    assert without_effect(Keeping.__init__) == ["kept_here"]
+
+
+FIELDS = {("deep_ep", "Config"): deep_ep.Config, ("mori", "ops.EpDispatchCombineConfig"): EpDispatchCombineConfig}
+
+
+@pytest.mark.parametrize(("library", "name"), FIELDS)
+def test_every_field_is_read_or_in_the_table(library: str, name: str):
+    text = "\n".join(path.read_text() for path in Path(ep_a2a.__file__).parent.rglob("*.py"))
+    fields = [each.name for each in dataclasses.fields(FIELDS[library, name])]
+    unread = {field for field in fields if not re.search(rf"(config|self)\.{field}\b", text)}
+    assert not {field for field in unread if not in_table(library, name, field)}
+
+
+def test_rows_name_what_there_is():
+    for row in ROWS:
+        for name in row.callables.split():
+            thing = found_in(row.library, name)
+            known = set(inspect.signature(thing).parameters)
+            assert set(row.parameters.split()) <= known, (name, row.parameters)
+        assert row.text.endswith("."), row
+
+
+def test_no_parameter_has_two_rows_for_the_same_values():
+    cases = [
+        (row.library, name, parameter, row.when)
+        for row in ROWS
+        for name in row.callables.split()
+        for parameter in row.parameters.split() or [""]
+    ]
+    assert len(cases) == len(set(cases))
+
+
+# --- each warning comes once, each refusal is an error with the remedy of its row ---
+
+CONFIG = EpDispatchCombineConfig(
+    data_type=torch.float32, rank=0, world_size=2, hidden_dim=32, scale_dim=0, scale_type_size=0,
+    max_token_type_size=4, max_num_inp_token_per_rank=8, num_experts_per_rank=2, num_experts_per_token=2,
+)  # fmt: skip
+IDS = torch.zeros(3, 2, dtype=torch.int32)
+WEIGHTS = torch.ones(3, 2)
+RECEIVED = DispatchResult(
+    torch.ones(16, 32), torch.ones(16, 2), None, torch.zeros(16, 2, dtype=torch.int32),
+    torch.tensor([5], dtype=torch.int32),
+)  # fmt: skip
+
+
+class NativeOp:
+    """Stands for our op: takes any call."""
+
+    config = CONFIG
+    local_expert_count = torch.zeros(2, dtype=torch.int32)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: RECEIVED if name in ("dispatch", "dispatch_send") else None
+
+
+class DeepEpOps:
+    """Stands for a buffer's ops."""
+
+    rank, num_ranks, device, max_num_tokens = 0, 2, torch.device("cpu"), 0
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def op() -> Any:
+    made = dispatch_combine.EpDispatchCombineOp.around(NativeOp())  # type: ignore[arg-type]
+    made.dispatch(RECEIVED.tokens, WEIGHTS, None, IDS)
+    return made
+
+
+def op_of(**changes: Any) -> None:
+    with contextlib.suppress(NotInitializedError):
+        dispatch_combine.EpDispatchCombineOp(dataclasses.replace(CONFIG, **changes))
+
+
+def op_in_a_node(kernel_type: EpDispatchCombineKernelType) -> None:
+    world = object.__new__(shmem_context.World)
+    world._topology = lambda _: SimpleNamespace(internode=False)  # type: ignore[assignment,return-value]
+    world._factory = SimpleNamespace(make=lambda *_: None)  # type: ignore[assignment]
+    world.make_op(dataclasses.replace(CONFIG, kernel_type=kernel_type))
+
+
+def buffer(**arguments: Any) -> Any:
+    return Buffer(object(), **arguments)  # type: ignore[arg-type]
+
+
+def split(name: str, **launch: int) -> None:
+    arguments = {"dispatch_send": (RECEIVED.tokens, None, None, IDS), "combine_send": (RECEIVED.tokens, None, None)}
+    getattr(op(), name)(*arguments.get(name, ()), **launch)
+
+
+ROWS_GIVEN = RECEIVED.tokens
+WARNS: dict[str, Callable[[], Any]] = {
+    "deep_ep Buffer num_nvl_bytes": lambda: buffer(num_nvl_bytes=1),
+    "deep_ep Buffer num_rdma_bytes": lambda: buffer(num_rdma_bytes=1),
+    "deep_ep Buffer num_qps_per_rank": lambda: buffer(num_qps_per_rank=12),
+    "deep_ep Buffer allow_nvlink_for_low_latency_mode": lambda: buffer(allow_nvlink_for_low_latency_mode=False),
+    "deep_ep Buffer allow_mnnvl": lambda: buffer(allow_mnnvl=True),
+    "deep_ep Buffer use_fabric": lambda: buffer(use_fabric=True),
+    "mori ops.EpDispatchCombineConfig block_num": lambda: op_of(block_num=40),
+    "mori ops.EpDispatchCombineConfig warp_num_per_block": lambda: op_of(warp_num_per_block=4),
+    "mori ops.EpDispatchCombineConfig rdma_block_num": lambda: op_of(rdma_block_num=4),
+    "mori ops.EpDispatchCombineConfig num_qp_per_pe": lambda: op_of(num_qp_per_pe=2, launch="manual"),
+    "mori ops.EpDispatchCombineConfig kernel_type": lambda: op_in_a_node(EpDispatchCombineKernelType.AsyncLL),
+    f"mori {parameters.OP}.dispatch rdma_block_num": lambda: op().dispatch(
+        ROWS_GIVEN, None, None, IDS, rdma_block_num=4
+    ),
+    f"mori {parameters.OP}.combine rdma_block_num": lambda: op().combine(ROWS_GIVEN, None, None, rdma_block_num=4),
+    f"mori {parameters.OP}.get_launch_config rdma_block_num": lambda: op().get_launch_config(rdma_block_num=4),
+    f"mori {parameters.OP}.combine weights": lambda: op().combine(ROWS_GIVEN, WEIGHTS, None),
+    f"mori {parameters.OP}.combine indices": lambda: op().combine(ROWS_GIVEN, None, RECEIVED.indices),
+    f"mori {parameters.OP}.combine_send weights": lambda: op().combine_send(ROWS_GIVEN, WEIGHTS, None),
+    f"mori {parameters.OP}.combine_send indices": lambda: op().combine_send(ROWS_GIVEN, None, RECEIVED.indices),
+    **{
+        f"mori {parameters.OP}.{name} {number}": functools.partial(split, name, **{number: 8})
+        for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+        for number in ("block_num", "warp_per_block")
+    },
+}
+"""By library, callable and parameter of a row."""
+
+
+def refusing(name: str) -> Callable[[], Any]:
+    """Calls a mori callable of a row, all of whose arguments are None."""
+
+    def call() -> Any:
+        path, _, method = name.rpartition(".")
+        function = found_in("mori", name)
+        owner = found_in("mori", path)
+        bound = getattr(object.__new__(owner), method) if inspect.isclass(owner) else function
+        required = [
+            each for each in inspect.signature(bound).parameters.values() if each.default is inspect.Parameter.empty
+        ]
+        return bound(*[None] * len(required))
+
+    return call
+
+
+BARE = object.__new__(Buffer)
+BARE._closed = False
+LAYER = {
+    "max_m": 8, "hidden": 128, "topk": 2, "online_quant_fp8": False, "rank": 0, "num_experts": 4,
+    "local_world_size": 1, "world_size": 2, "fp8_gsize": 128, "dtype": torch.bfloat16,
+}  # fmt: skip
+ARENA = SimpleNamespace(unshared_index=lambda: 0, rendezvous=None)
+REFUSES: dict[str, Callable[[], Any]] = {
+    "deep_ep Buffer enable_shrink": lambda: buffer(enable_shrink=True),
+    "deep_ep Buffer comm": lambda: Buffer(None, comm=1),
+    "deep_ep Buffer.low_latency_update_mask_buffer ": lambda: BARE.low_latency_update_mask_buffer(1),
+    "deep_ep Buffer.low_latency_query_mask_buffer ": lambda: BARE.low_latency_query_mask_buffer(IDS),
+    "deep_ep Buffer.low_latency_clean_mask_buffer ": lambda: BARE.low_latency_clean_mask_buffer(),
+    "deep_ep Buffer.get_local_buffer_tensor ": lambda: BARE.get_local_buffer_tensor(torch.int32),
+    "deep_ep Buffer.low_latency_dispatch dispatch_wait_recv_cost_stats": lambda: BARE.low_latency_dispatch(
+        ROWS_GIVEN, IDS, 8, 4, dispatch_wait_recv_cost_stats=IDS
+    ),
+    "deep_ep Buffer.low_latency_combine combine_wait_recv_cost_stats": lambda: BARE.low_latency_combine(
+        ROWS_GIVEN,
+        IDS,
+        WEIGHTS,
+        None,
+        combine_wait_recv_cost_stats=IDS,  # type: ignore[arg-type]
+    ),
+    "deep_ep Buffer.low_latency_combine use_logfmt": lambda: BARE.low_latency_combine(
+        ROWS_GIVEN,
+        IDS,
+        WEIGHTS,
+        None,
+        use_logfmt=True,  # type: ignore[arg-type]
+    ),
+    f"mori {parameters.OP}.dispatch routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, routing=1),
+    f"mori {parameters.OP}.dispatch return_routing": lambda: op().dispatch(
+        ROWS_GIVEN, None, None, IDS, return_routing=True
+    ),
+    f"mori {parameters.OP}.combine routing": lambda: op().combine(ROWS_GIVEN, None, None, routing=1),
+    "mori shmem.shmem_malloc_align alignment": lambda: mori.shmem.shmem_malloc_align(512, 1),
+    "mori shmem.symm_mori_shmem_tensor peer": lambda: mori.shmem.symm_mori_shmem_tensor(IDS, 1),
+    "triton_distributed EPLowLatencyAllToAllLayer local_world_size": lambda: EPLowLatencyAllToAllLayer(
+        **LAYER, arena=ARENA
+    ),
+    "triton_distributed create_ep_ll_a2a_ctx local_world_size": lambda: create_ep_ll_a2a_ctx(**LAYER, arena=ARENA),
+}
+
+
+def cases(effect: Effect) -> dict[str, Row]:
+    return {
+        f"{row.library} {name} {parameter}": row
+        for row in ROWS
+        if row.effect is effect
+        for name in row.callables.split()
+        for parameter in row.parameters.split() or [""]
+    }
+
+
+WARNED, REFUSED = cases(Effect.WARNED), cases(Effect.REFUSED)
+REFUSES |= {case: refusing(case.split()[1]) for case in REFUSED if case.startswith("mori") and case.endswith(" ")}
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
+    monkeypatch.setattr(tensor_utils.shmem, "shmem_mype", lambda: 0)
+    monkeypatch.setattr(phases, "agree_on_config", lambda *_: None)
+
+
+def test_every_row_is_tried():
+    assert WARNS.keys() == WARNED.keys()
+    assert REFUSES.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("case", WARNS)
+def test_a_warning_comes_once(case: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        WARNS[case]()
+        WARNS[case]()
+    assert len(caplog.records) == 1
+    text = caplog.records[0].getMessage()
+    assert case.split()[2] in text
+    assert WARNED[case].text in text
+    assert "docs/arguments.md" in text
+
+
+@pytest.mark.parametrize("case", REFUSES)
+def test_a_refusal_has_the_remedy_of_its_row(case: str):
+    with pytest.raises(UnsupportedError) as caught:
+        REFUSES[case]()
+    assert caught.value.remedy == REFUSED[case].text
+
+
+def test_defaults_and_what_programs_must_pass_warn_of_nothing(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        buffer(low_latency_mode=True)
+        op_of()
+        op_of(block_num=40, warp_num_per_block=4, launch="manual")
+        op_in_a_node(EpDispatchCombineKernelType.IntraNode)
+        made = op()
+        made.dispatch(ROWS_GIVEN, WEIGHTS, None, IDS, block_num=80, warp_per_block=8)
+        made.combine(ROWS_GIVEN, None, IDS, block_num=80, rdma_block_num=0, warp_per_block=8, call_reset=True)
+        made.dispatch_send(ROWS_GIVEN, WEIGHTS, None, IDS)
+        made.dispatch_recv()
+        made.combine_send(ROWS_GIVEN, None, IDS)
+        made.combine_recv()
+    assert not caplog.records
+
+
+def test_half_a_dispatch_counts_local_experts_as_asked():
+    made = op()
+    made.local_expert_count.fill_(-1)
+    made.dispatch_send(ROWS_GIVEN, None, None, IDS, call_local_expert_count=True)
+    assert made.local_expert_count.tolist() == [-1, -1]
+    made.dispatch_recv()
+    assert made.local_expert_count.tolist() == [RECEIVED.indices.numel(), 0]
+
+
+@pytest.mark.parametrize("name", ["num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts"])
+@pytest.mark.parametrize("number", [0, -8, 1.5])
+def test_size_hints_are_of_positive_numbers(name: str, number: float):
+    sizes: dict[str, Any] = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
+    with pytest.raises(ConfigError, match=name):
+        Buffer.get_low_latency_rdma_size_hint(**{**sizes, name: number})
