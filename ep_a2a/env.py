@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ep_a2a.errors import EnvironmentVariableError
+from ep_a2a.errors import EnvironmentVariableError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+PREFIX = "EP_A2A_"
+TESTS_PREFIX = "EP_A2A_TEST_"
+"""Variables of the test suite, which the package does not read."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,12 @@ class Variable(Generic[T]):
     former_name: str = ""
 
     def get(self) -> T:
-        """Returns the current value.
+        """Returns the current value. The first call in a process warns of set variables that do not exist.
 
         Raises:
             EnvironmentVariableError: the text cannot be parsed, or differs from that of the former name.
         """
+        warn_of_unknown()
         text = os.environ.get(self.name, "")
         former = os.environ.get(self.former_name, "") if self.former_name else ""
         if former:
@@ -179,6 +186,26 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
 )
 
 
+def unknown_variables() -> dict[str, str]:
+    """Returns the set EP_A2A_* variables that the package does not read; the values are hints, or ""."""
+    known = [name for each in VARIABLES for name in (each.name, each.former_name) if name]
+    names = (name for name in sorted(os.environ) if name.startswith(PREFIX) and not name.startswith(TESTS_PREFIX))
+    return {name: did_you_mean(name, known) for name in names if name not in known}
+
+
+_names_are_checked = False
+
+
+def warn_of_unknown() -> None:
+    """Warns of each variable in `unknown_variables`; only the first call in a process does."""
+    global _names_are_checked
+    if _names_are_checked:
+        return
+    _names_are_checked = True
+    for name, hint in unknown_variables().items():
+        logger.warning("%s is set and is no variable of ep_a2a: it does nothing. %s", name, hint or "See docs/env.md.")
+
+
 def launcher_variable(name: str) -> str | None:
     """Returns a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
     return os.environ.get(name)
@@ -189,7 +216,7 @@ FOREIGN_PREFIXES = ("NCCL_", "NVSHMEM_", "GLOO_", "CUDA_", "TRITON_", "TORCH_", 
 
 def variables_for_doctor() -> dict[str, str]:
     """Returns the set variables of this package and of the libraries that it uses."""
-    prefixes = ("EP_A2A_", *FOREIGN_PREFIXES)
+    prefixes = (PREFIX, *FOREIGN_PREFIXES)
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
@@ -206,11 +233,14 @@ def set_unless_set(name: str, value: str) -> str:
 
 
 def all_variables() -> dict[str, str]:
-    """The environment now, to be handed to another process."""
+    """The environment now, to be handed to another process. Warns of unknown variables, which that one does not."""
+    warn_of_unknown()
     return dict(os.environ)
 
 
 def take_over(variables: dict[str, str]) -> None:
-    """Replaces this process's environment by another process's."""
+    """Replaces this process's environment by what `all_variables` has returned in another process."""
+    global _names_are_checked
+    _names_are_checked = True
     os.environ.clear()
     os.environ.update(variables)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ep_a2a import env
 from ep_a2a.commands.log import set_up_logging
-from ep_a2a.errors import EnvironmentVariableError
+from ep_a2a.config.file import choose_backend
+from ep_a2a.errors import EnvironmentVariableError, EpA2AError
+from ep_a2a.managers.registry import check_backend_name
+from ep_a2a.memory.transport_choice import choose_transport
+from ep_a2a.tuning.tables import load_tables
 from tests.unit.test_config import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAMES = (
     "EP_A2A_BACKEND",
@@ -30,6 +38,7 @@ NAMES = (
 def _clean_environment(monkeypatch):
     for name in (*NAMES, "EP_A2A_RAIL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env, "_names_are_checked", False)
 
 
 def refused(variable: env.Variable, text: str, monkeypatch: pytest.MonkeyPatch) -> EnvironmentVariableError:
@@ -189,3 +198,68 @@ def test_launchers_variables(monkeypatch):
     assert env.launcher_variable("LOCAL_RANK") is None
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert env.launcher_variable("LOCAL_RANK") == "3"
+
+
+# --- names that do not exist ---
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SEC", "9")
+    monkeypatch.setenv("EP_A2A_ZZZZZZZZ", "1")
+    monkeypatch.setenv("EP_A2A_TEST_OF_THE_ENVIRONMENT", "1")
+    monkeypatch.setenv("OTHER_EP_A2A_BACKEND", "1")
+    with caplog.at_level(logging.WARNING):
+        for variable in env.VARIABLES:
+            variable.get()
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        "EP_A2A_TIMEOUT_SEC is set and is no variable of ep_a2a: it does nothing. Did you mean 'EP_A2A_TIMEOUT_SECS'?",
+        "EP_A2A_ZZZZZZZZ is set and is no variable of ep_a2a: it does nothing. See docs/env.md.",
+    ]
+
+
+def test_a_process_that_gets_its_environment_from_another_is_silent(monkeypatch, caplog):
+    monkeypatch.setenv("EP_A2A_TIMEOUT_SEC", "9")
+    with caplog.at_level(logging.WARNING):
+        variables = env.all_variables()
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(env, "_names_are_checked", False)
+        env.take_over(variables)
+        env.BACKEND.get()
+    assert len(caplog.records) == 1
+
+
+def test_known_and_former_names_are_no_typos(monkeypatch, caplog):
+    for variable in env.VARIABLES:
+        monkeypatch.setenv(variable.name, "")
+    monkeypatch.setenv("EP_A2A_RAIL", "auto")
+    with caplog.at_level(logging.WARNING):
+        env.BACKEND.get()
+    assert not caplog.records
+
+
+# --- garbage in any variable is an error where it is used ---
+
+USES: dict[str, Callable[[], Any]] = {
+    "EP_A2A_BACKEND": lambda: check_backend_name(choose_backend(None, None)),
+    "EP_A2A_CONFIG": lambda: choose_backend(None, None),
+    "EP_A2A_TUNING_DIR": lambda: load_tables("sm_90", 8),
+    "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
+    "EP_A2A_LOG_LEVEL": set_up_logging,
+    **{
+        variable.name: variable.get
+        for variable in (
+            env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_garbage_is_an_error_that_shows_it(name, monkeypatch):
+    garbage = "no/such ; thing"
+    monkeypatch.setenv(name, garbage)
+    with pytest.raises(EpA2AError) as caught:
+        USES[name]()
+    assert garbage in str(caught.value).replace("NO/SUCH ; THING", garbage)
+    assert caught.value.remedy
