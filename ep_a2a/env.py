@@ -220,6 +220,11 @@ def variables_for_doctor() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
+def set_with_prefix(prefix: str) -> tuple[str, ...]:
+    """Returns the names of the set variables that begin with `prefix`, in alphabetical order."""
+    return tuple(sorted(name for name, value in os.environ.items() if name.startswith(prefix) and value))
+
+
 def other_variable(name: str) -> str:
     """Returns a variable of another program (CC, TRITON_CACHE_DIR), "" where it is unset."""
     return os.environ.get(name, "")

@@ -10,6 +10,8 @@ import functools
 import logging
 from dataclasses import dataclass
 
+from ep_a2a import env
+
 logger = logging.getLogger(__name__)
 
 
@@ -175,6 +177,16 @@ def row_of(library: str, function: str, parameter: str = "") -> Row:
 def remedy_of(library: str, function: str, parameter: str = "") -> str:
     """Returns the remedy of a refusal; see `row_of` for the arguments."""
     return row_of(library, function, parameter).text
+
+
+@functools.cache
+def warn_of_variables(library: str, names: tuple[str, ...]) -> None:
+    """Warns once per process of a library's environment variables, which nothing here reads; () = no warning."""
+    if names:
+        logger.warning(
+            "%s on ep_a2a: nothing reads %s. docs/env.md lists the variables that count, as %s for network devices.",
+            library, ", ".join(names), env.RDMA_DEVICES.name,
+        )  # fmt: skip
 
 
 @functools.cache

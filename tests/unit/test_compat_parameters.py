@@ -27,7 +27,7 @@ from ep_a2a.compat.mori.shmem import tensor_utils
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx, phases
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.errors import ConfigError, NotInitializedError, UnsupportedError
+from ep_a2a.errors import ConfigError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
 
 if TYPE_CHECKING:
@@ -429,3 +429,17 @@ def test_size_hints_are_of_positive_numbers(name: str, number: float):
     sizes: dict[str, Any] = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     with pytest.raises(ConfigError, match=name):
         Buffer.get_low_latency_rdma_size_hint(**{**sizes, name: number})
+
+
+def test_variables_of_mori_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for name, value in (("MORI_RDMA_DEVICES", "mlx5_0"), ("MORI_SHMEM_HEAP_SIZE", "4G"), ("MORI_EMPTY", "")):
+        monkeypatch.setenv(name, value)
+    parameters.warn_of_variables.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with pytest.raises(UnknownNameError):
+                mori.shmem.shmem_torch_process_group_init("no such group")
+    assert len(caplog.records) == 1
+    text = caplog.records[0].getMessage()
+    assert "nothing reads MORI_RDMA_DEVICES, MORI_SHMEM_HEAP_SIZE. " in text
+    assert "EP_A2A_RDMA_DEVICES" in text
