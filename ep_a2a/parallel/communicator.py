@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config.file import DEFAULT_BACKEND
-from ep_a2a.errors import ClosedError, UnsupportedError
+from ep_a2a.errors import ClosedError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from ep_a2a.managers.base import All2AllManagerBase
@@ -23,8 +23,7 @@ class DeviceCommunicator:
         device: where this rank's tensors live; None is CPU.
         device_group: the same ranks for tensors on `device`; None is `cpu_group`.
         unique_name: the group's name, "kind:number"; groups of kind "ep" are expert-parallel.
-        all2all_backend: backend of the manager, by registered name; equal on all ranks. Assigning it has an effect
-            until the first access to the manager.
+        all2all_backend: backend of the manager, by registered name; equal on all ranks.
 
     Attributes:
         dp_group, tp_group: the coordinators of the data- and tensor-parallel groups that the manager is given, or None.
@@ -42,7 +41,7 @@ class DeviceCommunicator:
         self.device = torch.device(device or "cpu")
         self.device_group = device_group or cpu_group
         self.unique_name = unique_name
-        self.all2all_backend = all2all_backend
+        self._all2all_backend = all2all_backend
         self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
         self.dp_group: Any = None
@@ -55,6 +54,25 @@ class DeviceCommunicator:
     def is_ep_communicator(self) -> bool:
         """Whether this communicator belongs to an expert-parallel group; only those have a manager."""
         return self.unique_name.split(":")[0] == "ep"
+
+    @property
+    def all2all_backend(self) -> str:
+        """Backend of the manager. Another one can be assigned until the first access to the manager.
+
+        Raises:
+            StateError: the assignment comes later.
+        """
+        return self._all2all_backend
+
+    @all2all_backend.setter
+    def all2all_backend(self, name: str) -> None:
+        with self._lock:
+            if self._manager is not None and name != self._all2all_backend:
+                raise StateError(
+                    f"all2all_backend to stay {self._all2all_backend!r} once the manager has been made", repr(name),
+                    "Assign it before the first access to all2all_manager, or assign a manager to all2all_manager.",
+                )  # fmt: skip
+            self._all2all_backend = name
 
     @property
     def all2all_manager(self) -> All2AllManagerBase:

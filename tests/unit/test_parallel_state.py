@@ -10,8 +10,8 @@ import torch
 import ep_a2a
 from ep_a2a.compat import deep_ep_sizes
 from ep_a2a.config.file import FileConfig, choose_backend, read_config_file
-from ep_a2a.errors import ConfigError, NotInitializedError
-from ep_a2a.parallel import state
+from ep_a2a.errors import ConfigError, NotInitializedError, StateError
+from ep_a2a.parallel import communicator, state
 from ep_a2a.parallel.group_coordinator import group_ranks
 from ep_a2a.parallel.state import destroy_dist_env, get_dp_group, get_tp_group, init_dist_env, is_initialized
 
@@ -169,3 +169,16 @@ def test_impossible_arguments_raise_before_the_ranks_meet(arguments):
     with pytest.raises(ConfigError):
         init_dist_env(**({"tensor_model_parallel_size": 1, "rankID": 0, "backend": "gloo"} | arguments))
     assert not is_initialized()
+
+
+def test_another_backend_is_refused_once_there_is_a_manager(monkeypatch):
+    monkeypatch.setattr(communicator.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(communicator.dist, "get_world_size", lambda _: 1)
+    made = communicator.DeviceCommunicator(object(), unique_name="ep:0")
+    made.all2all_backend = "naive"
+    made.all2all_manager = object()
+    made.all2all_backend = "naive"
+    with pytest.raises(StateError, match="'naive' once the manager has been made") as caught:
+        made.all2all_backend = "ep_a2a"
+    assert "all2all_manager" in caught.value.remedy
+    assert made.all2all_backend == "naive"

@@ -409,6 +409,8 @@ def test_deep_eps_low_latency_mode_is_compared_for_few_tokens_only(tokens, is_sh
     ("arguments", "error", "text"),
     [
         ("--data-parallel-size 8", ConfigError, "no --data-parallel-size without --vllm"),
+        ("--scale-format ue8m0", ConfigError, "no --scale-format without --quant"),
+        ("--scale-format ue8m0 --quant none", ConfigError, "no --scale-format without --quant"),
         ("--vllm FILE --data-parallel-size 8 --gpus-per-node 16", ConfigError, "at most 8"),
         ("--vllm FILE --data-parallel-size 8 --layout compact --ranks 8", ConfigError, "no --ranks, --layout with"),
         ("--vllm FILE", UnsupportedError, "at least 2"),

@@ -65,6 +65,8 @@ def execute(options: dict[str, Any]) -> None:
     refuse(between, "without --nodes", "Say --nodes.")
     if vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
+        if for_both["cast"] in (None, QuantType.NONE.value):
+            refuse({"scale_format": for_op["scale_format"]}, "without --quant", "Name the cast that writes scales.")
         plan, assumed = plan_op(**given(for_op), **given(for_both))
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
