@@ -64,6 +64,14 @@ def test_names_that_callers_import():
 # --- configs ---
 
 
+@pytest.mark.parametrize("hint", [Config.get_nvl_buffer_size_hint, Config.get_rdma_buffer_size_hint])
+def test_hints_are_of_sizes_that_there_are(hint):
+    assert hint(Config(num_sms=19), 1024, 8) >= 0
+    for num_sms, hidden_bytes, num_ranks in ((20, 1024, 0), (20, 1024, -8), (20, 0, 8), (20, -2, 16), (19, 1024, 16)):
+        with pytest.raises(ConfigError):
+            hint(Config(num_sms=num_sms), hidden_bytes, num_ranks)
+
+
 def test_a_config_holds_whole_chunks():
     assert Config(20, 6, 256, 6, 128).num_max_rdma_chunked_recv_tokens == 132
     assert Config() == Config(num_sms=20, num_max_nvl_chunked_send_tokens=6)

@@ -40,13 +40,24 @@ class Config(ChunkConfig):
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns the bytes of DeepEP's rings inside a node. Our ops allocate other sizes, when they are made."""
-        _check_ranks(num_ranks)
+        self._check_hint(hidden_bytes, num_ranks)
         return nvl_ring_bytes(hidden_bytes, num_ranks, self)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns the bytes of DeepEP's rings between nodes; 0 up to 8 ranks."""
-        _check_ranks(num_ranks)
+        self._check_hint(hidden_bytes, num_ranks)
         return rdma_hint_bytes(hidden_bytes, num_ranks, self)
+
+    def _check_hint(self, hidden_bytes: int, num_ranks: int) -> None:
+        peers = num_nvl_peers()
+        _require(hidden_bytes > 0, "hidden_bytes > 0", hidden_bytes)
+        _require(
+            0 < num_ranks < peers or (num_ranks > 0 and num_ranks % peers == 0),
+            f"fewer than {peers} ranks or a multiple of it", num_ranks,
+        )  # fmt: skip
+        _require(
+            num_ranks <= peers or self.num_sms % 2 == 0, f"an even num_sms for more than {peers} ranks", self.num_sms
+        )
 
 
 def recommended_configs(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
@@ -57,13 +68,6 @@ def recommended_configs(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
     """
     dispatch, combine = (Config(*astuple(row)) for row in chunk_configs(num_ranks, CURRENT))
     return replace(dispatch, num_sms=num_sms), replace(combine, num_sms=num_sms)
-
-
-def _check_ranks(num_ranks: int) -> None:
-    peers = num_nvl_peers()
-    _require(
-        0 < num_ranks < peers or num_ranks % peers == 0, f"fewer than {peers} ranks or a multiple of it", num_ranks
-    )
 
 
 def _require(condition: bool, expected: str, got: object) -> None:
