@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, UnsupportedError
 from ep_a2a.ops.base import agree_on_config
@@ -35,7 +36,7 @@ def make_config(
     if local_world_size not in (None, world_size):
         raise UnsupportedError(
             f"all ranks on one node, local_world_size == world_size ({world_size})", str(local_world_size),
-            "Across nodes use the manager's ops: get_ep_group().device_communicator.all2all_manager.get_handle(...).",
+            remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
         )  # fmt: skip
     has_scales = online_quant_fp8 or dtype == FP8_DTYPE
     if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 TOPK_IDX_DTYPE = torch.int32
+CONFIG_HINTS = ("block_num", "warp_num_per_block", "rdma_block_num")
+"""Fields of the config that have an effect with launch="manual" only."""
 
 
 class EpDispatchCombineQuantType(enum.Enum):
@@ -240,9 +242,6 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         """Returns (programs, inter-node programs, warps per program) of a full-sized call."""
         _warn_of_rdma_blocks("get_launch_config", rdma_block_num)
         return self.native.get_launch_config(is_dispatch, block_num, rdma_block_num, warp_per_block)
-
-
-CONFIG_HINTS = ("block_num", "warp_num_per_block", "rdma_block_num")
 
 
 def _warn_of_config(config: EpDispatchCombineConfig) -> None:
