@@ -399,6 +399,38 @@ def test_dropped_ops_give_their_memory_back(ranks):
         assert len(set(seen[4:])) == 1, seen
 
 
+def drop_many_ops(context: RankContext, case: Case) -> list[tuple[int, int, int, int, int]]:
+    """(bytes of the arena, descriptors, mappings, keys of the store, resident bytes) after every 50 of 500 dropped ops.
+
+    One op in 25 is dropped in the middle of a step.
+    """
+    seen = []
+    with Arena(context.group, context.device) as arena:
+        for number in range(1, 501):
+            op = make_op(context, case, arena)
+            step = Step.dispatch(case, op, 0, context.device) if number % 25 == 0 else None
+            del op, step
+            if number % 50 == 0:
+                arena.rendezvous.barrier("dropped")
+                maps = Path("/proc/self/maps").read_text().count(host_shm.NAME_PREFIX)
+                descriptors, keys = len(os.listdir("/proc/self/fd")), arena.rendezvous._store.num_keys()
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                # no rank writes keys while another one counts them
+                arena.rendezvous.barrier("counted")
+                seen.append((arena.num_bytes, descriptors, maps, keys, resident))
+    return seen
+
+
+@pytest.mark.full
+def test_500_dropped_ops_leave_memory_descriptors_and_keys_flat(ranks):
+    for seen in ranks(drop_many_ops, 2, Case(world_size=2, tokens=((4, 3),), hidden_dim=32)):
+        num_bytes, descriptors, maps, keys, resident = zip(*seen[1:], strict=True)
+        assert [len(set(each)) for each in (num_bytes, descriptors, maps)] == [1, 1, 1], seen
+        # a rank that is ahead has not deleted its last messages
+        assert max(keys) - min(keys) <= 2, seen
+        assert resident[-1] - resident[0] < 4 << 20, seen
+
+
 def test_too_many_open_files_are_told_as_such(monkeypatch):
     error = host_shm._remedy_of(OSError(errno.EMFILE, "Too many open files"))
     assert "ulimit -n" in error
