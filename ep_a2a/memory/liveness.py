@@ -176,7 +176,7 @@ class Liveness:
         return gone, tuple(rank for rank in ranks if rank not in gone and seen[rank] is not Presence.UNSEEN)
 
     def report(self) -> Report:
-        """What other hosts are told."""
+        """Returns what this rank tells the ranks of other hosts."""
         seen: dict[int, Seen] = {}
         for rank in np.flatnonzero(self._lines["joined"]).tolist():
             presence = self.presence(rank, float("inf"))

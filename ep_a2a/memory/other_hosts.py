@@ -52,7 +52,7 @@ class Seen(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a rank has said when it gave up a call; see liveness.GivenUp."""
+    """The statement of a rank that gives up a call, as another host hears it; see liveness.GivenUp."""
 
     failure: int
     rank: int
@@ -61,7 +61,7 @@ class Said(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank knows of its host.
+    """The state of a host, as one of its ranks knows it.
 
     Attributes:
         seen: the ranks of the host.
