@@ -299,7 +299,9 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
             ("deepep", "unavailable"),
         )
     ]
-    assert set(rows[1]["baselines_over_this"]) == {"nccl_all_to_all"}
+    # ratios of CPU times would say nothing about GPUs
+    compared = {"baselines_over_this", "dispatch_gb_per_s", "dispatch_fraction_of_limit"}
+    assert not any(compared & set(row) for row in rows)
     assert paths["svg"].read_text().startswith("<?xml")
     assert paths["md"].read_text().count("| gloo_agrs | right |") == 2
 
