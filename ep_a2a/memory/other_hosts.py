@@ -34,8 +34,9 @@ SPEAK_SECS = 0.2
 SHORTEST_WAIT_SECS = 0.001
 NUM_TURNS = 4
 """Turns of SPEAK_SECS in which a rank without news has spoken to each other rank once."""
-SILENCE_SECS = 2.0
-"""A host that says nothing for longer is watched, since it may be loaded; more than twice as long as all turns take."""
+SILENCE_SECS = 1.0
+"""A host that says nothing for longer is watched: it may be loaded, or gone. This is longer than all turns take. It is
+shorter than survivors wait before they judge (ops/agreement.py): they see a lost connection long before a wait ends."""
 HELLO_SECS = 1.0
 """How long ranks wait at construction until they have heard each other."""
 MAX_DATAGRAM_BYTES = 65507
