@@ -64,7 +64,12 @@ def command(
     combine_quant: Annotated[str, typer.Option(help="Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
     layout: Annotated[str, typer.Option(help="compact, rank_major, expert_major.")] = "compact",
     routing: Annotated[str, typer.Option(help="uniform, zipf, all_to_one, ...: names in ep_a2a.routing.")] = "uniform",
-    max_sms: Annotated[str, typer.Option(help="Bounds on multiprocessors (CTAs); 0 = none.")] = "0",
+    max_sms: Annotated[
+        str, typer.Option(help="Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share.")
+    ] = "0",
+    shared_gpu: Annotated[
+        bool, typer.Option("--shared-gpu", help="Put all ranks on the first GPU; 2 ranks unless --ranks says more.")
+    ] = False,
     gpus_per_node: Annotated[str, typer.Option(help="Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[
         str | None, typer.Option(help=f"Default: all that make sense. Names: {CONTENDER_NAMES}.")

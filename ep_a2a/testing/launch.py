@@ -110,6 +110,7 @@ class RankPool:
         device: "cpu" or "cuda".
         timeout_secs: seconds that one `run` may take before all processes are killed.
         grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
+        num_gpus: GPUs that ranks use, the first of those that torch sees; None takes all.
 
     Attributes:
         ranks_per_gpu: ranks that share a GPU, at most; 0 on CPU.
@@ -128,15 +129,17 @@ class RankPool:
         device: str = "cpu",
         timeout_secs: float = 120.0,
         grace_secs: float = 10.0,
+        num_gpus: int | None = None,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size >= 1", str(world_size))
         if device not in _DEFAULT_BACKENDS:
             raise ConfigError("device to be 'cpu' or 'cuda'", repr(device))
-        num_gpus = torch.cuda.device_count() if device == "cuda" else 0
-        if device == "cuda" and num_gpus == 0:
+        visible = torch.cuda.device_count() if device == "cuda" else 0
+        if device == "cuda" and visible == 0:
             raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")
-        self.world_size = world_size
+        num_gpus = visible if num_gpus is None else min(num_gpus, visible)
+        self.world_size, self._num_gpus = world_size, num_gpus
         self.ranks_per_gpu = ranks_per_gpu(world_size, num_gpus)
         self._mps = find_mps() if self.ranks_per_gpu > 1 else None
         self.note = sharing_note(world_size, num_gpus)
@@ -200,7 +203,7 @@ class RankPool:
         for rank in range(self.world_size):
             options = WorkerOptions(
                 rank, self.world_size, self.backend, self.device, Path(self._directory.name), variables,
-                max(1, self.ranks_per_gpu),
+                max(1, self.ranks_per_gpu), self._num_gpus,
             )  # fmt: skip
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)

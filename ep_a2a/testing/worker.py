@@ -59,6 +59,7 @@ class WorkerOptions:
     directory: Path
     environment: dict[str, str]
     ranks_per_gpu: int = 1
+    num_gpus: int = 0
 
     @property
     def stacks_path(self) -> Path:
@@ -138,7 +139,7 @@ def _join(options: WorkerOptions) -> RankContext:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", gpu_of(options.rank, torch.cuda.device_count()))
+        device = torch.device("cuda", gpu_of(options.rank, options.num_gpus))
         torch.cuda.set_device(device)
     rendezvous = f"file://{options.directory}/rendezvous"
     dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)

@@ -42,6 +42,16 @@ def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert RankPool(2).ranks_per_gpu == 0
 
 
+def test_a_pool_can_keep_to_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launch, "find_mps", lambda: Mps.NONE)
+    one, two = (RankPool(4, device="cuda", num_gpus=number) for number in (1, 2))
+    assert (one.ranks_per_gpu, one.backend, one.note) == (4, "gloo", sharing_note(4, 1))
+    assert (two.ranks_per_gpu, two.note) == (2, sharing_note(4, 2))
+    runners = [PoolRunner("cuda", shared_gpu=shared) for shared in (True, False)]
+    assert [(runner.num_gpus, runner.note(4)) for runner in runners] == [(1, sharing_note(4, 1)), (4, "")]
+
+
 def test_the_bench_says_it_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert [PoolRunner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]

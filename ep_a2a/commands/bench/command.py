@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ep_a2a.commands import messages
+from ep_a2a.commands.bench.budgets import DEFAULT_SHARED_RANKS, check_budgets, require_several, require_shareable
 from ep_a2a.commands.bench.contenders import (
     BETWEEN_NODES,
     CONTENDERS,
@@ -74,6 +76,9 @@ def run(options: dict[str, Any]) -> bool:
         EpA2AError: what is asked for cannot be measured or written.
     """
     kind = choose_device(options["device"].value)
+    shared = options["shared_gpu"]
+    if shared:
+        require_shareable(kind, joined=dist.is_torchelastic_launched())
     defaults = DEFAULTS[kind]
     nodes = numbers("gpus-per-node", options["gpus_per_node"], ())
     usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
@@ -86,17 +91,23 @@ def run(options: dict[str, Any]) -> bool:
     if plot is not None:
         check_can_plot(plot)
     settings = replace(defaults.timing, num_runs=options["iterations"] or defaults.timing.num_runs)
-    with make_runner(kind) as runner:
+    with make_runner(kind, shared_gpu=shared) as runner:
+        sweep = sweep_of(options, kind, runner.world_size)
+        if kind == "cuda" and runner.world_size is None:
+            check_budgets(sweep.max_sms, sweep.world_size, runner.num_gpus, multiprocessors())
         return execute(
-            runner, sweep_of(options, kind, runner.world_size), names, settings, kind, as_json=options["as_json"],
-            output=output, plot=plot, markdown=markdown,
+            runner, sweep, names, settings, kind, as_json=options["as_json"], output=output, plot=plot,
+            markdown=markdown,
         )  # fmt: skip
 
 
 def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
     """Returns the sweep of the command's options on a kind of device; joined: ranks of the job, None without one."""
     defaults = DEFAULTS[device]
-    ranks = requested_ranks(options["ranks"], joined or defaults.num_ranks, is_joined=joined is not None)
+    default_ranks = DEFAULT_SHARED_RANKS if options["shared_gpu"] else joined or defaults.num_ranks
+    ranks = requested_ranks(options["ranks"], default_ranks, is_joined=joined is not None)
+    if options["shared_gpu"]:
+        require_several(ranks)
     return Sweep(
         world_size=ranks,
         hidden_dim=numbers("hidden", options["hidden"], (defaults.hidden_dim,), MOST_HIDDEN),
@@ -109,7 +120,7 @@ def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
         routing=distinct("routing", options["routing"]),
         max_num_tokens=distinct("max-tokens", options["max_tokens"]),
         num_tokens=numbers("tokens", options["tokens"], defaults.num_tokens),
-        max_sms=numbers("max-sms", options["max_sms"], ()),
+        max_sms=numbers("max-sms", ",".join(distinct("max-sms", options["max_sms"])), ()),
         gpus_per_node=numbers("gpus-per-node", options["gpus_per_node"], ()),
         **given({"seed": options["seed"]}),
     )
@@ -186,6 +197,12 @@ def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:
             "a contender that can run here", "; ".join(reasons(records)),
             "Name others by --contenders, or run this where they can run.",
         )  # fmt: skip
+
+
+def multiprocessors() -> int:
+    """Returns the number of multiprocessors of the GPU with the fewest."""
+    gpus = range(torch.cuda.device_count())
+    return min(int(torch.cuda.get_device_properties(gpu).multi_processor_count) for gpu in gpus)
 
 
 def requested_ranks(text: str | None, default: int | None, *, is_joined: bool) -> tuple[int, ...]:

@@ -36,10 +36,12 @@ class Runner(abc.ABC):
     Attributes:
         shows_results: whether this process is the one that prints and writes.
         world_size: ranks of the job that this process has joined; None where the runner starts ranks itself.
+        num_gpus: GPUs of this host that ranks use; 0 on CPU.
     """
 
     shows_results: bool = True
     world_size: int | None = None
+    num_gpus: int = 0
 
     def note(self, num_ranks: int) -> str:
         """Returns what a reader of times must know where so many ranks share GPUs; else ""."""
@@ -64,21 +66,27 @@ class PoolRunner(Runner):
 
     Args:
         device: "cpu" or "cuda".
+        shared_gpu: whether all ranks use the first GPU, however many there are.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, shared_gpu: bool = False) -> None:
         self._device = device
+        visible = torch.cuda.device_count() if device == "cuda" else 0
+        self.num_gpus = min(visible, 1) if shared_gpu else visible
         self._pool: RankPool | None = None
 
     def note(self, num_ranks: int) -> str:
         """Returns what pools of so many ranks say of their GPUs."""
-        return sharing_note(num_ranks, torch.cuda.device_count()) if self._device == "cuda" else ""
+        return sharing_note(num_ranks, self.num_gpus)
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
         """Returns the contender's row; status ERROR where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.world_size:
             self.close()
-            self._pool = RankPool(workload.world_size, device=self._device, timeout_secs=CONTENDER_TIMEOUT_SECS)
+            self._pool = RankPool(
+                workload.world_size, device=self._device, timeout_secs=CONTENDER_TIMEOUT_SECS,
+                num_gpus=self.num_gpus,
+            )  # fmt: skip
         try:
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:
@@ -135,9 +143,9 @@ class JoinedRunner(Runner):
                 dist.destroy_process_group()
 
 
-def make_runner(device: str) -> Runner:
-    """Returns a JoinedRunner under torchrun, else a PoolRunner."""
-    return JoinedRunner(device) if dist.is_torchelastic_launched() else PoolRunner(device)
+def make_runner(device: str, *, shared_gpu: bool = False) -> Runner:
+    """Returns a JoinedRunner under torchrun, else a PoolRunner, whose ranks all use one GPU with shared_gpu."""
+    return JoinedRunner(device) if dist.is_torchelastic_launched() else PoolRunner(device, shared_gpu=shared_gpu)
 
 
 def run_sweep(
