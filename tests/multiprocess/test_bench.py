@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +119,32 @@ def test_variants_that_would_be_the_same_are_left_out(ranks):
         assert ranks(worker.run_contender, 2, same, name, QUICK)[0].status == Status.UNAVAILABLE
     alone = workload_of(1)
     assert "no peers" in (WireLimitContender().unavailable(alone, torch.device("cpu")) or "")
+
+
+def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[Row, list[int], dict[str, Any]]:
+    """The limit's row as where all ranks share a GPU, the sources of its dispatch, and its remarks."""
+    sharing = replace(context, ranks_per_gpu=context.world_size)
+    row = worker.run_contender(sharing, workload, "wire_limit", QUICK)
+    if row.status != Status.OK:
+        return row, [], {}
+    with WireLimitContender().prepare(workload, sharing) as session:
+        session.check()
+        return row, sorted(session._dispatch.received), session.details
+
+
+@pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}, {"num_tokens": 40, "max_num_tokens": 40}], ids=str)
+def test_on_a_shared_gpu_the_limit_keeps_to_the_budget_and_counts_local_rows(ranks, changes):
+    for row, sources, details in ranks(run_on_a_shared_gpu, 3, workload_of(3, max_sms=8, **changes)):
+        assert (row.status, row.reason) == (Status.OK, "")
+        # its own rows, too, from all three ranks; 8 multiprocessors hold two programs for each of them
+        assert sources == [0, 1, 2]
+        assert details == row.details == {"max_sms": 8, "counts_local_rows": True, "num_programs": 6, "num_threads": 64}
+
+
+def test_a_budget_below_a_program_for_each_rank_has_no_limit(ranks):
+    row, *_ = ranks(run_on_a_shared_gpu, 4, workload_of(4, max_sms=3))[0]
+    assert row.status == Status.UNAVAILABLE
+    assert "a budget of 4 multiprocessors" in row.reason
 
 
 def lose_a_byte(context: RankContext) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -224,6 +225,17 @@ def records_of_bounds(tokens: int = 8) -> tuple[list[dict[str, Any]], list[tuple
     points = [workload_of(tokens, max_sms=bound) for bound in (0, 8, 32)]
     rows = run_sweep(points, ["wire_limit", "ep_a2a"], TimingSettings(), runner)
     return [record for of_point in rows for record in make_records(of_point)], runner.asked
+
+
+def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
+    runner = MadeUpRunner()
+    runner.note = lambda num_ranks: f"{num_ranks} ranks share 1 GPU"  # type: ignore[method-assign]
+    points = [workload_of(8, max_sms=bound, layout=layout) for layout in ("compact", "rank_major") for bound in (8, 32)]
+    rows = [row for of_point in run_sweep(points, ["wire_limit"], TimingSettings(), runner) for row in of_point]
+    assert runner.asked == [("wire_limit", 8), ("wire_limit", 32)]
+    rows = [replace(row, details={"max_sms": row.workload.max_sms}) for row in rows]
+    headings, table = make_table(make_records(rows))
+    assert [row[headings.index("max SMs")] for row in table] == ["8", "32"]
 
 
 def test_bounds_are_one_table_and_the_limit_is_measured_once():

@@ -44,7 +44,7 @@ BETWEEN_NODES = _NAMES["nodes"]
 """Kernels and transports that only several nodes have."""
 
 ON_SHARED_GPUS = frozenset(
-    (*_NAMES["native"], *_NAMES["low_latency"], "ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged")
+    (LIMIT, *_NAMES["native"], *_NAMES["low_latency"], "ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged")
 )
 """Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
 
@@ -52,7 +52,7 @@ ONLY_WHEN_NAMED = (*_NAMES["low_latency"], "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll"
 """Contenders that no default includes: interfaces on this package's op, NVSHMEM, another mode of a contender."""
 
 WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
-"""Fields of a workload that make no difference to the wire limit."""
+"""Fields of a workload that make no difference to the wire limit. Where ranks share a GPU, max_sms bounds it."""
 
 
 def present_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ def run_sweep(
     """
     limits: dict[Workload, Row] = {}
     for workload in points:
-        same = _as_limit_sees(workload)
+        same = _as_limit_sees(workload, shares_gpu=bool(runner.note(workload.world_size)))
         rows = []
         for name in names:
             on_begin(workload, name)
@@ -179,6 +179,7 @@ def run_sweep(
         yield rows
 
 
-def _as_limit_sees(workload: Workload) -> Workload:
+def _as_limit_sees(workload: Workload, *, shares_gpu: bool) -> Workload:
     """Returns the workload without the differences that have no effect on the limit."""
-    return replace(workload, layout=Layout.COMPACT, max_sms=0, gpus_per_node=0, max_num_tokens=workload.num_tokens)
+    same = replace(workload, layout=Layout.COMPACT, gpus_per_node=0, max_num_tokens=workload.num_tokens)
+    return same if shares_gpu else replace(same, max_sms=0)

@@ -127,7 +127,8 @@ def constant_fields(records: Sequence[Record]) -> str:
 
 def has_effect(record: Record, field: str) -> bool:
     """Returns whether a field of the workload makes a difference to the record's contender."""
-    return record["contender"] != LIMIT or field not in WITHOUT_EFFECT_ON_LIMIT
+    without_effect = WITHOUT_EFFECT_ON_LIMIT - record.get("details", {}).keys()
+    return record["contender"] != LIMIT or field not in without_effect
 
 
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:

@@ -1,6 +1,8 @@
 """Measures the wire limit: contiguous pushes of the deduplicated bytes between ranks, with one flag each.
 
-Dispatch and combine are one launch each. On a GPU the session takes the grid with the fastest round trip.
+Dispatch and combine are one launch each. On a GPU the session takes the grid with the fastest round trip. Where ranks
+share a GPU, the grid keeps to the budget of the rank, and rows that stay on a rank are pushed, too: they take the same
+memory and multiprocessors there.
 """
 
 from __future__ import annotations
@@ -10,21 +12,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a.commands.bench.budgets import OPS_AT_ONCE
 from ep_a2a.commands.bench.contenders import LIMIT, Contender, Session
 from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
 from ep_a2a.commands.bench.wire_push import FLAG_BYTES, GAVE_UP, VECTOR_BYTES, make_direction, pattern
-from ep_a2a.errors import CheckFailedError, RankTimeoutError
+from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.ops.gpu_share import share_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 GPU_LAUNCHES = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
 """(blocks, threads) to try."""
+SHARED_GPU_THREADS = (256, 512, 1024)
+"""Threads to try where ranks share a GPU: there the budget says how many blocks run."""
 CPU_LAUNCH = (1, 64)
 TUNING = TimingSettings(num_warmups=3, num_runs=15)
 ALIGNMENT_BYTES = 256
@@ -37,11 +43,15 @@ class WireLimitSession(Session):
         super().__init__()
         self._context = context
         self._rendezvous = Rendezvous(context.group)
-        remote = workload.traffic()
-        remote.fill_diagonal_(0)
+        self._shares = context.ranks_per_gpu > 1
+        self._num_peers = context.world_size - 1 + self._shares
+        launches = self._bounded_launches(workload.max_sms) if self._shares else GPU_LAUNCHES
+        rows = workload.traffic()
+        if not self._shares:
+            rows.fill_diagonal_(0)
         matrices = [
-            -(-remote * workload.dispatch_row_bytes // VECTOR_BYTES),
-            -(-remote.T * workload.combine_row_bytes // VECTOR_BYTES),
+            -(-rows * workload.dispatch_row_bytes // VECTOR_BYTES),
+            -(-rows.T * workload.combine_row_bytes // VECTOR_BYTES),
         ]
         # Landing areas of dispatch and combine, then the flags of each.
         sizes = [
@@ -52,19 +62,47 @@ class WireLimitSession(Session):
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._memory = allocate_symmetric(self._rendezvous, context.device, sum(sizes))
         self._dispatch, self._combine = (
-            make_direction(matrices[way], self._memory, starts[way], sizes[way], starts[2 + way], context)
+            make_direction(
+                matrices[way],
+                self._memory,
+                starts[way],
+                sizes[way],
+                starts[2 + way],
+                context,
+                counts_own=self._shares,
+            )
             for way in range(2)
         )
-        self._use_launch(CPU_LAUNCH)
+        self._use_launch((launches[0][0], CPU_LAUNCH[1]) if self._shares else CPU_LAUNCH)
         self._meet("flags are clear")
         if context.device.type == "cuda":
-            self._choose_launch()
+            self._choose_launch(launches)
 
-    def _choose_launch(self) -> None:
+    def _bounded_launches(self, max_sms: int) -> tuple[tuple[int, int], ...]:
+        """Returns the launches to try on a GPU that ranks share, each within the budget; notes both in the details.
+
+        Raises:
+            UnsupportedError: the budget has no program for each rank.
+        """
+        context, budget = self._context, max_sms
+        if context.device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+            share = share_of(num_sms, context.ranks_per_gpu, OPS_AT_ONCE)
+            budget = min(max_sms or share, share)
+        budget = budget or self._num_peers
+        if budget < self._num_peers:
+            raise UnsupportedError(
+                f"a budget of {self._num_peers} multiprocessors, one for each rank that a push goes to", str(budget),
+                "Raise --max-sms, or start fewer --ranks.",
+            )  # fmt: skip
+        self.details |= {"max_sms": budget, "counts_local_rows": True}
+        return tuple((budget, num_threads) for num_threads in SHARED_GPU_THREADS)
+
+    def _choose_launch(self, launches: Sequence[tuple[int, int]]) -> None:
         """Takes the launch numbers with the fastest round trip, the same on all ranks."""
         clock = make_clock(self._context)
         best_us = float("inf")
-        for launch in GPU_LAUNCHES:
+        for launch in launches:
             self._use_launch(launch)
             round_trip_us = median_us(self.round_trip, clock, self._rendezvous, TUNING, in_graph=True)
             if round_trip_us < best_us:
@@ -117,18 +155,17 @@ class WireLimitSession(Session):
         self._rendezvous.barrier(label)
 
     def _use_launch(self, launch: tuple[int, int]) -> None:
-        num_peers = self._context.world_size - 1
         # Every peer has as many programs.
-        num_programs = max(1, launch[0] // num_peers) * num_peers
+        num_programs = max(1, launch[0] // self._num_peers) * self._num_peers
         self._launch = num_programs, launch[1]
-        self.details = {"num_programs": num_programs, "num_threads": launch[1]}
+        self.details |= {"num_programs": num_programs, "num_threads": launch[1]}
 
 
 @dataclass
 class WireLimitContender(Contender):
     """Time of the bytes and one hop of flags: the pushes place no rows and cast nothing.
 
-    max_sms, layout and max_num_tokens have no effect on it.
+    layout and max_num_tokens have no effect on it; max_sms bounds it where ranks share a GPU.
     """
 
     name: str = LIMIT

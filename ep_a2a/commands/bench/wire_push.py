@@ -74,7 +74,14 @@ class Direction:
 
 
 def make_direction(
-    vectors: torch.Tensor, memory: SymmetricMemory, start: int, num_bytes: int, flags: int, context: RankContext
+    vectors: torch.Tensor,
+    memory: SymmetricMemory,
+    start: int,
+    num_bytes: int,
+    flags: int,
+    context: RankContext,
+    *,
+    counts_own: bool = False,
 ) -> Direction:
     """Returns the direction that sends `vectors` [source, destination].
 
@@ -83,9 +90,10 @@ def make_direction(
         memory: symmetric memory of all ranks.
         start, num_bytes: where the landing area lies in `memory`. flags: where the flags lie, in bytes.
         context: this rank.
+        counts_own: whether a rank is a peer of its own, and pushes the vectors of the diagonal, too.
     """
     rank, world_size, device = context.rank, context.world_size, context.device
-    plans = {source: transfers(vectors, source) for source in range(world_size)}
+    plans = {source: transfers(vectors, source, counts_own=counts_own) for source in range(world_size)}
     addresses = memory.peer_addresses
     peers = []
     for peer, (first, count, landed) in plans[rank].items():
@@ -98,19 +106,19 @@ def make_direction(
     return Direction(
         landing=memory.local[start : start + num_bytes],
         state=state,
-        received={source: plan[rank] for source, plan in plans.items() if source != rank},
+        received={source: plan[rank] for source, plan in plans.items() if rank in plan},
         push=make_push(source, state, peers),
     )
 
 
-def transfers(vectors: torch.Tensor, rank: int) -> dict[int, tuple[int, int, int]]:
-    """Returns the pushes of a rank by peer, from rank + 1 on.
+def transfers(vectors: torch.Tensor, rank: int, *, counts_own: bool = False) -> dict[int, tuple[int, int, int]]:
+    """Returns the pushes of a rank by peer, from rank + 1 on, and last to itself with counts_own.
 
     Each is (first vector in the rank's source, number of vectors, first vector in the peer's landing area).
     """
     world_size = vectors.shape[0]
     plan, first = {}, 0
-    for peer in ((rank + step) % world_size for step in range(1, world_size)):
+    for peer in ((rank + step) % world_size for step in range(1, world_size + counts_own)):
         count = int(vectors[rank, peer])
         plan[peer] = (first, count, int(vectors[:rank, peer].sum()))
         first += count
