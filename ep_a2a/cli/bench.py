@@ -70,6 +70,9 @@ def command(
     shared_gpu: Annotated[
         bool, typer.Option("--shared-gpu", help="Put all ranks on the first GPU; 2 ranks unless --ranks says more.")
     ] = False,
+    cold_cache: Annotated[
+        bool, typer.Option("--cold-cache", help="Time round trips behind a flushed L2, too; always where ranks share.")
+    ] = False,
     gpus_per_node: Annotated[str, typer.Option(help="Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[
         str | None, typer.Option(help=f"Default: all that make sense. Names: {CONTENDER_NAMES}.")

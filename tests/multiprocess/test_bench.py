@@ -306,7 +306,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"result.{name}" for name in ("jsonl", "svg", "md")}
     printed = succeeded(
         run_cli(
-            *SMALL, "--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2",
+            *SMALL, "--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2", "--cold-cache",
             "--output", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
         )
     )  # fmt: skip
@@ -326,6 +326,8 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
             ("deepep", "unavailable"),
         )
     ]
+    # asked for, but there is no such time on CPU
+    assert [row.get("round_trip_cold_us", "absent") for row in rows] == [None, None, None, "absent"] * 2
     # ratios of CPU times would say nothing about GPUs
     compared = {"baselines_over_this", "dispatch_gb_per_s", "dispatch_fraction_of_limit"}
     assert not any(compared & set(row) for row in rows)

@@ -227,6 +227,17 @@ def records_of_bounds(tokens: int = 8) -> tuple[list[dict[str, Any]], list[tuple
     return [record for of_point in rows for record in make_records(of_point)], runner.asked
 
 
+def test_cold_times_are_a_column_where_any_was_taken() -> None:
+    warm, native = rows_of(workload_of(8))[:2]
+    assert native.timing is not None
+    cold = replace(native, timing=replace(native.timing, round_trip_cold=Statistic(61.5, 70)))
+    records = make_records([warm, cold])
+    assert [record["round_trip_cold_us"] for record in records] == [None, 61.5]
+    headings, table = make_table(records)
+    assert [row[headings.index("cold µs")] for row in table] == ["", "61.5"]
+    assert "cold µs" not in make_table(make_records([warm, native]))[0]
+
+
 def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
     runner = MadeUpRunner()
     runner.note = lambda num_ranks: f"{num_ranks} ranks share 1 GPU"  # type: ignore[method-assign]

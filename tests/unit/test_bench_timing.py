@@ -15,6 +15,7 @@ from ep_a2a.commands.bench.timing import (
     TimingSettings,
     make_clock,
     summarize,
+    time_cold_round_trips,
     time_operations,
     time_round_trips,
 )
@@ -59,6 +60,9 @@ class RecordingClock(Clock):
     def synchronize(self) -> None:
         self.events.append("synchronize")
 
+    def flush_cache(self) -> None:
+        self.events.append("flush")
+
 
 class RecordingSession(Session):
     def __init__(self, events: list[str]) -> None:
@@ -95,6 +99,15 @@ def test_round_trips_follow_one_another_behind_one_barrier():
     run = ["align", "mark", *trips, "mark"]
     assert clock.events == [*trips, "synchronize", *run * 2, "synchronize"]
     assert times == [9 / 4] * 2
+
+
+def test_the_cache_is_flushed_before_each_round_trip_and_outside_its_time():
+    clock = RecordingClock()
+    settings = TimingSettings(num_warmups=1, num_runs=2, num_round_trips=4)
+    times = time_cold_round_trips(RecordingSession(clock.events), clock, settings, in_graph=False)
+    run = ["flush", "align", "mark", "dispatch", "combine", "mark"]
+    assert clock.events == ["dispatch", "combine", "synchronize", *run * 2, "synchronize"]
+    assert times == [3.0] * 2
 
 
 def test_the_wall_clock_counts_microseconds(monkeypatch):

@@ -90,7 +90,8 @@ def run(options: dict[str, Any]) -> bool:
     different_files(output, markdown, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)
-    settings = replace(defaults.timing, num_runs=options["iterations"] or defaults.timing.num_runs)
+    num_runs = options["iterations"] or defaults.timing.num_runs
+    settings = replace(defaults.timing, num_runs=num_runs, cold_cache=options["cold_cache"])
     with make_runner(kind, shared_gpu=shared) as runner:
         sweep = sweep_of(options, kind, runner.world_size)
         if kind == "cuda" and runner.world_size is None:

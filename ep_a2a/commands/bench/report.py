@@ -43,9 +43,12 @@ TIMES: dict[str, Callable[[Record], str]] = {
     "of limit": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
 }
 """Cells of a contender that was timed, by heading."""
+COLD = {"cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us"))}
+"""The same of round trips behind a flush of the L2, where any was timed."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
-    "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's."
+    "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's. "
+    "cold: a single round trip behind a flush of the L2."
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 
@@ -146,8 +149,10 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     else:
         timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
         baselines = [name for name in timed if is_baseline(name)]
-        headings += [*TIMES, *(f"{name} ÷ this" for name in baselines)]
-        rows = [[*_names(record, varying), *_times(record, baselines)] for record in shown]
+        is_cold = any(record.get("round_trip_cold_us") is not None for record in shown)
+        columns = TIMES | (COLD if is_cold else {})
+        headings += [*columns, *(f"{name} ÷ this" for name in baselines)]
+        rows = [[*_names(record, varying), *_times(record, columns, baselines)] for record in shown]
     crossing = [_rows_between_nodes(record) for record in shown]
     if any(crossing):
         headings.append("rows between nodes")
@@ -185,11 +190,11 @@ def _result(record: Record) -> str:
     return "right" if status == Status.OK else status.upper()
 
 
-def _times(record: Record, baselines: Sequence[str]) -> list[str]:
+def _times(record: Record, columns: dict[str, Callable[[Record], str]], baselines: Sequence[str]) -> list[str]:
     if record["status"] != Status.OK:
-        return [record["status"].upper(), *[""] * (len(TIMES) + len(baselines) - 1)]
+        return [record["status"].upper(), *[""] * (len(columns) + len(baselines) - 1)]
     ratios = [_if_known("{:.2f}", record["baselines_over_this"].get(name)) for name in baselines]
-    return [*(cell(record) for cell in TIMES.values()), *ratios]
+    return [*(cell(record) for cell in columns.values()), *ratios]
 
 
 def _if_known(form: str, number: float | None) -> str:

@@ -72,7 +72,9 @@ def make_records(rows: Sequence[Row], device: str = "cuda") -> list[dict[str, An
     dispatch_fraction_of_limit, ...: the limit's time by this one's.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
-    Unknown columns are absent, and on CPU all rates and ratios, which would say nothing about GPUs.
+    round_trip_cold_us: of a single round trip behind a flush of the L2; null where none was timed, as on CPU.
+
+    Other unknown columns are absent, and on CPU all rates and ratios, which would say nothing about GPUs.
     """
     times = {row.contender: _times_us(row.timing) for row in rows if row.timing is not None}
     return [{**_record(row, times, compares=device != "cpu"), "device": device} for row in rows]
@@ -91,6 +93,8 @@ def _record(row: Row, times: dict[str, dict[str, float]], *, compares: bool) -> 
     own = times[row.contender]
     for phase in PHASES:
         record |= {f"{phase}_us": own[phase], f"{phase}_p99_us": getattr(timing, phase).p99_us}
+    cold = timing.round_trip_cold
+    record["round_trip_cold_us"] = None if cold is None else cold.p50_us
     if compares:
         record |= _comparisons(row.contender, moved, times)
     host = {name: getattr(timing, name) for name in HOST_TIMES}

@@ -10,7 +10,7 @@ import gc
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,8 @@ FALLBACK_CLOCK_KHZ = 1_980_000
 HOST_CALLS_PER_BATCH = 50
 """Round trips queued between two synchronisations; a full launch queue would make the host wait."""
 CAPTURE_WARMUPS = 4
+FLUSH_BYTES = 256 << 20
+"""Bytes written to empty a GPU's L2 of everything else: twice the largest L2, or more."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,15 @@ class TimingSettings:
         num_runs: timed runs.
         num_round_trips: round trips in one CUDA graph (on CPU: between two readings of the clock).
         num_host_calls: eager calls over which host time is averaged; none on CPU.
+        cold_cache: whether single round trips behind a flush of the L2 are timed, too, on GPUs. Where ranks share a
+            GPU they always are.
     """
 
     num_warmups: int = 20
     num_runs: int = 50
     num_round_trips: int = 10
     num_host_calls: int = 200
+    cold_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Timing:
         round_trip: one of `num_round_trips` dispatch + combine in a row.
         in_graph: whether those were replayed from a CUDA graph.
         dispatch_host_us, combine_host_us: time that one eager call keeps the host busy; None on CPU.
+        round_trip_cold: one dispatch + combine with nothing in the L2; None where it was not asked for, and on CPU.
     """
 
     dispatch: Statistic
@@ -78,6 +84,7 @@ class Timing:
     in_graph: bool
     dispatch_host_us: float | None
     combine_host_us: float | None
+    round_trip_cold: Statistic | None = None
 
 
 class Clock:
@@ -106,6 +113,9 @@ class Clock:
     def synchronize(self) -> None:
         """Returns when the device has done what was queued."""
 
+    def flush_cache(self) -> None:
+        """Queues writes that replace what the device's cache holds; nothing on CPU."""
+
 
 class CudaClock(Clock):
     """CUDA events on the current stream, behind a sleep and an NCCL all-reduce of one element.
@@ -116,6 +126,7 @@ class CudaClock(Clock):
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         self._device = context.device
+        self._flushed: torch.Tensor | None = None
         clock_khz = getattr(torch.cuda.get_device_properties(context.device), "clock_rate", FALLBACK_CLOCK_KHZ)
         self._hold_cycles = int(HOLD_SECS * 1e3 * clock_khz)
         # the first one makes NCCL's communicator
@@ -140,6 +151,12 @@ class CudaClock(Clock):
     def synchronize(self) -> None:
         """Waits for the device."""
         torch.cuda.synchronize(self._device)
+
+    def flush_cache(self) -> None:
+        """Queues the writes of a buffer that is larger than the L2."""
+        if self._flushed is None:
+            self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
+        self._flushed.zero_()
 
 
 class SharedCudaClock(CudaClock):
@@ -168,6 +185,11 @@ def measure(session: Session, context: RankContext, rendezvous: Rendezvous, sett
     dispatch_us, combine_us = time_operations(session, clock, settings)
     on_gpu = context.device.type == "cuda"
     round_trip_us = time_round_trips(session, clock, settings, in_graph=on_gpu)
+    cold: Statistic | None = None
+    if on_gpu and (settings.cold_cache or context.ranks_per_gpu > 1):
+        cold = summarize(
+            rendezvous.exchange("cold times", time_cold_round_trips(session, clock, settings, in_graph=True))
+        )
     host_us: list[float] | None = None
     if on_gpu:
         # Ranks that share cores slow each other down here, as they do in an engine.
@@ -176,7 +198,8 @@ def measure(session: Session, context: RankContext, rendezvous: Rendezvous, sett
     dispatch, combine, round_trip = (
         summarize(rendezvous.exchange("times", times)) for times in (dispatch_us, combine_us, round_trip_us)
     )
-    return Timing(dispatch, combine, round_trip, on_gpu, *(host_us or (None, None)))
+    dispatch_host_us, combine_host_us = host_us or (None, None)
+    return Timing(dispatch, combine, round_trip, on_gpu, dispatch_host_us, combine_host_us, cold)
 
 
 def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
@@ -211,8 +234,19 @@ def time_round_trips(session: Session, clock: Clock, settings: TimingSettings, *
     return time_calls(session.round_trip, clock, settings, in_graph=in_graph)
 
 
-def time_calls(call: Callable[[], Any], clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
-    """Returns microseconds of one of `num_round_trips` calls in a row behind a barrier, per run, on this rank."""
+def time_cold_round_trips(session: Session, clock: Clock, settings: TimingSettings, *, in_graph: bool) -> list[float]:
+    """Returns microseconds of a single round trip behind a flush of the cache and a barrier, per run, on this rank."""
+    single = replace(settings, num_round_trips=1)
+    return time_calls(session.round_trip, clock, single, in_graph=in_graph, flushes=True)
+
+
+def time_calls(
+    call: Callable[[], Any], clock: Clock, settings: TimingSettings, *, in_graph: bool, flushes: bool = False
+) -> list[float]:
+    """Returns microseconds of one of `num_round_trips` calls in a row behind a barrier, per run, on this rank.
+
+    With flushes, the cache is flushed before each barrier, outside the time.
+    """
 
     def run_eagerly() -> None:
         for _ in range(settings.num_round_trips):
@@ -225,6 +259,8 @@ def time_calls(call: Callable[[], Any], clock: Clock, settings: TimingSettings, 
     clock.synchronize()
     marks = []
     for _ in range(settings.num_runs):
+        if flushes:
+            clock.flush_cache()
         clock.align()
         start = clock.mark()
         run()
