@@ -12,6 +12,7 @@ from ep_a2a.commands.doctor.system_info import (
     Host,
     Installation,
     RdmaPort,
+    Sharing,
     SystemInfo,
     Torch,
     Triton,
@@ -42,6 +43,7 @@ H200_HOST = SystemInfo(
         version="580.95", cuda=(13, 0), gpus=(H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS,
         links=(("X", "NV18"), ("NV18", "X")),
     ),
+    sharing=Sharing("through a private MPS daemon", at_once=True),
     host=Host(
         python=(3, 12, 3), locked_memory_bytes=None,
         shared_memory=Folder("/dev/shm", mode=0o1777, size_bytes=64 * GIB, free_bytes=60 * GIB),

@@ -8,6 +8,7 @@ from ep_a2a.commands.doctor.checks_backend import COLLECTIVE_BACKENDS
 from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic, every, first
 from ep_a2a.commands.doctor.system_info import AMD, GIB, dotted, gibibytes, version_numbers
 from ep_a2a.config.file import DEFAULT_BACKEND
+from ep_a2a.tuning.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 OLDEST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 RUN_CAPABILITIES = ((9, 0),)
 """Compute capabilities of the GPUs that this package has run on; for others its kernels have only been compiled."""
+SHARING_RANKS = (2, 4, 8)
+"""Numbers of ranks on one GPU whose shares are said."""
 LITTLE_FREE = 0.5
 """A GPU with a smaller share of free memory gets a warning."""
 OTHER_GPUS = "Use NVIDIA GPUs, or the backend mori or allgather_reducescatter."
@@ -38,6 +41,8 @@ def check_gpus(info: SystemInfo) -> Iterator[Diagnostic]:
         yield from _driver(info)
     yield from _each_gpu(info)
     if info.has_nvidia_gpus:
+        yield from _sharing(info)
+    if info.has_nvidia_gpus:
         problems = [*_compilation(info)]
         kept = f"{info.host.compiler}, Python.h; kernels are kept in {info.host.triton_cache.path}"
         yield from problems or [Diagnostic("compiler", OK, kept)]
@@ -48,6 +53,22 @@ def check_gpus(info: SystemInfo) -> Iterator[Diagnostic]:
             (OK, any(table.startswith(name) for table in info.installation.tuned_tables), f"{name}*.json"),
             (NOTE, True, f"none for {len(gpus)} such GPUs: launches are worked out",
              "`ep-a2a tune` makes some."))  # fmt: skip
+
+
+def _sharing(info: SystemInfo) -> Iterator[Diagnostic]:
+    """Says, once for GPUs of one kind, how many ranks fit on one, and how they would get at it."""
+    way = info.sharing.way and f"ranks run {info.sharing.way}"
+    for num_sms in dict.fromkeys(gpu.num_sms for gpu in info.driver.gpus):
+        share = "multiprocessors unknown"
+        if num_sms is not None:
+            shares = {ranks: num_sms // ranks for ranks in SHARING_RANKS if num_sms // ranks >= LEAST_PROGRAMS}
+            each = "; ".join(f"{ranks} ranks get {number} each" for ranks, number in shares.items())
+            share = f"{num_sms} multiprocessors, for {num_sms // LEAST_PROGRAMS} ranks at most; {each or 'too few'}"
+        yield from first("ranks that share a GPU",
+            (NOTE, not way, f"{share}; MPS unknown"),
+            (NOTE, not info.sharing.at_once, f"{share}; {way}",
+             "Install the driver's nvidia-cuda-mps-control, if ranks are to share GPUs."),
+            (OK, True, f"{share}; {way}"))  # fmt: skip
 
 
 def _rocm_gpus(info: SystemInfo) -> list[Diagnostic]:

@@ -12,7 +12,7 @@ from ep_a2a.commands.doctor.probe_host import find_host, find_rdma_ports
 from ep_a2a.commands.doctor.probe_nvidia import add_nvidia_smi
 from ep_a2a.commands.doctor.probe_packages import find_atom, find_installation, find_vllm
 from ep_a2a.commands.doctor.subprocess_probe import run_probe
-from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, SystemInfo, Torch, Triton
+from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, Sharing, SystemInfo, Torch, Triton
 from ep_a2a.errors import EnvironmentVariableError
 from ep_a2a.managers.capabilities import Capabilities
 
@@ -38,6 +38,7 @@ def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> Syste
         torch=Torch(**torch),
         triton=found_triton,
         driver=add_nvidia_smi(Driver(**{**driver, "version": None, "gpus": gpus})),
+        sharing=find_sharing(probe_secs) if gpus else Sharing(),
         host=find_host(found_triton.cache_directory),
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
@@ -46,6 +47,12 @@ def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> Syste
         environment=env.variables_for_doctor(),
         variable_problems=find_variable_problems(),
     )
+
+
+def find_sharing(probe_secs: float = PROBE_SECS) -> Sharing:
+    """Returns how ranks would share a GPU of this machine; unknown where torch does not import."""
+    found = run_probe("sharing", probe_secs, str(Path(ep_a2a.__file__).parent))
+    return Sharing() if "problem" in found else Sharing(**found)
 
 
 def find_backend(name: str, probe_secs: float = PROBE_SECS) -> Backend:

@@ -176,6 +176,18 @@ def library_facts(folder: str, name: str) -> dict[str, Any]:
     )
 
 
+def sharing_facts(folder: str) -> dict[str, Any]:
+    """Returns how ranks that share a GPU would get at it; `problem` where torch, which they need, does not import."""
+    try:
+        _import_package(folder)
+        from ep_a2a.testing.mps import find_mps
+
+        mps = find_mps()
+    except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
+        return {"problem": f"{type(error).__name__}: {error}"}
+    return {"way": mps.value, "at_once": mps.at_once}
+
+
 def _backend_facts(folder: str, name: str, facts: Any) -> dict[str, Any]:
     try:
         _import_package(folder)
@@ -203,7 +215,7 @@ def _import_package(folder: str) -> None:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "torch": torch_facts, "triton": triton_facts, "driver": driver_facts, "declaration": declaration_facts,
-    "library": library_facts,
+    "library": library_facts, "sharing": sharing_facts,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]
     """Returns the facts that a probe prints, with tuples for lists; where it prints none, `problem` says why.
 
     Args:
-        name: torch, triton, driver, declaration or library.
+        name: torch, triton, driver, declaration, library or sharing.
         timeout_secs: seconds to wait.
         arguments: of the probe.
     """

@@ -156,6 +156,18 @@ class Driver:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How ranks that share a GPU get at it.
+
+    Attributes:
+        way: in words; "" where it is not known. at_once: whether kernels of several ranks run at the same time.
+    """
+
+    way: str = ""
+    at_once: bool = False
+
+
+@dataclass(frozen=True)
 class RdmaPort:
     """One port of an RDMA device.
 
@@ -330,6 +342,7 @@ class SystemInfo:
     """A machine, as the checks see it.
 
     Attributes:
+        sharing: of a GPU by several ranks.
         backend: the requested one, as this machine has it.
         environment: variables of this package and of the libraries that it uses, by name.
         variable_problems: by name, why a variable of this package cannot be used.
@@ -339,6 +352,7 @@ class SystemInfo:
     torch: Torch = field(default_factory=Torch)
     triton: Triton = field(default_factory=Triton)
     driver: Driver = field(default_factory=Driver)
+    sharing: Sharing = field(default_factory=Sharing)
     host: Host = field(default_factory=Host)
     rdma: tuple[RdmaPort, ...] = ()
     vllm: Vllm = field(default_factory=Vllm)

@@ -1,0 +1,67 @@
+"""What the doctor says of ranks that share a GPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ep_a2a.commands.doctor import probe, probe_programs
+from ep_a2a.commands.doctor.checks_gpu import check_gpus
+from ep_a2a.commands.doctor.diagnostic import Level
+from ep_a2a.commands.doctor.system_info import Sharing, SystemInfo
+from ep_a2a.testing import mps
+from tests.machines import CPU_HOST, H200, H200_HOST, changed
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.doctor.diagnostic import Diagnostic
+
+H200_SHARES = "132 multiprocessors, for 33 ranks at most; 2 ranks get 66 each; 4 ranks get 33 each; 8 ranks get 16 each"
+SLICES = Sharing("by time slices, which is slow: there is no nvidia-cuda-mps-control", at_once=False)
+
+
+def said_of(machine: SystemInfo) -> list[Diagnostic]:
+    return [each for each in check_gpus(machine) if each.subject == "ranks that share a GPU"]
+
+
+def test_equal_gpus_are_told_of_once() -> None:
+    (said,) = said_of(H200_HOST)
+    assert (said.level, said.found) == (Level.OK, f"{H200_SHARES}; ranks run through a private MPS daemon")
+    assert said_of(CPU_HOST) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "found", "remedy"),
+    [
+        (changed(H200_HOST, sharing=Sharing()), f"{H200_SHARES}; MPS unknown", ""),
+        (changed(H200_HOST, sharing=SLICES), "by time slices", "nvidia-cuda-mps-control"),
+        (changed(H200_HOST, driver={"gpus": (replace(H200, num_sms=None),)}), "multiprocessors unknown", ""),
+        (changed(H200_HOST, driver={"gpus": (replace(H200, num_sms=20),)}), "for 5 ranks at most; 2 ranks get 10", ""),
+        (changed(H200_HOST, driver={"gpus": (replace(H200, num_sms=3),)}), "for 0 ranks at most; too few", ""),
+    ],
+    ids=["no torch", "no MPS", "no libcuda", "20 multiprocessors", "3 multiprocessors"],
+)
+def test_what_is_not_known_or_not_there_is_said(machine: SystemInfo, found: str, remedy: str) -> None:
+    (said,) = said_of(machine)
+    assert found in said.found
+    assert remedy in said.remedy
+    assert said.level in (Level.OK, Level.NOTE)
+
+
+def test_the_program_that_asks_says_what_a_pool_would_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(probe_programs, "_import_package", lambda folder: None)
+    monkeypatch.setenv(mps.PIPE_VARIABLE, str(tmp_path_factory.mktemp("pipe")))
+    found = probe_programs.sharing_facts("")
+    assert found == {"way": "through the MPS daemon that runs already", "at_once": True}
+
+
+def test_without_torch_it_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_programs, "_import_package", lambda folder: None)
+    monkeypatch.setitem(sys.modules, "ep_a2a.testing.mps", None)
+    assert "Error" in probe_programs.sharing_facts("")["problem"]
+    monkeypatch.setattr(probe, "run_probe", lambda *_: {"version": "?", "problem": "it crashed"})
+    assert probe.find_sharing() == Sharing()
