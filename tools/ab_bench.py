@@ -4,7 +4,8 @@
 
 OLD and NEW are folders with a checkout. Everything behind `--` goes to `ep-a2a bench`. The first run of each checkout
 compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating order. Each figure
-of a checkout is its median over the rounds. The script exits with 1 where NEW is slower than OLD by more than
+of a checkout is its median over the rounds. With `-- --shared-gpu` all ranks of both use one GPU, one checkout at a
+time. The script exits with 1 where NEW is slower than OLD by more than
 `--tolerance` per cent.
 """
 
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("round_trip_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
+FIGURES = ("round_trip_us", "round_trip_cold_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
 CASE = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type", "combine_quant", "max_sms")
 NAMES = ("old", "new")
 
@@ -38,7 +39,8 @@ def main() -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, bench = parser.parse_args(arguments[:at]), arguments[at + 1 :]
     folders = dict(zip(NAMES, (options.old.resolve(), options.new.resolve())))
-    with ThreadPoolExecutor(len(NAMES)) as both:  # compilation takes the host, and nothing is timed yet
+    # Nothing is timed yet, and compilation takes the host; on a shared GPU the two would fill each other's share.
+    with ThreadPoolExecutor(1 if "--shared-gpu" in bench else len(NAMES)) as both:
         list(both.map(lambda folder: run_bench(folder, bench), folders.values()))
     rows: list[dict[str, Any]] = []
     for number in range(options.rounds):
@@ -62,6 +64,14 @@ def run_bench(folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
     return [row for row in rows if row["record"] == "row"]
 
 
+def title_of(case: tuple[Any, ...]) -> str:
+    """A case in words: the casts are left out, and a bound on multiprocessors is named."""
+    values = dict(zip(CASE, case))
+    bound = f"max_sms={values['max_sms']}" if values["max_sms"] else None
+    named = [*(values[key] for key in CASE if key not in ("combine_quant", "max_sms")), bound]
+    return " ".join(str(part) for part in named if part is not None)
+
+
 def report(rows: list[dict[str, Any]], tolerance: float) -> int:
     """Prints one line per case and figure; 1 if a figure of the new checkout is too slow."""
     cases = dict.fromkeys(tuple(row.get(key) for key in CASE) for row in rows)
@@ -79,7 +89,7 @@ def report(rows: list[dict[str, Any]], tolerance: float) -> int:
             change = 100 * (new / old - 1)
             too_slow |= change > tolerance
             spreads = ", ".join(f"{min(values[name]):.2f}-{max(values[name]):.2f}" for name in NAMES)
-            title = " ".join(str(part) for part in case[:-2] if part is not None)
+            title = title_of(case)
             print(f"{title:56} {figure:18} {old:9.2f} {new:9.2f} {change:+7.1f}%   {spreads}")
     return 1 if too_slow else 0
 
