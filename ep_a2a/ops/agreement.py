@@ -66,7 +66,7 @@ class Agreement:
         self._failure = 0 if self._liveness is None else self._liveness.new_failure()
         self._verdict = None
 
-    def verdict(self, own: GivenUp, bound_secs: float) -> Verdict:
+    def verdict(self, own: GivenUp, bound_secs: float, left_secs: float = 0.0) -> Verdict:
         """The verdict on the failure of this op, the same at every call until `begin_anew`.
 
         The first rank to judge waits until each other one is gone or has given up, too, for PATIENCE_SECS at most;
@@ -75,28 +75,34 @@ class Agreement:
         Args:
             own: what this rank says of the call that it gives up.
             bound_secs: of a wait. A rank that is stopped for less is not gone.
+            left_secs: what was left of this rank's own wait: a lost connection ends it before its bound, at which the
+                others may come to give up.
         """
         if self._verdict is None:
             if self._liveness is None:
                 unseen = dict.fromkeys(range(self._world_size), Presence.UNSEEN)
                 self._verdict = Verdict(judge(unseen | {self._rank: Presence.RUNS}, {self._rank: own}))
             else:
-                self._verdict = Verdict(self._agree(self._liveness, own, bound_secs))
+                self._verdict = Verdict(self._agree(self._liveness, own, bound_secs, left_secs))
         return self._verdict
 
-    def _agree(self, liveness: Liveness, own: GivenUp, bound_secs: float) -> tuple[Fate, ...]:
+    def _agree(self, liveness: Liveness, own: GivenUp, bound_secs: float, left_secs: float) -> tuple[Fate, ...]:
         """See `verdict`; of several hosts, that with the lowest living rank judges, the others where it is silent."""
         liveness.give_up(self._failure, own.lacked, began=own.began)
         start = time.monotonic()
+        expiry = start + left_secs
         patience_secs = PATIENCE_SECS - (HOST_HEAD_START_SECS if liveness.others is not None else 0.0)
         ready: float | None = None
         while (found := liveness.verdict(self._failure)) is None:
             seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
             given_up = liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
-            waits_for_some = Presence.RUNS in silent and time.monotonic() < start + patience_secs
-            watches_some = Presence.PAUSED in silent and time.monotonic() < start + bound_secs + patience_secs
-            if not waits_for_some and not watches_some:
+            now = time.monotonic()
+            waits_for_some = Presence.RUNS in silent and now < expiry + patience_secs
+            watches_some = Presence.PAUSED in silent and now < expiry + bound_secs + patience_secs
+            # the last word of a host that has ended may be that a rank waits
+            may_be_old = liveness.others is not None and Presence.WAITS in silent and now < start + patience_secs
+            if not waits_for_some and not watches_some and not may_be_old:
                 ready = ready or time.monotonic()
                 living = [rank for rank in seen if seen[rank] not in FATES_OF and seen[rank] is not Presence.UNSEEN]
                 if liveness.is_first_host(living) or time.monotonic() >= ready + HOST_HEAD_START_SECS:

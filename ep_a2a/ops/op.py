@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import weakref
 from typing import TYPE_CHECKING, cast
 
@@ -111,10 +112,11 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
+        began = time.monotonic()
         try:
             self.engine.dispatch(args, block_num, warp_per_block, stages)
         except RankTimeoutError as error:
-            raise self._error_of_exchange(error) from error
+            raise self._error_of_exchange(error, time.monotonic() - began) from error
         if stages.receive:
             self._sent = None
         if self._counts_experts:
@@ -160,10 +162,11 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         args = cast("CombineArguments", self._sent)
+        began = time.monotonic()
         try:
             self.engine.combine(args, block_num, warp_per_block, stages)
         except RankTimeoutError as error:
-            raise self._error_of_exchange(error) from error
+            raise self._error_of_exchange(error, time.monotonic() - began) from error
         return CombineResult(args.result, None if args.weights is None else self._result_weights)
 
     @functools.cached_property
@@ -228,11 +231,11 @@ class EpDispatchCombineOp(ValidatedOp):
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
 
-    def _error_of_exchange(self, error: RankTimeoutError) -> RankTimeoutError:
+    def _error_of_exchange(self, error: RankTimeoutError, waited_secs: float) -> RankTimeoutError:
         """The error of an exchange between nodes that the host has made: whom its transport misses is a hint only."""
         failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
         own, bound_secs = GivenUp(error.missing_ranks, began=True), bound_of(self.timeouts, failure.epoch)
-        verdict = self.memory.agreement.verdict(own, bound_secs)
+        verdict = self.memory.agreement.verdict(own, bound_secs, max(0.0, bound_secs - waited_secs))
         got = f"{verdict}. Seen here: {error.got}"
         return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
 
