@@ -103,9 +103,9 @@ class Agreement:
             # the last word of a host that has ended may be that a rank waits
             may_be_old = liveness.others is not None and Presence.WAITS in silent and now < start + patience_secs
             if not waits_for_some and not watches_some and not may_be_old:
-                ready = ready or time.monotonic()
+                ready = ready or now
                 living = [rank for rank in seen if seen[rank] not in FATES_OF and seen[rank] is not Presence.UNSEEN]
-                if liveness.is_first_host(living) or time.monotonic() >= ready + HOST_HEAD_START_SECS:
+                if liveness.is_first_host(living) or now >= ready + HOST_HEAD_START_SECS:
                     return liveness.record(self._failure, judge(seen, given_up))
             time.sleep(LOOK_SECS)
         return found

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 import weakref
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ClosedError, RankTimeoutError
+from ep_a2a.errors import ClosedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
-from ep_a2a.memory.liveness import GivenUp
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, add_to_cache
 from ep_a2a.ops.base import agree_on_config
-from ep_a2a.ops.failures import Failure, bound_of, error_of
+from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.intra_node import IntraNodeKernels
@@ -112,11 +110,7 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
-        began = time.monotonic()
-        try:
-            self.engine.dispatch(args, block_num, warp_per_block, stages)
-        except RankTimeoutError as error:
-            raise self._error_of_exchange(error, time.monotonic() - began) from error
+        self.engine.dispatch(args, block_num, warp_per_block, stages)
         if stages.receive:
             self._sent = None
         if self._counts_experts:
@@ -162,11 +156,7 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
         args = cast("CombineArguments", self._sent)
-        began = time.monotonic()
-        try:
-            self.engine.combine(args, block_num, warp_per_block, stages)
-        except RankTimeoutError as error:
-            raise self._error_of_exchange(error, time.monotonic() - began) from error
+        self.engine.combine(args, block_num, warp_per_block, stages)
         return CombineResult(args.result, None if args.weights is None else self._result_weights)
 
     @functools.cached_property
@@ -230,14 +220,6 @@ class EpDispatchCombineOp(ValidatedOp):
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
-
-    def _error_of_exchange(self, error: RankTimeoutError, waited_secs: float) -> RankTimeoutError:
-        """The error of an exchange between nodes that the host has made: whom its transport misses is a hint only."""
-        failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
-        own, bound_secs = GivenUp(error.missing_ranks, began=True), bound_of(self.timeouts, failure.epoch)
-        verdict = self.memory.agreement.verdict(own, bound_secs, max(0.0, bound_secs - waited_secs))
-        got = f"{verdict}. Seen here: {error.got}"
-        return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""

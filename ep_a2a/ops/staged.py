@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import RankTimeoutError
@@ -17,7 +18,9 @@ from ep_a2a.kernels.staged_kernels import (
     post_failure_kernel,
     sum_nodes_kernel,
 )
-from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE
+from ep_a2a.memory.liveness import GivenUp
+from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
 from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
@@ -58,6 +61,37 @@ class StagedKernels(InterNodeKernels):
         self._waiting = contextlib.nullcontext if arena.liveness is None else arena.liveness.waiting
         self._running: Exchange | None = None
         self._is_connected = self._interpreted
+
+    def dispatch(
+        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one dispatch, or one of its halves, and makes its exchange."""
+        with self._naming_who_is_gone():
+            super().dispatch(args, block_num, warp_per_block, stages)
+
+    def combine(
+        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launches one combine, or one of its halves, and makes its exchange."""
+        with self._naming_who_is_gone():
+            super().combine(args, block_num, warp_per_block, stages)
+
+    @contextlib.contextmanager
+    def _naming_who_is_gone(self) -> Iterator[None]:
+        """Within, a failed exchange raises the survivors' verdict: whom its transport misses is a hint only."""
+        began = time.monotonic()
+        try:
+            yield
+        except RankTimeoutError as error:
+            failure = Failure.from_record(self._memory.synchronized_record(), self.config.world_size)
+            bound_secs = bound_of(self._memory.timeouts, failure.epoch)
+            left_secs = max(0.0, bound_secs - (time.monotonic() - began))
+            own = GivenUp(error.missing_ranks, began=True)
+            verdict = self._memory.agreement.verdict(own, bound_secs, left_secs)
+            got = f"{verdict}. Seen here: {error.got}"
+            raise RankTimeoutError(
+                error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late
+            ) from error  # fmt: skip
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
