@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 class Effect(enum.StrEnum):
     """What a call does with a parameter.
 
-    NONE: nothing, since the call does what is asked for whatever the value.
-    WARNED: nothing. A warning says so once per process where another value than the default is given.
-    REFUSED: raises an error with a remedy.
+    NONE: the call ignores the parameter, and does what its caller wants with every value.
+    WARNED: the call ignores the parameter, and warns once per process of a value other than the default.
+    REFUSED: the call raises an error with a remedy.
     """
 
     NONE = "no effect"

@@ -42,7 +42,6 @@ def check_gpus(info: SystemInfo) -> Iterator[Diagnostic]:
     yield from _each_gpu(info)
     if info.has_nvidia_gpus:
         yield from _sharing(info)
-    if info.has_nvidia_gpus:
         problems = [*_compilation(info)]
         kept = f"{info.host.compiler}, Python.h; kernels are kept in {info.host.triton_cache.path}"
         yield from problems or [Diagnostic("compiler", OK, kept)]
