@@ -4,8 +4,9 @@
 for good, at a random call of device code in a step that was measured before, or behind it. Those who survive write down
 whom their error names. A rank whose fault was drawn for a place that it did not come to survives, too.
 
-With `--device cuda` the ranks share a GPU where there are fewer, and a thread of the rank strikes at a random time of a
-step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
+With `--device cuda` the ranks share a GPU where there are fewer, by time slices, and a thread of the rank strikes at a
+random time of a step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
+`--match TEXT` makes only those of the runs whose path contains the text.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def problems_of(run: Run) -> list[str]:
     """Runs it; what was wrong, nothing as a rule."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with RankPool(run.world_size, device=run.device, timeout_secs=150, grace_secs=100) as pool:
+            with RankPool(run.world_size, device=run.device, timeout_secs=150, grace_secs=100, mps=False) as pool:
                 pool.run(body, run, folder)
             died: tuple[int, ...] = ()
             stories: dict[int, str] = {}
@@ -287,13 +288,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; each has 3 or 4 processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--match", default="", help="only runs whose path contains this")
     parser.add_argument("--log", type=Path, help="where runs are noted; those that stand there are not repeated")
     options = parser.parse_args()
     seed, device, log = options.seed, options.device, options.log
     lines = log.read_text().splitlines() if log is not None and log.exists() else []
     noted = [json.loads(line) for line in lines]
     found = {each["number"]: each["wrong"] for each in noted if (each["seed"], each["device"]) == (seed, device)}
-    wanted = range(options.first, options.first + options.runs)
+    numbers = range(options.first, options.first + options.runs)
+    wanted = [number for number in numbers if options.match in draw(seed, number, device).path]
     for number, problems in outcomes(seed, [n for n in wanted if n not in found], device, options.jobs):
         found[number] = problems
         if log is not None:

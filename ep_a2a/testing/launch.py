@@ -111,6 +111,8 @@ class RankPool:
         timeout_secs: seconds that one `run` may take before all processes are killed.
         grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
         num_gpus: GPUs that ranks use, the first of those that torch sees; None takes all.
+        mps: whether ranks that share a GPU use MPS. Without it they take turns, which is slow, but a rank that dies
+            inside a kernel leaves the others' contexts alone.
 
     Attributes:
         ranks_per_gpu: ranks that share a GPU, at most; 0 on CPU.
@@ -130,6 +132,7 @@ class RankPool:
         timeout_secs: float = 120.0,
         grace_secs: float = 10.0,
         num_gpus: int | None = None,
+        mps: bool = True,
     ) -> None:
         if world_size < 1:
             raise ConfigError("world_size >= 1", str(world_size))
@@ -141,7 +144,7 @@ class RankPool:
         num_gpus = visible if num_gpus is None else min(num_gpus, visible)
         self.world_size, self._num_gpus = world_size, num_gpus
         self.ranks_per_gpu = ranks_per_gpu(world_size, num_gpus)
-        self._mps = find_mps() if self.ranks_per_gpu > 1 else None
+        self._mps = (find_mps() if mps else Mps.UNWANTED) if self.ranks_per_gpu > 1 else None
         self.note = sharing_note(world_size, num_gpus)
         self.backend = backend or _DEFAULT_BACKENDS["cpu" if self.ranks_per_gpu > 1 else device]
         self.device = device

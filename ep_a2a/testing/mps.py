@@ -36,11 +36,12 @@ class Mps(enum.Enum):
     PRIVATE = "through a private MPS daemon"
     OF_THE_USER = "through the MPS daemon that runs already"
     NONE = f"by time slices, which is slow: there is no {CONTROL}"
+    UNWANTED = "by time slices, as asked"
 
     @property
     def at_once(self) -> bool:
         """Whether kernels of several processes run at the same time."""
-        return self is not Mps.NONE
+        return self in (Mps.PRIVATE, Mps.OF_THE_USER)
 
 
 def find_mps() -> Mps:

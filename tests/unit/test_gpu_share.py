@@ -42,6 +42,13 @@ def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert RankPool(2).ranks_per_gpu == 0
 
 
+def test_a_pool_can_do_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "find_mps", lambda: pytest.fail("looked for MPS"))
+    assert not Mps.UNWANTED.at_once
+    assert RankPool(2, device="cuda", mps=False)._start_mps() == {}
+
+
 def test_a_pool_can_keep_to_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(launch, "find_mps", lambda: Mps.NONE)
