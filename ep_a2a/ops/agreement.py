@@ -70,7 +70,8 @@ class Agreement:
         """The verdict on the failure of this op, the same at every call until `begin_anew`.
 
         The first rank to judge waits until each other one is gone or has given up, too, for PATIENCE_SECS at most;
-        where one is stopped, until that has lasted for `bound_secs`. The others take its verdict.
+        where one is stopped, until that has lasted for `bound_secs`. On several hosts, where somebody is gone, a rank
+        that runs may wait itself, and gets `bound_secs` more. The others take the verdict.
 
         Args:
             own: what this rank says of the call that it gives up.
@@ -98,7 +99,9 @@ class Agreement:
             given_up = liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
             now = time.monotonic()
-            waits_for_some = Presence.RUNS in silent and now < expiry + patience_secs
+            # on one host a kernel hears of this failure at once; on another host its own wait must end
+            is_apart = liveness.others is not None and any(each in FATES_OF for each in seen.values())
+            waits_for_some = Presence.RUNS in silent and now < expiry + patience_secs + bound_secs * is_apart
             watches_some = Presence.PAUSED in silent and now < expiry + bound_secs + patience_secs
             # the last word of a host that has ended may be that a rank waits
             may_be_old = liveness.others is not None and Presence.WAITS in silent and now < start + patience_secs

@@ -75,6 +75,9 @@ if does == "leaves":
 if does == "gives up":
     there.give_up(1, (0, 2), began=True)
 print("joined", flush=True)
+if does == "gives up after 3 s":
+    time.sleep(3)
+    there.give_up(1, (0, 2), began=True)
 time.sleep(60)
 """
 
@@ -173,6 +176,16 @@ def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
     start = time.monotonic()
     assert agreement.verdict(GivenUp((1,), began=True), 3.0).missing == (1,)
     assert 1.0 < time.monotonic() - start < 5.0
+
+
+def test_a_failure_before_its_bound_waits_for_those_who_wait_longer(own, peer):
+    peer(1, "gives up after 3 s")
+    peer(2).kill()
+    assert becomes(own, 2, ENDED)
+    agreement = Agreement(own, 0, 3)
+    agreement.begin_anew()
+    verdict = agreement.verdict(GivenUp((1, 2), began=True), BOUND_SECS, left_secs=4.0)
+    assert (verdict.missing, verdict.late) == ((2,), ())
 
 
 def test_without_shared_memory_the_hint_is_all_there_is():

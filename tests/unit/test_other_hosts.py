@@ -118,6 +118,36 @@ def test_survivors_of_several_hosts_take_one_verdict(ranks, silent_secs):
     assert "has not been heard" in str(verdicts[0])
 
 
+def test_a_wait_that_another_host_spoke_of_may_have_ended_with_the_host(ranks):
+    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
+    for each in agreements:
+        each.begin_anew()
+    with ranks[2].waiting():
+        assert all(becomes(each, 2, Presence.WAITS) for each in ranks[:2])
+        fall_silent(ranks[2])
+        lacks = GivenUp((2,), began=True)
+        verdicts = in_threads([lambda each=each: each.verdict(lacks, BOUND_SECS) for each in agreements[:2]])
+    assert [(each.missing, each.late) for each in verdicts] == [((2,), ())] * 2, verdicts
+
+
+def test_a_rank_of_another_host_that_waits_for_one_that_is_gone_is_not_late(ranks):
+    """Rank 0 lacks rank 1 of another host, which waits for rank 2 in a kernel and gives up a bound later."""
+    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
+    for each in agreements:
+        each.begin_anew()
+    fall_silent(ranks[2])
+    # its neighbours on its host have said that it ended
+    for each in ranks[:2]:
+        each.others._heard[2] = time.monotonic(), Report({2: Seen(int(Presence.ENDED), 0.0)}, (), {})
+
+    def later() -> Any:
+        time.sleep(3)
+        return agreements[1].verdict(GivenUp((2,), began=True), BOUND_SECS)
+
+    verdicts = in_threads([lambda: agreements[0].verdict(GivenUp((1,), began=True), BOUND_SECS), later])
+    assert [(each.missing, each.late) for each in verdicts] == [((2,), ())] * 2, verdicts
+
+
 @settings(max_examples=200, deadline=None)
 @given(value=JSON)
 def test_any_report_is_read_or_refused(value):
