@@ -2,7 +2,9 @@
 
 `python -m tests.deaths --runs 200 --seed 1 --jobs 4` runs on CPU processes and prints a table. A rank dies, or stops
 for good, at a random call of device code in a step that was measured before, or behind it. Those who survive write down
-whom their error names. A rank whose fault was drawn for a place that it did not come to survives, too.
+whom their error names. A rank whose fault was drawn for a place that it did not come to survives, too. One that is
+struck when the others have agreed already, or is stopped for less than the bound then, may be named or not, but by all
+alike.
 
 With `--device cuda` the ranks share a GPU where there are fewer, by time slices, and a thread of the rank strikes at a
 random time of a step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 BOUND_SECS = 4.0
 SLACK_SECS = 8.0
 """What a loaded machine may add."""
+TO_ERROR_SECS = 0.5
+"""From the verdict to the error that tells it, and from a death to where it is seen."""
 MAX_STEPS = 4
 PATHS = (
     "IntraNode", "InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL", "InterNodeV1 by puts", "AsyncLL by puts",
@@ -183,7 +187,7 @@ def body(context: RankContext, run: Run, folder: str) -> None:
                 next(call, None)
                 settle(op)
     except RankTimeoutError as error:
-        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error)}
+        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
     seen["secs"] = time.monotonic() - start
     calls.undo()
     Path(folder, f"{rank}.part").write_text(json.dumps(seen))
@@ -231,27 +235,48 @@ def problems_of(run: Run) -> list[str]:
         try:
             with RankPool(run.world_size, device=run.device, timeout_secs=150, grace_secs=100, mps=False) as pool:
                 pool.run(body, run, folder)
-            died: tuple[int, ...] = ()
             stories: dict[int, str] = {}
         except RankFailure as failure:
             stories = {r: text for r, text in failure.tracebacks.items() if "exit code -9" not in text}
-        died = tuple(r for r in run.faults if Path(folder, f"struck {r}").exists())
+        signs = {r: Path(folder, f"struck {r}") for r in run.faults}
+        struck = {r: path.stat().st_mtime for r, path in signs.items() if path.exists()}
         seen = {r: json.loads(path.read_text()) for r in range(run.world_size)
                 if (path := Path(folder, f"{r}.json")).exists()}  # fmt: skip
     found = [f"rank {r}: {text.strip().splitlines()[-1]}" for r, text in stories.items()]
-    if not died:
-        return found
-    stops = any(run.faults[r].kind == "stop" for r in died)
+    return found + (wrong_names(run, struck, seen) if struck else [])
+
+
+def wrong_names(run: Run, struck: Mapping[int, float], seen: Mapping[int, dict[str, Any]]) -> list[str]:
+    """What was wrong with whom the survivors named.
+
+    Args:
+        run: what was tried.
+        struck: when the fault came, by rank. seen: what a rank has written down, by rank.
+    """
+    found = []
+    died, survivors = set(struck), sorted(set(range(run.world_size)) - set(struck))
+    stops = any(run.faults[rank].kind == "stop" for rank in died)
     # whoever waits for a rank that waits itself waits twice, and a stop must last
     most_secs = (3 if stops else 2) * BOUND_SECS + PATIENCE_SECS + SLACK_SECS
-    for rank in sorted(set(range(run.world_size)) - set(died)):
-        if rank not in seen:
+    first_error = min((each["at"] for each in seen.values() if each["named"]), default=0.0)
+    sure = {rank for rank in died if struck[rank] < first_error - unsure_secs(run.faults[rank])}
+    named = {rank: seen[rank]["named"] for rank in survivors if rank in seen}
+    if any(each != named[rank] for rank in named for each in named.values()):
+        found.append(f"survivors disagree: {named}")
+    for rank in survivors:
+        if not named.get(rank):
             found.append(f"rank {rank} saw nothing")
-        elif seen[rank]["named"] != [list(died), []]:
-            found.append(f"rank {rank} named {seen[rank]['named']} and not {died}: {seen[rank].get('text', '')[:300]}")
+        elif not sure <= set(named[rank][0]) <= died or named[rank][1]:
+            text = seen[rank]["text"][:300]
+            found.append(f"rank {rank} named {named[rank]} and not {sorted(sure)} of {sorted(died)}: {text}")
         elif seen[rank]["secs"] > most_secs:
             found.append(f"rank {rank} waited {seen[rank]['secs']:.1f} s")
     return found
+
+
+def unsure_secs(fault: Fault) -> float:
+    """For how long before the errors a fault may have come too late to be in the verdict."""
+    return TO_ERROR_SECS + (BOUND_SECS if fault.kind == "stop" else 0.0)
 
 
 def tried(seed: int, number: int, device: str) -> tuple[int, list[str]]:

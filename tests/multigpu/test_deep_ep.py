@@ -49,14 +49,20 @@ def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world
     ranks(cases.low_latency, world_size, case, with_hook, True, device="cuda")
 
 
+def test_identity_in_low_latency_mode(ranks: Any) -> None:
+    ranks(cases.low_latency_identity, 2, LOW_LATENCY, device="cuda")
+
+
+@needs_own_gpus(2)
 @pytest.mark.parametrize(
     ("body", "case"),
     [
-        (cases.low_latency_identity, LOW_LATENCY), (cases.any_order, NORMAL), (cases.growing_batches, NORMAL),
-        (cases.hooks, LOW_LATENCY), (cases.refusals, NORMAL),
+        (cases.any_order, NORMAL), (cases.growing_batches, NORMAL), (cases.hooks, LOW_LATENCY),
+        (cases.refusals, NORMAL),
     ],
 )  # fmt: skip
 def test_orders(ranks: Any, body: Any, case: Case) -> None:
+    """All of them dispatch in normal mode, too."""
     ranks(body, 2, case, device="cuda")
 
 

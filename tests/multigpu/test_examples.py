@@ -16,7 +16,13 @@ def num_ranks() -> int:
     return 1 << (ranks_on_gpus(8).bit_length() - 1)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+NEED_NCCL = ("deep_ep_example",)
+"""DeepEP's normal mode exchanges its counts over NCCL."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs_own_gpus(2)] if name in NEED_NCCL else []) for name in EXAMPLES]
+)
 def test_example(name: str) -> None:
     succeeded(run_example(name, "--device", "cuda", "--ranks", str(num_ranks())))
 
