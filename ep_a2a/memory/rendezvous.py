@@ -57,6 +57,9 @@ class Rendezvous:
     Attributes:
         store_host: the name or address of the store's host.
         tell_apart: which of some ranks are gone, and which live; see Liveness.tell_apart. None where nobody can say.
+
+    Raises:
+        RankTimeoutError: the store has ended.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class Rendezvous:
         self._store = distributed_c10d.PrefixStore(prefix, store)
         self.store_host = _host_of(store)
         self.tell_apart: Callable[[Sequence[int], float], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
-        self._generation = int(self._store.add(f"generation/{self.rank}", 1))
+        with self._store_must_answer("the first word of a meeting"):
+            self._generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = self._generation << 32
 
     def exchange(self, label: str, message: Any) -> list[Any]:
@@ -228,7 +232,7 @@ class Rendezvous:
             raise RankTimeoutError(
                 f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
                 "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
-                "another store: memory.subgroups.make_subgroup(..., store=).",
+                "another store: ep_a2a.survivors(..., store=) or memory.subgroups.make_subgroup(..., store=).",
                 missing_ranks=gone,
             ) from error  # fmt: skip
 

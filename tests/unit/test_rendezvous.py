@@ -78,3 +78,11 @@ def test_who_did_not_come_and_lives_is_late(group):
     with pytest.raises(RankTimeoutError, match="no sign of ranks 1, 2; the processes of ranks \\[1\\] run") as caught:
         meeting.barrier(LABEL)
     assert (caught.value.missing_ranks, caught.value.late_ranks) == ((2,), (1,))
+
+
+def test_a_store_that_has_ended_is_named_before_anything_is_said(group):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    with pytest.raises(RankTimeoutError, match=r"the store of .* ep_a2a\.survivors\(\.\.\., store=\)"):
+        Rendezvous(group, 1.0, store=client)
