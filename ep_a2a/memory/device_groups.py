@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
 from ep_a2a.memory.gpu_ranks import require_own_gpus
+from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class DeviceGroups:
     def rendezvous(self) -> Rendezvous:
         """Meeting place where ranks compare values; made on first use, on every rank in the same order."""
         return Rendezvous(self.cpu_group)
+
+    @functools.cached_property
+    def liveness(self) -> Liveness | None:
+        """Who of the ranks lives; None where this rank sees nobody. The first use is collective."""
+        return Liveness.meet(self.rendezvous)
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.
@@ -76,7 +82,9 @@ class DeviceGroups:
         return group
 
     def close(self) -> None:
-        """Shuts down the communicator that this object made; groups that it was given stay."""
+        """Shuts down the communicator that this object made, and leaves; groups that it was given stay."""
+        if (liveness := self.__dict__.get("liveness")) is not None:
+            liveness.close()
         if self._own is not None:
             self._own.shutdown()
             self._own = self._device_group = None

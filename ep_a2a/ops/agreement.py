@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.liveness import Fate, Presence
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Verdict(tuple[Fate, ...]):
         named = [f"rank {rank} is {'late' if fate is Fate.LATE else 'gone'} ({IN_WORDS[fate]})"
                  for rank, fate in enumerate(self) if fate is not Fate.FINE]  # fmt: skip
         return ", ".join(named) or "no rank is gone or late by now; the time-out may be short for this machine"
+
+
+def with_verdict(error: RankTimeoutError, verdict: Verdict) -> RankTimeoutError:
+    """The error of a wait with the survivors' verdict in place of whom the wait itself could name."""
+    got = f"{verdict}. Seen here: {error.got}"
+    return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
 
 
 class Agreement:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.memory.device_groups import wait_for
+from ep_a2a.ops.group_waits import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,8 @@ class RowExchange(abc.ABC):
     Tensors are contiguous, `[rows, ...]`, of any dtype in `gather_rows`; all ranks pass the same dtype and row shape.
     `counts` are the rows of each rank, the same on all ranks.
 
+    Construction is collective the first time that `groups` comes.
+
     Args:
         groups: which process group moves which device's tensors.
         timeout_secs: bound of a wait on CPU; on CUDA the process group's own timeout holds.
@@ -31,6 +33,8 @@ class RowExchange(abc.ABC):
 
     def __init__(self, groups: DeviceGroups, timeout_secs: float) -> None:
         self.groups = groups
+        # made before anything fails, since all ranks must meet for it
+        _ = groups.liveness
         self.timeout_secs = timeout_secs
         self.rank = dist.get_rank(groups.cpu_group)
         self.world_size = dist.get_world_size(groups.cpu_group)
@@ -67,10 +71,10 @@ class RowExchange(abc.ABC):
         """Waits for a collective: on CPU until it is done, on CUDA by making the current stream wait.
 
         Raises:
-            RankTimeoutError: on CPU, when timeout_secs have passed.
+            RankTimeoutError: on CPU, when timeout_secs have passed; see wait_for_all.
         """
         if work is not None:
-            wait_for(work, device, self.timeout_secs, self.rank)
+            wait_for_all(work, device, self.groups, self.timeout_secs)
 
 
 def row_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ep_a2a.kernels.staged_kernels import (
     sum_nodes_kernel,
 )
 from ep_a2a.memory.liveness import GivenUp
+from ep_a2a.ops.agreement import with_verdict
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
 from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
@@ -87,11 +88,7 @@ class StagedKernels(InterNodeKernels):
             bound_secs = bound_of(self._memory.timeouts, failure.epoch)
             left_secs = max(0.0, bound_secs - (time.monotonic() - began))
             own = GivenUp(error.missing_ranks, began=True)
-            verdict = self._memory.agreement.verdict(own, bound_secs, left_secs)
-            got = f"{verdict}. Seen here: {error.got}"
-            raise RankTimeoutError(
-                error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late
-            ) from error  # fmt: skip
+            raise with_verdict(error, self._memory.agreement.verdict(own, bound_secs, left_secs)) from error
 
     def _dispatch_launches(
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int

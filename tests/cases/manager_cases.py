@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -302,5 +306,21 @@ def absent_rank(context: RankContext, name: str) -> None:
     op.set_timeout(0.5)
     mine = make_inputs(case, 0, context.rank)
     if context.rank == 0:
-        with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited"):
+        with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited") as caught:
             op.dispatch(*(None if t is None else t.to(context.device) for t in (mine.tokens, None, None, mine.ids)))
+        others = tuple(range(1, context.world_size))
+        assert (caught.value.missing_ranks, caught.value.late_ranks) == ((), others)
+
+
+def killed_rank(context: RankContext, name: str, folder: str) -> None:
+    """The last rank is killed between two steps; each of the others writes down whom its error names."""
+    manager = create(name, context)
+    case = Case(world_size=context.world_size, num_experts=2 * context.world_size)
+    op = manager.get_handle(kwargs_of(case, context.rank, timeout_secs=5))
+    run_step(case, op, 0, context.device)
+    if context.rank == context.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankTimeoutError) as caught:
+        run_step(case, op, 1, context.device)
+    names = caught.value.missing_ranks, caught.value.late_ranks
+    Path(folder, f"{context.rank}.json").write_text(json.dumps(names))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE, QuantType
-from ep_a2a.testing import run_ranks
+from ep_a2a.testing import RankFailure, RankPool, run_ranks
 from tests.cases import manager_cases
 from tests.cases.covering import Choice, case_of, covering_params
 from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FIRST, SECOND = COLLECTIVE
 both = pytest.mark.parametrize("name", COLLECTIVE)
@@ -90,3 +94,11 @@ def test_wrong_use(ranks: Any, world_size: int, name: str) -> None:
 @both
 def test_absent_rank(name: str) -> None:
     run_ranks(manager_cases.absent_rank, 2, name)
+
+
+@both
+def test_a_killed_rank_is_named(name: str, tmp_path: Path) -> None:
+    with RankPool(3, grace_secs=30) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(manager_cases.killed_rank, name, str(tmp_path))
+    assert sorted(caught.value.tracebacks) == [2], str(caught.value)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[[2], []]] * 2
