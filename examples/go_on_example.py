@@ -1,8 +1,10 @@
-"""Goes on serving after a rank has been killed: the others make a group of their own and use the experts' copies.
+"""Goes on serving after ranks have been killed: the others make a group of their own and use the experts' copies.
 
 python examples/go_on_example.py [--ranks 4] [--victim 1]
+python examples/go_on_example.py --victim 1 2
 
-Each of eight logical experts has a copy on a second rank. The experts return their input, so combine must give every
+Each of eight logical experts has a copy on a second rank, the one before its owner. Where both are killed, the expert
+is lost, and the tokens' choices of it are left out. The experts return their input, so combine must give every
 token times the number of distinct ranks that it went to, before the death and after it. Runs on CPU.
 """
 
@@ -74,7 +76,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     op = make_op(manager, num_local)
     torch.manual_seed(rank)
     for number in range(STEPS_BEFORE + 1):
-        if number == STEPS_BEFORE and rank == options.victim:
+        if number == STEPS_BEFORE and rank in options.victim:
             os.kill(os.getpid(), signal.SIGKILL)
         # the first copy of each expert is in the first half of its owner's places
         logical = torch.rand(NUM_TOKENS, NUM_LOGICAL).argsort(1)[:, :TOPK]
@@ -98,16 +100,26 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A rank is killed, the others go on.")
-    parser.add_argument("--ranks", type=rank_count, default=4)
-    parser.add_argument("--victim", type=int, default=1, help="the rank that is killed")
-    parser.add_argument("--secs", type=positive, default=120, help="bound of the whole program")
-    options = parser.parse_args()
+def refuse_what_cannot_go_on(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where the numbers of ranks do not fit each other."""
     if not 3 <= options.ranks <= NUM_LOGICAL:
         parser.error(f"--ranks {options.ranks}: from 3 to {NUM_LOGICAL}, so that two are left, and each owns an expert")
-    if not 0 <= options.victim < options.ranks:
-        parser.error(f"--victim {options.victim}: a rank below {options.ranks}")
+    named = "--victim " + " ".join(map(str, options.victim))
+    if len(options.victim) > 2 or len(set(options.victim)) < len(options.victim):
+        parser.error(f"{named}: one rank, or two different ones")
+    if not all(0 <= victim < options.ranks for victim in options.victim):
+        parser.error(f"{named}: ranks below {options.ranks}")
+    if options.ranks - len(options.victim) < 2:
+        parser.error(f"{named}: of {options.ranks} ranks, two must be left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One or two ranks are killed, the others go on.")
+    parser.add_argument("--ranks", type=rank_count, default=4)
+    parser.add_argument("--victim", type=int, nargs="+", default=[1], help="the ranks that are killed, one or two")
+    parser.add_argument("--secs", type=positive, default=120, help="bound of the whole program")
+    options = parser.parse_args()
+    refuse_what_cannot_go_on(parser, options)
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         context = torch.multiprocessing.get_context("spawn")
@@ -119,7 +131,7 @@ def main() -> None:
         for process in processes:
             process.join(options.secs)
     codes = [process.exitcode for process in processes]
-    if codes != [-signal.SIGKILL if rank == options.victim else 0 for rank in range(options.ranks)]:
+    if codes != [-signal.SIGKILL if rank in options.victim else 0 for rank in range(options.ranks)]:
         sys.exit(f"exit codes {codes}")
     print("combine gave every token times the number of ranks it went to, before and after")
 

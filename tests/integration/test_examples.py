@@ -18,16 +18,25 @@ def test_example(name: str) -> None:
     assert "combine gave every token times the number of ranks it went to" in printed
 
 
-@pytest.mark.parametrize(("num_ranks", "victim"), [(4, 1), (3, 0)])
-def test_the_others_go_on_after_a_death(num_ranks: int, victim: int) -> None:
-    printed = succeeded(run_example(WITH_A_DEATH, "--ranks", str(num_ranks), "--victim", str(victim)))
-    assert printed.count(f"ranks [{victim}] are gone") == num_ranks - 1
-    assert printed.count(f"of {num_ranks - 1}, lost experts ()") == num_ranks - 1
+@pytest.mark.parametrize(
+    ("num_ranks", "victims", "lost"),
+    # an expert's two copies are on ranks that are neighbours
+    [(4, (1,), ()), (3, (0,), ()), (4, (1, 3), ()), (4, (2, 1), (2, 6)), (4, (0, 3), (0, 4))],
+)
+def test_the_others_go_on_after_deaths(num_ranks: int, victims: tuple[int, ...], lost: tuple[int, ...]) -> None:
+    printed = succeeded(run_example(WITH_A_DEATH, "--ranks", str(num_ranks), "--victim", *map(str, victims)))
+    num_left = num_ranks - len(victims)
+    assert printed.count(f"ranks {sorted(victims)} are gone") == num_left
+    assert printed.count(f"of {num_left}, lost experts {lost}") == num_left
     assert "before and after" in printed
 
 
-@pytest.mark.parametrize("options", [("--ranks", "2"), ("--victim", "4"), ("--ranks", "9"), ("--secs", "0")])
-def test_the_example_with_a_death_refuses_wrong_numbers(options: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [("--ranks", "2"), ("--victim", "4"), ("--ranks", "9"), ("--secs", "0"), ("--victim", "1", "1"),
+     ("--victim", "0", "1", "2"), ("--victim", "1", "2", "--ranks", "3")],
+)  # fmt: skip
+def test_the_example_with_deaths_refuses_wrong_numbers(options: tuple[str, ...]) -> None:
     done = run_example(WITH_A_DEATH, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert options[0] in done.stderr.splitlines()[-1]
