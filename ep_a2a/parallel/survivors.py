@@ -77,15 +77,17 @@ def survivors(
     """Makes the group and the manager of the ranks that are left. Collective over these ranks.
 
     Nothing is launched and no device memory is allocated: the first `manager.get_handle` does that. The former manager
-    and its ops stay as they are; `manager.destroy()` ends them, and waits 3 s for those who are gone.
+    and its ops stay as they are; `manager.destroy()` ends them, and waits 3 s for those who are gone. Where the
+    survivors are on several hosts, not equally many on each, backend ep_a2a takes `gpu_per_node=1` in handle kwargs.
 
     Args:
-        error: of the step that failed; `missing_ranks` must be equal on all survivors, as they are on one host.
+        error: of the step that failed. `missing_ranks` must be equal on all survivors: ranks that share a host or
+            hear each other by the network agree on it. Ranks whose errors differ wait for each other in vain.
         manager: of the former group.
         experts_of_ranks: by rank of the former group, the logical expert in each of its places, -1 = none; equally
             many of each rank, and equal on all survivors. A logical expert may be on several ranks.
         store: where the survivors meet; None is the former group's store. Where the process that held that has ended,
-            they need another: a FileStore, or a TCPStore of one of them.
+            they need another: a TCPStore of one of them, or on one host a FileStore.
         timeout_secs: how long to wait for the last survivor.
 
     Raises:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NO_STORE_SECS = 5.0
 """Bound for the error that a store has ended, far below that of a meeting."""
+MEETING_SECS = 2.0
 
 
 def experts_of_ranks(case: Case) -> list[list[int]]:
@@ -79,14 +80,27 @@ def settled_step(case: Case, op: Any, number: int) -> None:
     combine(step)
 
 
-def go_on(context: RankContext, case: Case, left: Survivors) -> None:
-    """Steps of the new manager's op, against the oracle."""
+def go_on(context: RankContext, case: Case, left: Survivors, num_nodes: int = 1, **changes: Any) -> None:
+    """Steps of the new manager's op, against the oracle; num_nodes: of those who are left."""
     num_left = len(left.ranks)
-    smaller = replace(case, world_size=num_left, num_experts=len(left.experts))
-    op = left.manager.get_handle(kwargs_of(smaller, left.manager.rank))
+    smaller = replace(case, world_size=num_left, num_experts=len(left.experts), num_nodes=num_nodes)
+    op = left.manager.get_handle(kwargs_of(smaller, left.manager.rank, **changes))
     for number in range(2):
         run_step(smaller, op, number, context.device)
     op.check()
     left.manager.destroy()
     # the process of the store must be the last to go
     dist.barrier(left.group)
+
+
+def disagree(context: RankContext, case: Case, gone_by_rank: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Whom a rank misses where survivors think that different ranks are gone; () on those that take no part."""
+    if context.rank not in gone_by_rank:
+        return ()
+    manager = create_manager("ep_a2a", context.group)
+    error = RankTimeoutError("x", "y", missing_ranks=gone_by_rank[context.rank])
+    found = raised(
+        RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
+    )
+    assert isinstance(found, RankTimeoutError)
+    return found.missing_ranks

@@ -1,9 +1,9 @@
-"""Two ranks die at once, also the one that held the group's store; the others go on with a manager of their own."""
+"""Ranks die at once, also the one that held the group's store; the others go on with a manager of their own."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import SLACK_SECS
 from tests.cases.op_cases import Case
-from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on
+from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, disagree
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,3 +35,7 @@ def test_survivors_go_on(victims: tuple[int, ...], store_dies: bool, lost: list[
         assert seen["experts"] == [expert for each in left for expert in (each, (each + 1) % 4)]
         assert seen["destroy_secs"] < CLOSE_PATIENCE_SECS + SLACK_SECS
         assert seen.get("no_store_secs", 0) < NO_STORE_SECS
+
+
+def test_survivors_that_miss_different_ranks_do_not_meet(ranks: Any) -> None:
+    assert ranks(disagree, 4, CASE, {0: (3,), 1: (2, 3)}) == [(1, 2), (0,), (), ()]
