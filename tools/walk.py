@@ -26,6 +26,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+from ep_a2a.kernels.jit import PortableFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,12 +137,27 @@ def record(call: Callable[[], Any], goals: tuple[tuple[str, str], ...] = (LAUNCH
             stack.pop()
             launches -= is_launch(frame.f_code)
 
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    with mock.patch.object(PortableFunction, "interpret", unprofiled(PortableFunction.interpret)):
+        sys.setprofile(profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
     return walk
+
+
+def unprofiled(function: Callable[..., None]) -> Callable[..., None]:
+    """The function without the profile of its caller: device code is not looked at, and makes most of the calls."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            function(*args, **kwargs)
+        finally:
+            sys.setprofile(profile)
+
+    return run
 
 
 def note(walk: Walk, file: str, function: str, caller: str | None) -> None:
