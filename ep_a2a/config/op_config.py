@@ -110,12 +110,12 @@ class EpDispatchCombineConfig:
         launch: "auto" takes launch numbers from the policy, "manual" from this config.
         max_sms: most multiprocessors that a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
         dispatch_quant_type: the cast inside dispatch where quant_type names a combine cast; None = by quant_type.
-        scale_format: one of ScaleFormat's values, for scales that a fused cast writes.
+        scale_format: one of ScaleFormat's values, for scales that a fused cast writes; "float32" where there is none.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
         flagged_max_tokens: steps of at most this max_num_tokens use low-latency dispatch, whose words are their own
             flags: one hop less, one local copy more. 0 to FLAGGED_MAX_TOKENS, and FLAGGED_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
-            the end of its block, so that grouped products can read whole tiles.
+            the end of its block, so that grouped products can read whole tiles. 1 in other layouts.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
         chunk_tokens: tokens whose rows travel to another node in one chunk.
         ring_chunks: chunks that a ring between nodes holds at most, a power of two. With launch="manual",
@@ -203,6 +203,8 @@ class EpDispatchCombineConfig:
             acts_on_combine = quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch
             expected = "quant_type to act on combine where dispatch_quant_type is given"
             _require(acts_on_combine, expected, repr(quant_type.value))
+        has_effect = self.casts_in_dispatch or self.scale_format == ScaleFormat.FLOAT32
+        _require(has_effect, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
 
     def _check_dtypes(self) -> None:
         _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
@@ -239,6 +241,8 @@ class EpDispatchCombineConfig:
             f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
             str(self.num_experts_per_rank),
         )
+        has_effect = self.layout == Layout.EXPERT_MAJOR or self.expert_alignment == 1
+        _require(has_effect, f"layout 'expert_major' with expert_alignment {self.expert_alignment}", repr(self.layout))
         if self.layout == Layout.EXPERT_MAJOR:
             num_rows = most * self.world_size * self.max_num_inp_token_per_rank
             _require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))

@@ -344,6 +344,20 @@ def test_numpy_integers_become_plain_ones():
     assert config_of(hidden_dim=torch.tensor(512)).hidden_dim == 512
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"scale_format": "ue8m0"}, "a cast inside dispatch with scale_format 'ue8m0'"),
+        ({"scale_format": "ue8m0", "quant_type": "fp8_blockwise", "hidden_dim": 512}, "a cast inside dispatch"),
+        ({"expert_alignment": 8}, "layout 'expert_major' with expert_alignment 8"),
+        ({"expert_alignment": 8, "layout": "rank_major"}, "layout 'expert_major' with expert_alignment 8"),
+    ],
+)
+def test_fields_without_effect_are_refused(values, expected):
+    with pytest.raises(ConfigError, match=expected):
+        config_of(**values)
+
+
 # --- what ranks must agree on ---
 
 SHARED_CHANGES: dict[str, Any] = {
@@ -380,6 +394,13 @@ SHARED_CHANGES: dict[str, Any] = {
     "internode_transport": "torch.distributed",
     "num_owner_ranks": 16,
 }
+NEEDED_FOR: dict[str, dict[str, Any]] = {
+    "scale_type_size": {"scale_dim": 1, "scale_type_size": 1},
+    "scale_dim": {"scale_type_size": 1},
+    "scale_format": {"quant_type": "fp8_per_token"},
+    "expert_alignment": {"layout": "expert_major"},
+}
+"""Fields that a change of another one needs."""
 OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts", "first_rank"}
 
 
@@ -393,9 +414,8 @@ def test_every_field_is_shared_or_this_ranks_own():
 
 @pytest.mark.parametrize("name", SHARED_CHANGES)
 def test_digests_differ_where_one_shared_field_does(name):
-    with_scales = {"scale_dim": 1, "scale_type_size": 1} if name == "scale_type_size" else {}
-    with_scales |= {"scale_type_size": 1} if name == "scale_dim" else {}
-    one, other = config_of(**with_scales), config_of(**{**with_scales, name: SHARED_CHANGES[name]})
+    needed = NEEDED_FOR.get(name, {})
+    one, other = config_of(**needed), config_of(**{**needed, name: SHARED_CHANGES[name]})
     assert one.digest() != other.digest()
     different = {key for key, value in one.shared_fields().items() if other.shared_fields()[key] != value}
     also = {"num_experts"} if name in ("world_size", "num_owner_ranks") else set()
