@@ -11,7 +11,7 @@ QUICK_FOLDERS = ("unit", "protocol")
 QUICK = (
     # every allowed pair of layout, dtype, cast, routing, world size and transport
     "multiprocess/test_covering.py",
-    # every special body once: time, graphs, memory, failures
+    # every special body once, but for slow ones: time, graphs, memory, failures
     "multiprocess/test_op_special.py",
     # every manager that works on CPU
     "multiprocess/test_backend_parity.py::test_parity",
