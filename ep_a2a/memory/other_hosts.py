@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -115,9 +116,11 @@ class OtherHosts:
     ) -> None:  # fmt: skip
         self.hosts, self.rank, self._pid = tuple(hosts), rank, os.getpid()
         self._heard: dict[int, tuple[float, Report]] = {}
+        # since when nothing has waited to be read: silence counts up to there
+        self._listened = [time.monotonic()]
         self._mouth = _Mouth(own, peers, token, rank, own_report)
         stopping = threading.Event()
-        arguments = self._mouth, self._heard, len(hosts), stopping
+        arguments = self._mouth, self._heard, self._listened, len(hosts), stopping
         threading.Thread(target=_listen, args=arguments, name="ep_a2a other hosts", daemon=True).start()
         self._finalizer = weakref.finalize(self, stopping.set)
 
@@ -180,8 +183,9 @@ class OtherHosts:
         if not told:
             return None
         _, report = max(told, key=lambda each: each[0])
-        silent_secs = 0.0 if report.leaves else time.monotonic() - max(at for at, _ in reports)
-        return report.seen[rank], silent_secs
+        # a process that has not run for a while has not heard, which is no silence
+        silent_secs = 0.0 if report.leaves else self._listened[0] - max(at for at, _ in reports)
+        return report.seen[rank], max(0.0, silent_secs)
 
     def said(self, failure: int) -> list[Said]:
         """What ranks of other hosts have said about a failure."""
@@ -231,7 +235,10 @@ class _Mouth:
         return True
 
 
-def _listen(mouth: _Mouth, heard: dict[int, tuple[float, Report]], world_size: int, stopping: threading.Event) -> None:
+def _listen(
+    mouth: _Mouth, heard: dict[int, tuple[float, Report]], listened: list[float], world_size: int,
+    stopping: threading.Event,
+) -> None:  # fmt: skip
     """Hears the others, and speaks every SPEAK_SECS."""
     next_time = 0.0
     while not stopping.is_set():
@@ -242,6 +249,8 @@ def _listen(mouth: _Mouth, heard: dict[int, tuple[float, Report]], world_size: i
                 break
         # anybody may send anything; a port where nobody listens any more is an OSError, and so is silence
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, OverflowError):
+            if not select.select([mouth.socket], [], [], 0)[0]:
+                listened[0] = time.monotonic()
             mouth.socket.settimeout(max(SHORTEST_WAIT_SECS, next_time - time.monotonic()))
             text, address = mouth.socket.recvfrom(MAX_DATAGRAM_BYTES)
             token, rank, report = json.loads(text)
