@@ -99,7 +99,7 @@ class Failure:
         where = self._where(rank)
         match self.code:
             case FailureCode.TIMEOUT:
-                return self._timeout(where, timeouts, seen or {}, verdict or Verdict())
+                return self._timeout(rank, where, timeouts, seen or {}, verdict or Verdict())
             case FailureCode.ALTERNATION:
                 return self._alternation(where)
             case FailureCode.STRIDE_MISMATCH:
@@ -157,18 +157,23 @@ class Failure:
         )  # fmt: skip
 
     def _timeout(
-        self, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]], verdict: Verdict
+        self, rank: int, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]], verdict: Verdict
     ) -> RankTimeoutError:
-        here = f"ranks {list(self.absent)} had not come when {where} gave up" if self.phase else f"a failure in {where}"
+        if not self.phase:
+            here = f"a failure in {where}"
+        elif self.absent:
+            here = f"ranks {list(self.absent)} had not come when {where} gave up"
+        else:
+            here = f"all ranks' flags had come when {where} gave up: a row was missing, or a peer had given up"
         wanted = self.epoch & UINT32_MASK
         facts = [here]
         if seen:
             by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]
             facts.append(f"epochs here now, {wanted} wanted: {', '.join(by_kind)}")
-            for rank in self.lacked(-1):
-                if all(epochs[rank] == wanted for epochs in seen.values()):
+            for other in self.lacked(rank):
+                if all(epochs[other] == wanted for epochs in seen.values()):
                     # read after the wait has given up
-                    facts.append(f"rank {rank} has begun this call by now, late or without sending all of its rows")
+                    facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
         return RankTimeoutError(
             f"every rank within {timeouts.named(self.epoch)}", f"{verdict}. Seen here: {'; '.join(facts)}", None,
             verdict.missing, wanted, seen, verdict.late,
