@@ -49,7 +49,8 @@ def command(
     """Search for the fastest launch numbers of dispatch and combine, and write tuned tables.
 
     Each trial is checked, then timed as a round trip in a CUDA graph. Entries of other shapes stay in the tables. The
-    exit code is 1 where a size could not be measured. It needs GPUs: times on CPU say nothing about them.
+    exit code is 1 where a size could not be measured. It needs GPUs: times on CPU say nothing about them. Where ranks
+    share GPUs, it demands --output: such launches are not for ranks with a GPU each.
     """
     import torch
 
@@ -58,10 +59,11 @@ def command(
     from ep_a2a.commands.tune.command import execute
     from ep_a2a.commands.tune.report import default_output
     from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune
+    from ep_a2a.topology.gpu_share import sharing_note
 
     world_size = ranks or torch.cuda.device_count()
     check_can_tune(world_size)
-    folder = output or default_output()
+    folder = output or default_output(sharing_note(world_size, torch.cuda.device_count()))
     points = Sweep(
         gpus_per_node=(0,),
         world_size=(world_size,),

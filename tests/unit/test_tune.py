@@ -16,6 +16,7 @@ from ep_a2a.commands.tune import command
 from ep_a2a.commands.tune import search as tune
 from ep_a2a.commands.tune.report import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.topology.gpu_share import sharing_note
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
 from ep_a2a.tuning.tables import TunedLaunch
@@ -55,6 +56,8 @@ def test_tables_go_to_the_users_folder_or_the_checkouts(tmp_path, monkeypatch):
     assert default_output() == PROJECT / "configs"
     monkeypatch.setenv("EP_A2A_TUNING_DIR", str(tmp_path))
     assert default_output() == tmp_path
+    with pytest.raises(ConfigError, match=r"--output DIR where ranks share GPUs.*8 ranks share 1 GPU"):
+        default_output(sharing_note(8, 1))
     monkeypatch.delenv("EP_A2A_TUNING_DIR")
     # in an installation the folder belongs to the package manager
     monkeypatch.setattr(tuning, "shipped_directory", lambda: PROJECT / "ep_a2a" / "configs")

@@ -27,7 +27,7 @@ def execute(
         Whether every size could be measured.
 
     Raises:
-        UnsupportedError: there are fewer GPUs than ranks.
+        UnsupportedError: there is no GPU.
     """
     outcomes: list[Outcome] = []
     sizes = [f"{point.max_num_tokens} tokens, {budget_secs:g} s at most" for point in points]

@@ -20,12 +20,20 @@ if TYPE_CHECKING:
     from ep_a2a.tuning.tables import TunedLaunch
 
 
-def default_output() -> Path:
+def default_output(note: str = "") -> Path:
     """Returns the folder for tables: EP_A2A_TUNING_DIR, else configs/ of the checkout.
 
+    Args:
+        note: sharing_note of the ranks; "" where each has a GPU of its own.
+
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is there, or ranks share GPUs.
     """
+    if note:
+        raise ConfigError(
+            "--output DIR where ranks share GPUs", note,
+            "Say --output with a folder of its own: ranks with a GPU each take their launches from the usual tables.",
+        )  # fmt: skip
     own = env.TUNING_DIR.get()
     if own and own != tables.NO_TABLES:
         return Path(own)

@@ -220,8 +220,8 @@ def _is_right(session: OpSession, rendezvous: Rendezvous) -> bool:
     return not any(rendezvous.exchange("check of a trial", problem))
 
 
-def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
-    """Returns the table entries of an outcome, by phase."""
+def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
+    """Returns the table entries of an outcome, by phase; note: what else their readers must know."""
     workload, config = outcome.workload, make_config(outcome.workload, 0)
     num_bytes = workload.dispatch_bytes + workload.combine_bytes
     us = round(outcome.best_us, 2)
@@ -232,7 +232,16 @@ def entries_of(outcome: Outcome) -> dict[str, TableEntry]:
         device=outcome.device,
         versions=_versions(),
         date=datetime.now(UTC).date().isoformat(),
-        note=f"analytic launches: {outcome.default_us:.1f} us; {outcome.num_trials} launches tried",
+        note="; ".join(
+            filter(
+                None,
+                (
+                    f"analytic launches: {outcome.default_us:.1f} us",
+                    f"{outcome.num_trials} launches tried",
+                    note,
+                ),
+            )
+        ),
     )
     size = workload.max_num_tokens
     return {
@@ -264,10 +273,11 @@ def tune(
                 workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS
             ) as pool:  # fmt: skip
                 outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
+                note = pool.note
         except RankFailure as failure:
             yield f"max_num_tokens {workload.max_num_tokens}: {failure}"
             continue
-        for phase, entry in entries_of(outcome).items():
+        for phase, entry in entries_of(outcome, note).items():
             write_table(output / table_name(outcome.arch, workload.world_size, phase), phase, [entry])
         yield outcome
 
