@@ -73,6 +73,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     experts_of_ranks = placement(options.ranks)
     num_local = len(experts_of_ranks[0])
     manager = create_manager("ep_a2a", dist.group.WORLD)
+    manager.device = "cpu"
     op = make_op(manager, num_local)
     torch.manual_seed(rank)
     for number in range(STEPS_BEFORE + 1):

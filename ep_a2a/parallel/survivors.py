@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError
+from ep_a2a.errors import ConfigError, InputError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.subgroups import make_subgroup
 
@@ -49,21 +49,27 @@ class Survivors:
             logical_ids: integers [tokens, topk]; -1 = none.
 
         Returns:
-            Ids of the same shape, dtype and device, below `len(experts)`, and -1 for none and for lost experts.
+            Ids of the same shape, dtype and device, below `len(experts)`, and -1 for none, for lost experts and for ids
+            that no rank ever held.
+
+        Raises:
+            InputError: the dtype of logical_ids cannot hold all physical ids.
         """
+        if torch.iinfo(logical_ids.dtype).max < len(self.experts) - 1:
+            raise InputError(f"ids of a dtype that holds {len(self.experts) - 1}", str(logical_ids.dtype))
         holders: dict[int, list[int]] = {}
         for physical, logical in enumerate(self.experts):
             holders.setdefault(logical, []).append(physical)
-        num_logical = max([*self.experts, *self.lost_experts]) + 1
-        most = max(map(len, holders.values()))
-        copies = [holders.get(expert, [-1]) for expert in range(num_logical)]
+        # the last one stands for ids that nobody held
+        num_logical = max([*self.experts, *self.lost_experts], default=-1) + 1
+        most = max(map(len, holders.values()), default=1)
+        copies = [holders.get(expert, [-1]) for expert in range(num_logical)] + [[-1]]
         # [expert, turn]; only as many turns are read as the expert has copies
         turns = torch.tensor([own + own[:1] * (most - len(own)) for own in copies], device=logical_ids.device)
         counts = torch.tensor(list(map(len, copies)), device=logical_ids.device)
-        ids = logical_ids.clamp(min=0).long()
+        ids = torch.where(logical_ids >= 0, logical_ids, num_logical).long().clamp(max=num_logical)
         tokens = torch.arange(len(ids), device=ids.device)[:, None]
-        found = turns[ids, tokens % counts[ids]]
-        return torch.where(logical_ids >= 0, found, -1).to(logical_ids.dtype)
+        return turns[ids, tokens % counts[ids]].to(logical_ids.dtype)
 
 
 def survivors(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_a2a.errors import ConfigError, RankTimeoutError
+from ep_a2a.errors import ConfigError, InputError, RankTimeoutError
 from ep_a2a.parallel import survivors as module
 from ep_a2a.parallel.survivors import Survivors, survivors
 
@@ -37,6 +37,17 @@ def test_every_id_goes_to_a_copy_of_its_expert_or_nowhere(experts: list[int], da
 def test_copies_take_turns() -> None:
     found = left_with((7, 3, 7, 7), (5,)).physical_ids(torch.tensor([[7, 3], [7, 5], [7, -1], [7, 7]]))
     assert found.tolist() == [[0, 1], [2, -1], [3, -1], [0, 0]]
+
+
+def test_ids_that_nobody_held_go_nowhere() -> None:
+    found = left_with((1, 0), ()).physical_ids(torch.tensor([[0, 2, 99, -5]]))
+    assert found.tolist() == [[1, -1, -1, -1]]
+    assert left_with((), ()).physical_ids(torch.tensor([[0, -1]])).tolist() == [[-1, -1]]
+
+
+def test_ids_of_a_narrow_dtype_are_refused() -> None:
+    with pytest.raises(InputError, match="a dtype that holds 299"):
+        left_with(tuple(range(300)), ()).physical_ids(torch.zeros(1, 1, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
