@@ -100,7 +100,8 @@ def _footer(records: Sequence[Record], x_field: str, header: Record) -> str:
     gpus = header.get("gpus") or []
     hardware = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or header["device"]
     commit = f" ({header['commit']})" if header.get("commit") else ""
-    return f"{shared}\n{hardware} · ep_a2a {header.get('ep_a2a', '?')}{commit}, ep-a2a bench"
+    note = f"\n{header['note']}" if header.get("note") else ""
+    return f"{shared}\n{hardware} · ep_a2a {header.get('ep_a2a', '?')}{commit}, ep-a2a bench{note}"
 
 
 def is_limit(label: str) -> bool:

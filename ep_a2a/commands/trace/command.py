@@ -39,6 +39,7 @@ def execute(
     make_config(workload, 0)
     with joined_pool(workload.world_size, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
+        sharing = pool.note
     parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()} | {"trace.json": spans}
     for name, some in parts.items():
         with whole_file(folder / name) as place:
@@ -47,12 +48,14 @@ def execute(
         note = (
             f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
             f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}, {device} · ep-a2a trace"
-        )
+        ) + (f"\n{sharing}" if sharing else "")
         plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
     # Only now: an error before this line leaves what an earlier run has written.
     removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
     if as_json:
-        messages.print_json({"folder": str(folder), "device": device, "ranks": len(spans), "spans": _summary(spans)})
+        messages.print_json(
+            {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing, "spans": _summary(spans)}
+        )
     else:
         _show(messages.output(), spans, device)
     if removed:
