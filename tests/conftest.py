@@ -32,9 +32,8 @@ SEED = 20240229
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("multiprocess", "multigpu", "netns", "integration")
-# What one folder or file has to itself when several workers run tests: GPUs, a network, models that are explored once,
-# what its fixtures have built.
-ONE_WORKER = {"multigpu": "GPUs", "netns": "networks", "protocol": "models"}
+# What one folder or file has to itself when several workers run tests: GPUs, a network, what its fixtures have built.
+ONE_WORKER = {"multigpu": "GPUs", "netns": "networks"}
 ONE_WORKER_PER_FILE = ("integration",)
 
 

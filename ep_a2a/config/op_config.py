@@ -25,6 +25,7 @@ from ep_a2a.config.enums import (
     ScaleFormat,
 )
 from ep_a2a.config.renamed import accepts_former_names
+from ep_a2a.config.requirements import require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -170,12 +171,12 @@ class EpDispatchCombineConfig:
             if "minimum" in each.metadata:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
-        _require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
-        _require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
+        require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
+        require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
         most = self.max_num_inp_token_per_rank
-        _require(most < MAX_TOKENS_PER_RANK, f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}", str(most))
+        require(most < MAX_TOKENS_PER_RANK, f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}", str(most))
         last_position = self.world_size**2 * most
-        _require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
+        require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
         self._check_names()
         self._check_dtypes()
         self._check_experts()
@@ -183,9 +184,9 @@ class EpDispatchCombineConfig:
             if getattr(self, name) is not None:
                 checked_timeout_secs(getattr(self, name), name)
         few = self.flagged_max_tokens
-        _require(few <= FLAGGED_MAX_TOKENS, f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}", str(few))
+        require(few <= FLAGGED_MAX_TOKENS, f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}", str(few))
         if self.max_total_recv_tokens:
-            _require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
+            require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
 
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
@@ -199,53 +200,53 @@ class EpDispatchCombineConfig:
             raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
         if self.dispatch_quant_type is not None:
             dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
-            _require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
+            require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
             acts_on_combine = quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch
             expected = "quant_type to act on combine where dispatch_quant_type is given"
-            _require(acts_on_combine, expected, repr(quant_type.value))
+            require(acts_on_combine, expected, repr(quant_type.value))
         has_effect = self.casts_in_dispatch or self.scale_format == ScaleFormat.FLOAT32
-        _require(has_effect, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
+        require(has_effect, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
 
     def _check_dtypes(self) -> None:
-        _require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
-        _require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
+        require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
+        require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
         widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
         if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
             size = self.max_token_type_size
-            _require(size >= widest, f"max_token_type_size >= {widest}, the widest element to be moved", str(size))
+            require(size >= widest, f"max_token_type_size >= {widest}, the widest element to be moved", str(size))
         for dtype in (self.wire_dtype, self.combined_dtype, self.combine_wire_dtype):
             row_bytes = self.hidden_dim * dtype.itemsize
             expected = f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}"
-            _require(row_bytes % ALIGNMENT_BYTES == 0, expected, str(row_bytes))
+            require(row_bytes % ALIGNMENT_BYTES == 0, expected, str(row_bytes))
         for quant in (self.dispatch_quant, self.combine_quant):
             has_groups = quant in (QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE)
             expected = f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with {quant.value}"
-            _require(not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0, expected, str(self.hidden_dim))
+            require(not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0, expected, str(self.hidden_dim))
         if self.casts_in_dispatch:
-            _require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
+            require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
             given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
             cast = self.dispatch_quant.value
             expected = f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {cast} makes them"
-            _require(self.scale_dim == 0 or given == made, expected, str(given))
+            require(self.scale_dim == 0 or given == made, expected, str(given))
         if self.scale_dim:
-            _require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
+            require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
 
     def _check_experts(self) -> None:
-        _require(self.total_experts > 0, "at least one expert in all", "none")
+        require(self.total_experts > 0, "at least one expert in all", "none")
         num_owners, last = self.num_owners, self.first_rank + self.world_size
-        _require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
+        require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
         own = num_owned_experts(self.total_experts, num_owners, self.first_rank + self.rank)
         most = num_owned_experts(self.total_experts, num_owners, self.first_rank)
-        _require(
+        require(
             self.num_experts_per_rank in (own, most),
             f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
             str(self.num_experts_per_rank),
         )
         has_effect = self.layout == Layout.EXPERT_MAJOR or self.expert_alignment == 1
-        _require(has_effect, f"layout 'expert_major' with expert_alignment {self.expert_alignment}", repr(self.layout))
+        require(has_effect, f"layout 'expert_major' with expert_alignment {self.expert_alignment}", repr(self.layout))
         if self.layout == Layout.EXPERT_MAJOR:
             num_rows = most * self.world_size * self.max_num_inp_token_per_rank
-            _require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
+            require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
 
     @functools.cached_property
     def topk(self) -> int:
@@ -396,8 +397,3 @@ def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
 
 def _text(value: Any) -> str:
     return str(value.value) if isinstance(value, enum.Enum) else str(value)
-
-
-def _require(condition: bool, expected: str, got: str) -> None:
-    if not condition:
-        raise ConfigError(expected, got)

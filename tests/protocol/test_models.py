@@ -33,6 +33,8 @@ def test_names_are_unique():
     assert len(names) == len(set(names))
 
 
+# explores all models again where several workers run
+@pytest.mark.full
 def test_the_document_has_what_was_found():
     """`python -m tests.protocol` prints what belongs there, `--write` puts it there."""
     assert report.updated(DOCUMENT) == DOCUMENT
