@@ -67,7 +67,9 @@ class Survivors:
         # [expert, turn]; only as many turns are read as the expert has copies
         turns = torch.tensor([own + own[:1] * (most - len(own)) for own in copies], device=logical_ids.device)
         counts = torch.tensor(list(map(len, copies)), device=logical_ids.device)
-        ids = torch.where(logical_ids >= 0, logical_ids, num_logical).long().clamp(max=num_logical)
+        # in 64 bits: a narrow dtype may not hold num_logical
+        ids = logical_ids.long()
+        ids = torch.where((ids >= 0) & (ids < num_logical), ids, num_logical)
         tokens = torch.arange(len(ids), device=ids.device)[:, None]
         return turns[ids, tokens % counts[ids]].to(logical_ids.dtype)
 

@@ -42,6 +42,9 @@ def test_copies_take_turns() -> None:
 def test_ids_that_nobody_held_go_nowhere() -> None:
     found = left_with((1, 0), ()).physical_ids(torch.tensor([[0, 2, 99, -5]]))
     assert found.tolist() == [[1, -1, -1, -1]]
+    # more logical experts than the dtype can number
+    narrow = torch.tensor([[-1, 1]], dtype=torch.int8)
+    assert left_with((1,), (300,)).physical_ids(narrow).tolist() == [[-1, 0]]
     assert left_with((), ()).physical_ids(torch.tensor([[0, -1]])).tolist() == [[-1, -1]]
 
 
