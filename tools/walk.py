@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-from ep_a2a.kernels.jit import PortableFunction
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
@@ -115,6 +113,8 @@ class Walk:
 
 def record(call: Callable[[], Any], goals: tuple[tuple[str, str], ...] = (LAUNCH,)) -> Walk:
     """Makes the call under a profile of this thread."""
+    from ep_a2a.kernels.jit import PortableFunction
+
     walk = Walk()
     # of every Python frame in the call: its file in ep_a2a, or None
     stack: list[str | None] = []

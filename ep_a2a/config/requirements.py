@@ -1,4 +1,4 @@
-"""What a config demands of its values."""
+"""The check that a config makes of its values."""
 
 from __future__ import annotations
 

@@ -113,6 +113,13 @@ def peer(own):
         process.stdout.close()
 
 
+def begun(own: Liveness) -> Agreement:
+    """Rank 0's agreement on a first failure."""
+    agreement = Agreement(own, 0, 3)
+    agreement.begin_anew()
+    return agreement
+
+
 def becomes(own: Liveness, rank: int, presence: Presence, stopped_secs: float = BOUND_SECS) -> bool:
     deadline = time.monotonic() + PATIENCE_SECS
     while own.presence(rank, stopped_secs) is not presence and time.monotonic() < deadline:
@@ -155,8 +162,7 @@ def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer)
     peer(1, "gives up")
     peer(2).kill()
     assert becomes(own, 2, ENDED)
-    agreement = Agreement(own, 0, 3)
-    agreement.begin_anew()
+    agreement = begun(own)
     start = time.monotonic()
     verdict = agreement.verdict(GivenUp((), began=True), BOUND_SECS)
     assert time.monotonic() - start < 1.0
@@ -171,8 +177,7 @@ def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer)
 def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
     peer(2, "gives up")
     peer(1).send_signal(signal.SIGSTOP)
-    agreement = Agreement(own, 0, 3)
-    agreement.begin_anew()
+    agreement = begun(own)
     start = time.monotonic()
     assert agreement.verdict(GivenUp((1,), began=True), 3.0).missing == (1,)
     assert 1.0 < time.monotonic() - start < 5.0
@@ -182,8 +187,7 @@ def test_a_failure_before_its_bound_waits_for_those_who_wait_longer(own, peer):
     peer(1, "gives up after 3 s")
     peer(2).kill()
     assert becomes(own, 2, ENDED)
-    agreement = Agreement(own, 0, 3)
-    agreement.begin_anew()
+    agreement = begun(own)
     verdict = agreement.verdict(GivenUp((1, 2), began=True), BOUND_SECS, left_secs=4.0)
     assert (verdict.missing, verdict.late) == ((2,), ())
 

@@ -74,6 +74,14 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     return [results.get(place) for place in range(len(calls))]
 
 
+def begun(ranks: list[Liveness]) -> list[Agreement]:
+    """Each rank's agreement on a first failure."""
+    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
+    for each in agreements:
+        each.begin_anew()
+    return agreements
+
+
 def fall_silent(rank: Liveness) -> None:
     """As if the host were gone: nothing more is sent."""
     rank.others._mouth.peers.clear()
@@ -106,9 +114,7 @@ def test_a_rank_that_has_left_is_not_gone(ranks):
 @pytest.mark.parametrize("silent_secs", [0.0, BOUND_SECS])
 def test_survivors_of_several_hosts_take_one_verdict(ranks, silent_secs):
     """Rank 1 lacks rank 0, which waits itself; rank 2 is gone. A lost connection may be seen as soon as it is lost."""
-    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
-    for each in agreements:
-        each.begin_anew()
+    agreements = begun(ranks)
     fall_silent(ranks[2])
     time.sleep(silent_secs)
     said = {0: GivenUp((2,), began=True), 1: GivenUp((0, 2), began=True)}
@@ -120,9 +126,7 @@ def test_survivors_of_several_hosts_take_one_verdict(ranks, silent_secs):
 
 
 def test_a_wait_that_another_host_spoke_of_may_have_ended_with_the_host(ranks):
-    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
-    for each in agreements:
-        each.begin_anew()
+    agreements = begun(ranks)
     with ranks[2].waiting():
         assert all(becomes(each, 2, Presence.WAITS) for each in ranks[:2])
         fall_silent(ranks[2])
@@ -133,9 +137,7 @@ def test_a_wait_that_another_host_spoke_of_may_have_ended_with_the_host(ranks):
 
 def test_a_rank_of_another_host_that_waits_for_one_that_is_gone_is_not_late(ranks):
     """Rank 0 lacks rank 1 of another host, which waits for rank 2 in a kernel and gives up a bound later."""
-    agreements = [Agreement(each, rank, WORLD_SIZE) for rank, each in enumerate(ranks)]
-    for each in agreements:
-        each.begin_anew()
+    agreements = begun(ranks)
     fall_silent(ranks[2])
     # its neighbours on its host have said that it ended
     for each in ranks[:2]:

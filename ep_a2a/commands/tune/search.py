@@ -225,6 +225,7 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
     workload, config = outcome.workload, make_config(outcome.workload, 0)
     num_bytes = workload.dispatch_bytes + workload.combine_bytes
     us = round(outcome.best_us, 2)
+    tried = f"analytic launches: {outcome.default_us:.1f} us; {outcome.num_trials} launches tried"
     evidence = Evidence(
         us=us,
         gb_per_s=round(num_bytes / us / 1e3, 1),
@@ -232,16 +233,7 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
         device=outcome.device,
         versions=_versions(),
         date=datetime.now(UTC).date().isoformat(),
-        note="; ".join(
-            filter(
-                None,
-                (
-                    f"analytic launches: {outcome.default_us:.1f} us",
-                    f"{outcome.num_trials} launches tried",
-                    note,
-                ),
-            )
-        ),
+        note="; ".join(filter(None, (tried, note))),
     )
     size = workload.max_num_tokens
     return {
