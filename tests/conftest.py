@@ -124,6 +124,12 @@ def ranks(_pools: _Pools) -> Callable[..., list[Any]]:
     return _pools.run
 
 
+@pytest.fixture
+def compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops compile all that calls can reach when they are built, as a user's do: graphs that are captured need it."""
+    monkeypatch.delenv(COMPILE_WHEN_USED, raising=False)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(SEED)

@@ -43,7 +43,8 @@ def leave_out_passed(config: pytest.Config, items: list[pytest.Item]) -> None:
 def note(report: pytest.TestReport) -> None:
     """Appends a test's outcome, with its seconds and, unless it has passed, why."""
     path = results_file()
-    if path is None or (report.when != "call" and report.outcome == "passed"):
+    # pytest-xdist's controller repeats what its workers have noted, with the worker as `node`
+    if path is None or hasattr(report, "node") or (report.when != "call" and report.outcome == "passed"):
         return
     record = {"test": report.nodeid, "outcome": report.outcome, "secs": round(report.duration, 2)}
     if report.outcome != "passed":

@@ -23,6 +23,7 @@ def test_op(ranks: Any, case: Case) -> None:
     ranks(run_case, case.world_size, case, device="cuda")
 
 
+@pytest.mark.usefixtures("compiled_whole")
 @pytest.mark.parametrize("name", special_cases())
 def test_special(ranks: Any, name: str) -> None:
     body, case = special_cases()[name]
@@ -102,6 +103,7 @@ def no_compile_after_construction(context: RankContext, case: Case) -> int:
         return len(compiled)
 
 
+@pytest.mark.usefixtures("compiled_whole")
 def test_nothing_is_compiled_after_construction(ranks: Any) -> None:
     sizes = tuple((t,) for t in (0, 1, 15, 16, 17, 4096))
     case = fitted(Case(tokens=sizes, max_tokens=4096, layout="rank_major"))

@@ -44,6 +44,7 @@ def test_shapes(ranks: Any, case: Case) -> None:
 
 
 @needs_gpus(2)
+@pytest.mark.usefixtures("compiled_whole")
 @pytest.mark.parametrize("kernel", RING_KERNELS)
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +23,13 @@ def test_wrong():
 """
 
 
-def run(folder: Path, verdict: bool) -> str:
+def run(folder: Path, verdict: bool, *options: str) -> str:
     (folder / "test_it.py").write_text(TESTS.format(verdict=verdict))
     (folder / "conftest.py").write_text(
         "from tests.resume import leave_out_passed, note as pytest_runtest_logreport\n"
         "def pytest_collection_modifyitems(config, items):\n    leave_out_passed(config, items)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT).stdout
 
 
@@ -39,6 +40,14 @@ def test_the_next_run_has_what_did_not_pass(tmp_path: Path, monkeypatch: pytest.
     assert resume.passed(tmp_path / "results" / resume.FILE) == {"test_it.py::test_right"}
     assert "1 passed, 1 deselected" in run(tmp_path, True)
     assert "2 deselected" in run(tmp_path, True)
+
+
+def test_workers_note_a_test_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(resume.VARIABLE, str(tmp_path / "results"))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    assert "2 passed" in run(tmp_path, True, "-n", "2")
+    noted = [json.loads(line)["test"] for line in (tmp_path / "results" / resume.FILE).read_text().splitlines()]
+    assert sorted(noted) == ["test_it.py::test_right", "test_it.py::test_wrong"]
 
 
 def test_nothing_is_noted_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
