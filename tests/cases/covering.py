@@ -71,8 +71,26 @@ def allowed_choices(**fewer: tuple[Any, ...]) -> list[Choice]:
 
 @functools.cache
 def covering_choices(**fewer: tuple[Any, ...]) -> tuple[Choice, ...]:
-    """Choices that together have every allowed pair: greedily the one with the most new pairs, first come first."""
-    pairs = [(choice, pairs_of(choice)) for choice in allowed_choices(**fewer)]
+    """Choices that together have every allowed pair."""
+    return tuple(sorted(_covering(allowed_choices(**fewer)), key=lambda choice: choice.world_size))
+
+
+@functools.cache
+def covering_few_kernels(**fewer: tuple[Any, ...]) -> tuple[tuple[int, Choice], ...]:
+    """(number of its kernels, choice): choices that have every allowed pair, of about as few kernels as can be.
+
+    The kernels of a choice depend on all but its routing. So the choices of one routing come first, which cover the
+    pairs of all else, and these are repeated with other routings until those are paired with everything, too.
+    """
+    routings = VALUES["routing"]
+    of_one_routing = covering_choices(**fewer, routing=routings[:1])
+    repeated = [choice._replace(routing=routing) for choice in of_one_routing for routing in routings]
+    return tuple((of_one_routing.index(each._replace(routing=routings[0])), each) for each in _covering(repeated))
+
+
+def _covering(choices: list[Choice]) -> list[Choice]:
+    """Those of the choices that have every pair of all of them: greedily the one with the most new pairs."""
+    pairs = [(choice, pairs_of(choice)) for choice in choices]
     covered: set[Pair] = set()
     chosen = []
     # a choice has never more new pairs than it had before, so the first whose number still holds is the best
@@ -87,7 +105,7 @@ def covering_choices(**fewer: tuple[Any, ...]) -> tuple[Choice, ...]:
             covered |= each
         elif num_new:
             heapq.heappush(heap, (-num_new, place))
-    return tuple(sorted(chosen, key=lambda choice: choice.world_size))
+    return chosen
 
 
 def covering_params(**fewer: tuple[Any, ...]) -> list[Any]:

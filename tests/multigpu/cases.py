@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.cases.covering import STORES, covering_choices
+from tests.cases.covering import STORES, covering_few_kernels
 from tests.cases.covering import case_of as covering_case
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES, UNEVEN, by_world_size
@@ -65,9 +65,10 @@ ON_SHARED_GPUS = ("shared-memory", STORES)
 def shared_choices(world_size: int) -> list[tuple[str, Case]]:
     """Cases of so many ranks in which every allowed pair of all other choices occurs."""
     # the number of ranks is the same in all of them, so that they are the same for every number
-    any_size = covering_choices(world_size=SHARED_WORLDS[:1], transport=ON_SHARED_GPUS)
-    choices = [choice._replace(world_size=world_size) for choice in any_size]
-    return [("-".join(map(str, choice)), covering_case(choice, number)) for number, choice in enumerate(choices)]
+    any_size = covering_few_kernels(world_size=SHARED_WORLDS[:1], transport=ON_SHARED_GPUS)
+    choices = [(number, choice._replace(world_size=world_size)) for number, choice in any_size]
+    # what is not paired changes with the number of ranks, too
+    return [("-".join(map(str, choice)), covering_case(choice, number + world_size)) for number, choice in choices]
 
 
 def soaked_sizes() -> dict[int, Case]:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tests.multigpu.used_variants import Variants
 
 MAX_PROCESSES = 48
+# its server imports this module once, for all processes
+PROCESSES = multiprocessing.get_context("forkserver")
 
 
 class Task(NamedTuple):
@@ -75,12 +77,31 @@ def compile_task(task: Task) -> float:
     return time.monotonic() - start
 
 
+def keep_to_one_core(num_started: Any) -> None:
+    """Begins a process: MLIR would start a thread of its own for every core that the process may use."""
+    with num_started:
+        number, num_started.value = num_started.value, num_started.value + 1
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
 def other_cases() -> dict[str, Case]:
     """The cases of tests whose ops compile all that calls can reach."""
     cases = {f"op-{name}": case for name, case in op_cases()}
     cases |= {f"special-{name}": case for name, (_, case) in special_cases().items()}
     cases |= {f"rings-{number}": case for number, case in enumerate(ring_cases())}
     return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((FLAGGED, DIRECT))}
+
+
+def find_tasks(match: str, *, shared_only: bool) -> list[Task]:
+    """What there is to compile for cases whose name contains a text, each variant once."""
+    tasks: dict[str, Task] = {}
+    soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
+    others = {} if shared_only else other_cases()
+    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "all")):
+        chosen = {name: case for name, case in cases.items() if match in name}
+        tasks |= {name: task for name, task in tasks_of(chosen, which).items() if name not in tasks}
+    return list(tasks.values())
 
 
 def main() -> int:
@@ -90,25 +111,21 @@ def main() -> int:
     parser.add_argument("--secs", type=float, default=1e9, help="seconds after which no variant is begun")
     options = parser.parse_args()
     start = time.monotonic()
-    tasks: dict[str, Task] = {}
-    soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
-    others = {} if options.shared_only else other_cases()
-    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "all")):
-        chosen = {name: case for name, case in cases.items() if options.match in name}
-        tasks |= {name: task for name, task in tasks_of(chosen, which).items() if name not in tasks}
     num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
-    sys.stdout.write(f"{len(tasks)} variants, {num_processes} processes, found in {time.monotonic() - start:.0f} s\n")
-    sys.stdout.flush()
     num_done, spent = 0, 0.0
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        for secs in pool.imap_unordered(compile_task, tasks.values(), chunksize=1):
+    PROCESSES.set_forkserver_preload([__spec__.name])
+    with PROCESSES.Pool(num_processes, keep_to_one_core, (PROCESSES.Value("i", 0),)) as pool:
+        tasks = find_tasks(options.match, shared_only=options.shared_only)
+        secs = time.monotonic() - start
+        sys.stdout.write(f"{len(tasks)} variants, {num_processes} processes, found in {secs:.0f} s\n")
+        sys.stdout.flush()
+        for secs in pool.imap_unordered(compile_task, tasks, chunksize=1):
             num_done, spent = num_done + 1, spent + secs
             if time.monotonic() - start > options.secs:
                 break
         pool.terminate()
-    sys.stdout.write(
-        f"{num_done} of {len(tasks)} compiled in {time.monotonic() - start:.0f} s, {spent:.0f} s of cores\n"
-    )
+    secs = time.monotonic() - start
+    sys.stdout.write(f"{num_done} of {len(tasks)} compiled in {secs:.0f} s, {spent:.0f} s of cores\n")
     return 0 if num_done == len(tasks) else 1
 
 

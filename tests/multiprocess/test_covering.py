@@ -14,6 +14,7 @@ from tests.cases.covering import (
     Choice,
     case_of,
     covering_choices,
+    covering_few_kernels,
     covering_params,
     pairs_of,
     run_choice,
@@ -23,9 +24,14 @@ from tests.cases.covering import (
 def test_every_allowed_pair_is_covered() -> None:
     names = list(itertools.combinations(VALUES.items(), 2))
     every = {((a, x), (b, y)) for (a, left), (b, right) in names for x in left for y in right}
-    found = set().union(*map(pairs_of, covering_choices()))
     assert every > IMPOSSIBLE
-    assert every - IMPOSSIBLE == found
+    assert every - IMPOSSIBLE == set().union(*map(pairs_of, covering_choices()))
+    assert every - IMPOSSIBLE == set().union(*(pairs_of(choice) for _, choice in covering_few_kernels()))
+
+
+def test_few_kernels_are_fewer() -> None:
+    numbers = [number for number, _ in covering_few_kernels()]
+    assert len(set(numbers)) == max(numbers) + 1 < 0.6 * len(numbers)
 
 
 def test_an_impossible_cast_is_refused() -> None:

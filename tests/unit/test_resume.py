@@ -29,7 +29,8 @@ def run(folder: Path, verdict: bool, *options: str) -> str:
         "from tests.resume import leave_out_passed, note as pytest_runtest_logreport\n"
         "def pytest_collection_modifyitems(config, items):\n    leave_out_passed(config, items)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
+    command += options
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT).stdout
 
 
