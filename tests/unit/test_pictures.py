@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ep_a2a.commands.plot_style import DARK, LIGHT, THEMES, Caption, style_of, t
 from ep_a2a.commands.trace.timeline import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
+from ep_a2a.topology.gpu_share import sharing_note
 
 PROJECT = Path(__file__).resolve().parents[2]
 mpl = pytest.importorskip("matplotlib")
@@ -71,6 +73,7 @@ DRAWN = {
     "timeline of nothing": lambda path: plot_timeline({0: []}, path),
     "timeline on CPU": lambda path: plot_timeline({0: some_spans(100_000)}, path, device="cpu"),
     "rates": lambda path: plot_rates(self_test("cuda", 8), path),
+    "rates on a shared GPU": lambda path: plot_rates(replace(self_test("cuda", 3), note=sharing_note(3, 1)), path),
     "rates of two": lambda path: plot_rates(self_test("cuda", 2), path),
     "rates of one": lambda path: plot_rates(SelfTest("cuda", 1, {}), path),
     "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
@@ -130,6 +133,10 @@ def test_names_of_lines_do_not_touch(figures, name: str) -> None:
     boxes = [mpl.text.Text.get_window_extent(each) for each in axes.texts]
     assert len(boxes) == len(axes.lines) >= 4
     assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_rates_of_a_shared_gpu_say_so(figures) -> None:
+    assert any(sharing_note(3, 1) in text for text in words_of(figures("rates on a shared GPU")[0]))
 
 
 def test_what_was_not_measured_is_grey(figures) -> None:

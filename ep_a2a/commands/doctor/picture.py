@@ -24,6 +24,8 @@ def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
     known = [rate for row in rates for rate in row if rate is not None]
     failed = [pair for pair, result in test.pairs.items() if isinstance(result, str)]
     footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
+    if test.note:
+        footer += f"\n{test.note}"
     if test.device == "cpu":
         words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
         ranks = [str(rank) for rank in range(test.num_ranks)]
