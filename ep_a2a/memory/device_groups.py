@@ -29,22 +29,28 @@ class DeviceGroups:
         cpu_group: the group itself, with gloo.
         device_group: None, or a group of the same ranks with NCCL. Without one, cpu_group is used where it has NCCL
             too, and otherwise a communicator is made over cpu_group's store when a CUDA tensor first comes.
+
+    Attributes:
+        liveness: who of the ranks lives; None before `meet`, and where this rank sees nobody.
     """
 
     def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup | None = None) -> None:
         self.cpu_group = cpu_group
         self._device_group = device_group
         self._own: dist.ProcessGroup | None = None
+        self.liveness: Liveness | None = None
+        self._has_met = False
 
     @functools.cached_property
     def rendezvous(self) -> Rendezvous:
         """Meeting place where ranks compare values; made on first use, on every rank in the same order."""
         return Rendezvous(self.cpu_group)
 
-    @functools.cached_property
-    def liveness(self) -> Liveness | None:
-        """Who of the ranks lives; None where this rank sees nobody. The first use is collective."""
-        return Liveness.meet(self.rendezvous)
+    def meet(self) -> None:
+        """Lets ranks see who of them lives. The first call is collective: make it before anything can fail."""
+        if not self._has_met:
+            self.liveness = Liveness.meet(self.rendezvous)
+            self._has_met = True
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.
@@ -83,8 +89,8 @@ class DeviceGroups:
 
     def close(self) -> None:
         """Shuts down the communicator that this object made, and leaves; groups that it was given stay."""
-        if (liveness := self.__dict__.get("liveness")) is not None:
-            liveness.close()
+        if self.liveness is not None:
+            self.liveness.close()
         if self._own is not None:
             self._own.shutdown()
             self._own = self._device_group = None

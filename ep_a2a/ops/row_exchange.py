@@ -33,8 +33,7 @@ class RowExchange(abc.ABC):
 
     def __init__(self, groups: DeviceGroups, timeout_secs: float) -> None:
         self.groups = groups
-        # made before anything fails, since all ranks must meet for it
-        _ = groups.liveness
+        groups.meet()
         self.timeout_secs = timeout_secs
         self.rank = dist.get_rank(groups.cpu_group)
         self.world_size = dist.get_world_size(groups.cpu_group)

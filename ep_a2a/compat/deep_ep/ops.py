@@ -91,8 +91,7 @@ class Ops:
             self.manager.device = torch.device(device)
         self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
         if self.device.type == "cpu":
-            # made before anything fails, since all ranks must meet for it
-            _ = self.groups.liveness
+            self.groups.meet()
         self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
         topology = self.manager.topology()
