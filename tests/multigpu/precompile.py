@@ -1,4 +1,4 @@
-"""Fills Triton's disk cache for the multi-GPU tests: python -m tests.multigpu.precompile [--match TEXT] [--secs S].
+"""Fills Triton's disk cache for the multi-GPU tests: python -m tests.multigpu.precompile [--when-used] [--secs S].
 
 Not needed for the tests to pass. Each variant is compiled once, by one of as many processes as the host has cores;
 without it all ranks of a test compile the same variants at once.
@@ -93,12 +93,15 @@ def other_cases() -> dict[str, Case]:
     return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((FLAGGED, DIRECT))}
 
 
-def find_tasks(match: str, *, shared_only: bool) -> list[Task]:
-    """What there is to compile for cases whose name contains a text, each variant once."""
+def find_tasks(match: str, *, shared_only: bool, when_used: bool = False) -> list[Task]:
+    """What there is to compile for cases whose name contains a text, each variant once.
+
+    when_used: only what steps launch, also of ops that compile all that calls can reach.
+    """
     tasks: dict[str, Task] = {}
     soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
     others = {} if shared_only else other_cases()
-    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "all")):
+    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "used" if when_used else "all")):
         chosen = {name: case for name, case in cases.items() if match in name}
         tasks |= {name: task for name, task in tasks_of(chosen, which).items() if name not in tasks}
     return list(tasks.values())
@@ -108,6 +111,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--shared-only", action="store_true", help="only what tests/multigpu/test_shared_gpu.py runs")
+    parser.add_argument(
+        "--when-used", action="store_true", help="only what tests launch with EP_A2A_TEST_COMPILE_WHEN_USED=1"
+    )
     parser.add_argument("--secs", type=float, default=1e9, help="seconds after which no variant is begun")
     options = parser.parse_args()
     start = time.monotonic()
@@ -115,7 +121,7 @@ def main() -> int:
     num_done, spent = 0, 0.0
     PROCESSES.set_forkserver_preload([__spec__.name])
     with PROCESSES.Pool(num_processes, keep_to_one_core, (PROCESSES.Value("i", 0),)) as pool:
-        tasks = find_tasks(options.match, shared_only=options.shared_only)
+        tasks = find_tasks(options.match, shared_only=options.shared_only, when_used=options.when_used)
         secs = time.monotonic() - start
         sys.stdout.write(f"{len(tasks)} variants, {num_processes} processes, found in {secs:.0f} s\n")
         sys.stdout.flush()
