@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,14 @@ def main() -> None:
         ]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + options.secs
         for process in processes:
-            process.join(options.secs)
+            process.join(max(0.0, deadline - time.monotonic()))
+        if any(process.exitcode is None for process in processes):
+            for process in processes:
+                process.kill()
+                process.join()
+            sys.exit(f"not done within {options.secs:g} s")
     codes = [process.exitcode for process in processes]
     if codes != [-signal.SIGKILL if rank in options.victim else 0 for rank in range(options.ranks)]:
         sys.exit(f"exit codes {codes}")

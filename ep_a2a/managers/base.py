@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ep_a2a.managers.external.libraries import Library
+    from ep_a2a.memory.liveness import Liveness
 
 DispatchedTokens = (
     tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -118,6 +119,11 @@ class All2AllManagerBase:
         self._report: TopologyReport | None = None
         self._lock = threading.Lock()
         self._closed = self._closes_alone = False
+
+    @property
+    def liveness(self) -> Liveness | None:
+        """Who of the ranks lives; None before the first op, and where this rank sees nobody."""
+        return None
 
     @property
     def dp_rank(self) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
+    from ep_a2a.memory.liveness import Liveness
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -150,6 +151,11 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     def reset(self) -> None:
         """Forgets a dispatch that will not be combined. Local; to be called on every rank."""
         self._counts = None
+
+    @property
+    def liveness(self) -> Liveness | None:
+        """As in the base: that of the process groups."""
+        return None if self._groups is None else self._groups.liveness
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.base import DispatchedTokens
+    from ep_a2a.memory.liveness import Liveness
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
@@ -88,6 +89,11 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._factory: OpFactory | None = None
         self._max_sms = 0
         self._step: _Step | None = None
+
+    @property
+    def liveness(self) -> Liveness | None:
+        """As in the base: that of the arena."""
+        return None if self._arena is None else self._arena.liveness
 
     @property
     def arena(self) -> Arena:

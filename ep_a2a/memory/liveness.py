@@ -34,6 +34,8 @@ LOCK_PATIENCE_SECS = 1.0
 """Whoever holds the lock on verdicts does so for microseconds, unless it is stopped just then."""
 NUM_FAILURES = 16
 """Failures whose verdicts are kept. Each op of an arena has one at most, until its reset."""
+UNKNOWN_PROCESS = 0
+"""What Linux says of a lock's holder that this namespace of processes does not have."""
 FLOCK = "hhqqi4x"
 """struct flock of Linux: type, whence, start, length, holder."""
 
@@ -150,12 +152,21 @@ class Liveness:
             # it has closed its arena; in another namespace of processes nothing more is seen of it
             runs = _started(int(line["pid"])) == line["started"] or line["namespace"] != process_namespace()
             return Presence.RUNS if runs else Presence.ENDED
+        if holder == UNKNOWN_PROCESS:
+            return self._presence_by_beat(line, stopped_secs)
         state = "X" if holder is None else _state_of(holder)
         if state in "ZX":
             return Presence.ENDED
         if state not in "Tt":
             return Presence.WAITS if line["waits"] else Presence.RUNS
         return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
+
+    def _presence_by_beat(self, line: np.void, stopped_secs: float) -> Presence:
+        """The state of a process that another namespace of processes hides: one that is stopped beats no more."""
+        still_secs = time.monotonic() - line["beat"]
+        if still_secs > SILENCE_SECS:
+            return Presence.SILENT if still_secs >= stopped_secs else Presence.PAUSED
+        return Presence.WAITS if line["waits"] else Presence.RUNS
 
     def _presence_elsewhere(self, rank: int, stopped_secs: float) -> Presence:
         """The state of a rank of another host."""
@@ -206,10 +217,10 @@ class Liveness:
             line["waits"] = 0
 
     def _holder(self, rank: int) -> int | None:
-        """The process, 0 where its number is not known here, that has the lock of a rank; None when nobody has."""
+        """The process that has the lock of a rank, or UNKNOWN_PROCESS; None when nobody has it."""
         request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request))
-        return None if kind == fcntl.F_UNLCK else max(pid, 0)
+        return None if kind == fcntl.F_UNLCK else max(pid, UNKNOWN_PROCESS)
 
     def new_failure(self) -> int:
         """A number for a failure that may come, equal on all ranks that ask in the same order."""

@@ -177,14 +177,27 @@ class Rendezvous:
         return answers[0] if answers else NO_ANSWER
 
     def _wait_for_leavers(self, deadline: float) -> str | None:
-        keys = [f"left/{self._generation}/{place}" for place in range(self.world_size)]
+        absent = self._call("left", deadline)
+        return f"no sign of ranks {', '.join(map(str, absent))}" if absent else None
+
+    def call(self, label: str, deadline: float) -> tuple[int, ...]:
+        """Says once that this rank is here, and returns the members that do not say so before a time.monotonic().
+
+        Raises:
+            RankTimeoutError: the store has ended.
+        """
+        with self._store_must_answer(label):
+            return self._call(label, deadline)
+
+    def _call(self, label: str, deadline: float) -> tuple[int, ...]:
+        keys = [f"{label}/{self._generation}/{place}" for place in range(self.world_size)]
         self._store.set(keys[self.rank], "")
         # the store's own wait may take twice its bound
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                return f"no sign of ranks {', '.join(map(str, self._absent(keys)))}"
+                return self._absent(keys)
             time.sleep(LEAVERS_POLL_SECS)
-        return None
+        return ()
 
     def _absent(self, keys: list[str]) -> tuple[int, ...]:
         """Returns the members whose keys are missing."""
@@ -228,7 +241,7 @@ class Rendezvous:
             gone: tuple[int, ...] = ()
             if self.tell_apart is not None:
                 time.sleep(EXIT_SECS)
-                gone, _ = self.tell_apart(range(self.world_size), self.timeout_secs)
+                gone, _ = self.tell_apart(self.members, self.timeout_secs)
             raise RankTimeoutError(
                 f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
                 "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "

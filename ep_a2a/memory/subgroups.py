@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ep_a2a.memory.liveness import Liveness
+
+CONNECT_PATIENCE_SECS = 2.0
+"""Members met a moment ago, so they give up at about the same time."""
+
 
 def make_subgroup(
     parent: dist.ProcessGroup,
@@ -25,6 +31,7 @@ def make_subgroup(
     timeout_secs: float = DEFAULT_TIMEOUT_SECS,
     *,
     store: distributed_c10d.Store | None = None,
+    liveness: Liveness | None = None,
 ) -> dist.ProcessGroup:
     """Makes a gloo group of some ranks of `parent`. Collective over these ranks only.
 
@@ -41,10 +48,13 @@ def make_subgroup(
         timeout_secs: how long to wait for the last member, and the default bound of the group's collectives.
         store: where the members meet, from now on; None is the parent's. Survivors of the process that held the
             parent's need another, a TCPStore of one of them.
+        liveness: of `parent`, which tells members that are late from those that are gone. Without it both count as
+            missing.
 
     Raises:
         ConfigError: `ranks` is not a list of distinct ranks of `parent` with this rank among them.
-        RankTimeoutError: members did not come; the error names them by their ranks in `parent`.
+        RankTimeoutError: members did not come, or did not connect within CONNECT_PATIENCE_SECS more; the error names
+            them by their ranks in `parent`.
         UnsupportedError: this version of torch makes groups in another way.
     """
     ranks = tuple(ranks)
@@ -55,18 +65,22 @@ def make_subgroup(
             "Call make_subgroup on the ranks of the subgroup only.",
         )  # fmt: skip
     meeting = Rendezvous(parent, timeout_secs, members=ranks, store=store)
+    if liveness is not None:
+        meeting.tell_apart = liveness.tell_apart
     # A random name is new even after a restart of this job with the same store or the same numbers. torch keeps a
     # group's symmetric memory by name, beyond the end of the group.
     name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
+    deadline = time.monotonic() + timeout_secs + CONNECT_PATIENCE_SECS
     try:
         return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs), store)
     except RuntimeError as error:
         if not is_rank_gone(error):
             raise
-        others = tuple(rank for rank in ranks if rank != own)
+        # gloo does not say which connection failed; a member that lives fails, too, and says so
+        missing = meeting.call("could not connect", deadline)
         raise RankTimeoutError(
             f"ranks {list(ranks)} to connect within {timeout_secs:g} s", f"rank {own} failed: {error}",
-            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).", missing_ranks=others,
+            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).", missing_ranks=missing,
         ) from error  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError, InputError
+from ep_a2a.errors import ConfigError, InputError, RankTimeoutError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.subgroups import make_subgroup
 
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import distributed_c10d
 
-    from ep_a2a.errors import RankTimeoutError
     from ep_a2a.managers.base import All2AllManagerBase
 
 MEETING_SECS = 60.0
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,22 @@ class Survivors:
             that no rank ever held.
 
         Raises:
-            InputError: the dtype of logical_ids cannot hold all physical ids.
+            InputError: logical_ids is not two-dimensional, or its dtype cannot hold -1 and all physical ids.
         """
-        if torch.iinfo(logical_ids.dtype).max < len(self.experts) - 1:
-            raise InputError(f"ids of a dtype that holds {len(self.experts) - 1}", str(logical_ids.dtype))
+        dtype, most = logical_ids.dtype, len(self.experts) - 1
+        if logical_ids.ndim != 2:
+            raise InputError("logical ids [tokens, topk]", f"shape {list(logical_ids.shape)}")
+        if dtype not in SIGNED or torch.iinfo(dtype).max < most:
+            raise InputError(f"ids of a dtype that holds -1 to {most}", str(dtype))
         holders: dict[int, list[int]] = {}
         for physical, logical in enumerate(self.experts):
             holders.setdefault(logical, []).append(physical)
         # the last one stands for ids that nobody held
         num_logical = max([*self.experts, *self.lost_experts], default=-1) + 1
-        most = max(map(len, holders.values()), default=1)
+        num_turns = max(map(len, holders.values()), default=1)
         copies = [holders.get(expert, [-1]) for expert in range(num_logical)] + [[-1]]
         # [expert, turn]; only as many turns are read as the expert has copies
-        turns = torch.tensor([own + own[:1] * (most - len(own)) for own in copies], device=logical_ids.device)
+        turns = torch.tensor([own + own[:1] * (num_turns - len(own)) for own in copies], device=logical_ids.device)
         counts = torch.tensor(list(map(len, copies)), device=logical_ids.device)
         # in 64 bits: a narrow dtype may not hold num_logical
         ids = logical_ids.long()
@@ -93,34 +97,51 @@ def survivors(
             hear each other by the network agree on it. Ranks whose errors differ wait for each other in vain.
         manager: of the former group.
         experts_of_ranks: by rank of the former group, the logical expert in each of its places, -1 = none; equally
-            many of each rank, and equal on all survivors. A logical expert may be on several ranks.
+            many of each rank, and equal on all survivors. A logical expert may be on several ranks. Also a tensor
+            of integers [ranks, places].
         store: where the survivors meet; None is the former group's store. Where the process that held that has ended,
             they need another: a TCPStore of one of them, or on one host a FileStore.
         timeout_secs: how long to wait for the last survivor.
 
     Raises:
         ConfigError: the error names nobody who is gone, or experts_of_ranks does not fit the group.
-        RankTimeoutError: survivors did not come; or the former group's store has ended, and another was not given.
+        RankTimeoutError: survivors did not come; or the former group's store has ended, and another was not given. Its
+            missing_ranks are all that are gone now, those of `error` among them, so it can take that one's place.
     """
     former = manager.cpu_group
     world_size, own = dist.get_world_size(former), dist.get_rank(former)
     gone = set(error.missing_ranks)
-    if not gone or own in gone:
+    if not gone or own in gone or not gone <= set(range(world_size)):
         raise ConfigError(
-            "an error that names ranks that are gone, this one not among them",
+            f"an error of this group of {world_size} ranks that names who is gone, this rank not among them",
             f"missing_ranks {error.missing_ranks}, late_ranks {error.late_ranks}, on rank {own}",
             "Ranks that are only late are still there: raise timeout_secs, and call reset() on all ranks.",
         )  # fmt: skip
-    sizes = {len(experts) for experts in experts_of_ranks}
-    if len(experts_of_ranks) != world_size or len(sizes) > 1:
-        raise ConfigError(
-            f"equally many experts of each of {world_size} ranks in experts_of_ranks",
-            f"{[len(experts) for experts in experts_of_ranks]}", "Give one list for each rank; -1 is an empty place.",
-        )  # fmt: skip
+    experts = _checked(experts_of_ranks, world_size)
     left = tuple(rank for rank in range(world_size) if rank not in gone)
-    group = make_subgroup(former, left, timeout_secs, store=store)
+    try:
+        group = make_subgroup(former, left, timeout_secs, store=store, liveness=manager.liveness)
+    except RankTimeoutError as failure:
+        failure.missing_ranks = tuple(sorted(gone.union(failure.missing_ranks)))
+        raise
     new = create_manager(manager.backend, group)
     new.device = manager.device
-    held = tuple(expert for rank in left for expert in experts_of_ranks[rank])
-    everywhere = {expert for experts in experts_of_ranks for expert in experts if expert >= 0}
+    held = tuple(expert for rank in left for expert in experts[rank])
+    everywhere = {expert for of_rank in experts for expert in of_rank if expert >= 0}
     return Survivors(left, group, new, held, tuple(sorted(everywhere - set(held))))
+
+
+def _checked(experts_of_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
+    """The experts as plain numbers: tensors of one element are not equal to others of the same value in a set."""
+    try:
+        experts = [[operator.index(expert) for expert in of_rank] for of_rank in experts_of_ranks]
+    except TypeError as error:
+        raise ConfigError(
+            "a list of integers for each rank in experts_of_ranks", str(error), "-1 is an empty place."
+        ) from error
+    if len(experts) != world_size or len(set(map(len, experts))) > 1:
+        raise ConfigError(
+            f"equally many experts of each of {world_size} ranks in experts_of_ranks",
+            f"{list(map(len, experts))}", "Give one list for each rank; -1 is an empty place.",
+        )  # fmt: skip
+    return experts

@@ -93,6 +93,25 @@ def go_on(context: RankContext, case: Case, left: Survivors, num_nodes: int = 1,
     dist.barrier(left.group)
 
 
+def one_is_late(context: RankContext, case: Case) -> list[tuple[int, ...]]:
+    """Rank 2 counts as gone; rank 1 comes to the meeting when rank 0 has given up. Whom rank 0's error names."""
+    manager = create_manager("ep_a2a", context.group)
+    manager.get_handle(kwargs_of(case, context.rank))
+    meeting = Rendezvous(context.group)
+    meeting.barrier("ops are made")
+    found: list[tuple[int, ...]] = []
+    if context.rank == 0:
+        error = RankTimeoutError("x", "y", missing_ranks=(2,))
+        late = raised(
+            RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
+        )
+        assert isinstance(late, RankTimeoutError)
+        found = [late.missing_ranks, late.late_ranks]
+    meeting.barrier("rank 0 has given up")
+    manager.destroy()
+    return found
+
+
 def disagree(context: RankContext, case: Case, gone_by_rank: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
     """Whom a rank misses where survivors think that different ranks are gone; () on those that take no part."""
     if context.rank not in gone_by_rank:

@@ -224,4 +224,4 @@ def test_a_member_that_dies_while_connecting():
     for rank in (0, 2):
         error = caught.value.errors[rank]
         assert isinstance(error, RankTimeoutError)
-        assert 1 in error.missing_ranks
+        assert (error.missing_ranks, error.late_ranks) == ((1,), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import SLACK_SECS
 from tests.cases.op_cases import Case
-from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, disagree
+from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, disagree, one_is_late
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,5 +38,9 @@ def test_survivors_go_on(victims: tuple[int, ...], store_dies: bool, lost: list[
         assert seen.get("no_store_secs", 0) < NO_STORE_SECS
 
 
+def test_a_survivor_that_is_late_is_not_called_gone(ranks: Any) -> None:
+    assert ranks(one_is_late, 3, replace(CASE, world_size=3, num_experts=6)) == [[(2,), (1,)], [], []]
+
+
 def test_survivors_that_miss_different_ranks_do_not_meet(ranks: Any) -> None:
-    assert ranks(disagree, 4, CASE, {0: (3,), 1: (2, 3)}) == [(1, 2), (0,), (), ()]
+    assert ranks(disagree, 4, CASE, {0: (3,), 1: (2, 3)}) == [(1, 2, 3), (0, 2, 3), (), ()]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ep_a2a.memory import host_shm, liveness
-from ep_a2a.memory.liveness import Fate, GivenUp, Liveness, Presence
+from ep_a2a.memory.liveness import UNKNOWN_PROCESS, Fate, GivenUp, Liveness, Presence
 from ep_a2a.ops.agreement import Agreement, Verdict, judge
 
 RUNS, PAUSED, STOPPED, ENDED, UNSEEN = Presence.RUNS, Presence.PAUSED, Presence.STOPPED, Presence.ENDED, Presence.UNSEEN
@@ -140,6 +140,18 @@ def test_presence(own, peer):
     process.kill()
     # seen before its parent has waited for it
     assert becomes(own, 1, ENDED)
+
+
+def test_a_rank_in_another_namespace_of_processes_is_known_by_its_beats(own, peer, monkeypatch):
+    process = peer(1)
+    # what Linux says of the holder of a lock whose number this namespace does not have
+    monkeypatch.setattr(own, "_holder", lambda rank: UNKNOWN_PROCESS)
+    assert own.presence(1, 2.0) is RUNS
+    process.send_signal(signal.SIGSTOP)
+    assert becomes(own, 1, PAUSED, 60.0)
+    assert becomes(own, 1, Presence.SILENT, 2.0)
+    process.send_signal(signal.SIGCONT)
+    assert becomes(own, 1, RUNS, 60.0)
 
 
 def test_ranks_are_told_apart_for_a_meeting(own, peer):

@@ -48,16 +48,37 @@ def test_ids_that_nobody_held_go_nowhere() -> None:
     assert left_with((), ()).physical_ids(torch.tensor([[0, -1]])).tolist() == [[-1, -1]]
 
 
-def test_ids_of_a_narrow_dtype_are_refused() -> None:
-    with pytest.raises(InputError, match="a dtype that holds 299"):
-        left_with(tuple(range(300)), ()).physical_ids(torch.zeros(1, 1, dtype=torch.uint8))
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (torch.zeros(1, 1, dtype=torch.int8), "a dtype that holds -1 to 299"),
+        (torch.zeros(1, 1, dtype=torch.uint8), "torch.uint8"),
+        (torch.zeros(1, 1), "torch.float32"),
+        (torch.zeros(2, dtype=torch.int64), r"\[tokens, topk\]; got shape \[2\]"),
+    ],
+)
+def test_ids_that_cannot_be_replaced_are_refused(ids: torch.Tensor, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        left_with(tuple(range(300)), ()).physical_ids(ids)
+
+
+def test_experts_may_be_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda _: 3, get_rank=lambda _: 1))
+    monkeypatch.setattr(module, "make_subgroup", lambda *_, **__: None)
+    monkeypatch.setattr(module, "create_manager", lambda *_: SimpleNamespace())
+    manager: Any = SimpleNamespace(cpu_group=None, backend="ep_a2a", device="cpu", liveness=None)
+    left = survivors(RankTimeoutError("x", "y", missing_ranks=(2,)), manager, torch.tensor([[0, 1], [1, 0], [2, 0]]))
+    assert (left.experts, left.lost_experts) == ((0, 1, 1, 0), (2,))
 
 
 @pytest.mark.parametrize(
     ("missing", "experts", "said"),
     [
-        ((), [[0], [1], [2]], "names ranks that are gone"),
-        ((1, 2), [[0], [1], [2]], "this one not among them"),
+        ((), [[0], [1], [2]], "names who is gone"),
+        ((1, 2), [[0], [1], [2]], "this rank not among them"),
+        ((3,), [[0], [1], [2]], "an error of this group of 3 ranks"),
+        ((2,), [[0], [1.5], [2]], "a list of integers"),
+        ((2,), [0, 1, 2], "a list of integers"),
         ((2,), [[0], [1]], "of each of 3 ranks"),
         ((2,), [[0], [1], [2, 3]], "equally many"),
     ],
