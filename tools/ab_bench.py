@@ -6,7 +6,7 @@ OLD and NEW are folders with a checkout. Everything behind `--` goes to `ep-a2a 
 compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating order. Each figure
 of a checkout is its median over the rounds. With `-- --shared-gpu` all ranks of both use one GPU, one checkout at a
 time. The script exits with 1 where NEW is slower than OLD by more than
-`--tolerance` per cent.
+`--tolerance` per cent, or where nothing could be compared.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FIGURES = ("round_trip_us", "round_trip_cold_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
-CASE = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type", "combine_quant", "max_sms")
+CASE = (
+    "contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type", "combine_quant", "max_sms",
+    "hidden_dim", "topk", "num_experts", "dtype", "routing", "gpus_per_node",
+)  # fmt: skip
+NAMED = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type")
+"""Of a case, what its title has; the others only where they differ between the cases."""
 NAMES = ("old", "new")
 
 
@@ -64,18 +72,19 @@ def run_bench(folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
     return [row for row in rows if row["record"] == "row"]
 
 
-def title_of(case: tuple[Any, ...]) -> str:
-    """A case in words: the casts are left out, and a bound on multiprocessors is named."""
-    values = dict(zip(CASE, case))
-    bound = f"max_sms={values['max_sms']}" if values["max_sms"] else None
-    named = [*(values[key] for key in CASE if key not in ("combine_quant", "max_sms")), bound]
-    return " ".join(str(part) for part in named if part is not None)
+def title_of(case: tuple[Any, ...], cases: Iterable[tuple[Any, ...]]) -> str:
+    """A case in words; what is not in NAMED only where the cases differ in it."""
+    parts = [str(value) for key, value in zip(CASE, case) if key in NAMED and value is not None]
+    for key, value, *others in zip(CASE, case, *cases):
+        if key not in NAMED and len(set(others)) > 1:
+            parts.append(f"{key}={value}")
+    return " ".join(parts)
 
 
 def report(rows: list[dict[str, Any]], tolerance: float) -> int:
     """Prints one line per case and figure; 1 if a figure of the new checkout is too slow."""
     cases = dict.fromkeys(tuple(row.get(key) for key in CASE) for row in rows)
-    too_slow = False
+    too_slow, num_compared = False, 0
     print(f"{'case':56} {'figure':18} {'old':>9} {'new':>9} {'change':>8}   spread of old, new")
     for case in cases:
         of_case = [row for row in rows if tuple(row.get(key) for key in CASE) == case]
@@ -89,9 +98,11 @@ def report(rows: list[dict[str, Any]], tolerance: float) -> int:
             change = 100 * (new / old - 1)
             too_slow |= change > tolerance
             spreads = ", ".join(f"{min(values[name]):.2f}-{max(values[name]):.2f}" for name in NAMES)
-            title = title_of(case)
+            title, num_compared = title_of(case, cases), num_compared + 1
             print(f"{title:56} {figure:18} {old:9.2f} {new:9.2f} {change:+7.1f}%   {spreads}")
-    return 1 if too_slow else 0
+    if num_compared == 0:
+        print("nothing was compared: no case has figures of both checkouts")
+    return 1 if too_slow or num_compared == 0 else 0
 
 
 if __name__ == "__main__":

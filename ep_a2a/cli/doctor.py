@@ -37,8 +37,11 @@ def command(
     ] = None,
     config: Annotated[str | None, _configuration("A TOML file (configs/*.toml); default: EP_A2A_CONFIG.")] = None,
     ranks_per_node: Annotated[
-        str | None, _configuration("Ranks of each node, separated by commas; default: one node with a rank per GPU, "
-                                   "or 4 on CPU.")
+        str | None, typer.Option(
+            "--ranks-per-node", "--ranks", rich_help_panel="A configuration to judge",
+            help="Ranks of each node, separated by commas; more than GPUs share them. Default: one node with a rank "
+                 "per GPU, or 4 on CPU.",
+        )
     ] = None,
     hidden: Annotated[int | None, _configuration("Hidden size.", min=1, max=MOST_HIDDEN)] = None,
     max_tokens: Annotated[int | None, _configuration(

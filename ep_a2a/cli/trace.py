@@ -32,7 +32,7 @@ SIZES = {
 
 
 def command(
-    ranks: Annotated[int | None, at_most(MOST_PROCESSES, "Processes; default: all GPUs, 2 on CPU.")] = None,
+    ranks: Annotated[int | None, at_most(MOST_PROCESSES, "Processes; default: all GPUs, 8 on one, 2 on CPU.")] = None,
     device: DeviceOption = Device.AUTO,
     tokens: Annotated[int | None, at_most(MOST_TOKENS, "Tokens per rank; default: 128, on CPU 4.")] = None,
     hidden: Annotated[int | None, at_most(MOST_HIDDEN, "Hidden size; default: 7168, on CPU 256.")] = None,

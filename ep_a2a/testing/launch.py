@@ -22,7 +22,7 @@ from ep_a2a import env
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.interrupts import interrupts_held
 from ep_a2a.memory.host_shm import remove_stale_files
-from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
+from ep_a2a.testing.mps import PIPE_VARIABLE, Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note
 
@@ -138,6 +138,8 @@ class RankPool:
             raise ConfigError("world_size >= 1", str(world_size))
         if device not in _DEFAULT_BACKENDS:
             raise ConfigError("device to be 'cpu' or 'cuda'", repr(device))
+        if device == "cuda" and num_gpus is not None and num_gpus < 1:
+            raise ConfigError("num_gpus >= 1", str(num_gpus))
         visible = torch.cuda.device_count() if device == "cuda" else 0
         if device == "cuda" and visible == 0:
             raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")
@@ -161,7 +163,8 @@ class RankPool:
         `function` must be importable by name; arguments and results are pickled, tensors in them as CPU copies.
 
         Raises:
-            RankFailure: a rank raised, died, or had not finished after `timeout_secs`.
+            RankFailure: a rank raised, died, or had not finished after `timeout_secs`. Its `errors` are those of the
+                ranks: GpuLostError where CUDA fails for good in a process.
             ClosedError: the pool was closed.
         """
         if self._closed:
@@ -201,8 +204,8 @@ class RankPool:
         if self._workers:
             return
         context = _process_context(self.device)
-        variables = env.all_variables() | self._start_mps()
         self._directory = tempfile.TemporaryDirectory(prefix="ep_a2a_ranks_")
+        variables = env.all_variables() | self._start_mps(self._directory.name)
         for rank in range(self.world_size):
             options = WorkerOptions(
                 rank, self.world_size, self.backend, self.device, Path(self._directory.name), variables,
@@ -221,8 +224,11 @@ class RankPool:
             self._workers.append(_Worker(options, process, ours))
         self._collect(START_TIMEOUT_SECS)
 
-    def _start_mps(self) -> dict[str, str]:
-        """Starts a daemon where ranks share GPUs and one is needed; returns the variables of its clients."""
+    def _start_mps(self, no_daemon: str) -> dict[str, str]:
+        """Starts a daemon where ranks share GPUs and one is needed; returns the variables of its clients.
+
+        no_daemon: a folder in which no daemon listens, for ranks that must not find the user's.
+        """
         if self._mps is None:
             return {}
         how = self._mps.value
@@ -231,6 +237,8 @@ class RankPool:
             if self._daemon.failure:
                 how = f"by time slices, which is slow: MPS does not start ({self._daemon.failure})"
         _say_once(f"{self.note}; they run {how}")
+        if self._mps is Mps.UNWANTED:
+            return {PIPE_VARIABLE: no_daemon}
         return {} if self._daemon is None else self._daemon.variables
 
     def _collect(self, timeout_secs: float) -> list[Any]:

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 from ep_a2a import env
@@ -36,6 +37,7 @@ class Mps(enum.Enum):
     PRIVATE = "through a private MPS daemon"
     OF_THE_USER = "through the MPS daemon that runs already"
     NONE = f"by time slices, which is slow: there is no {CONTROL}"
+    SILENT = f"by time slices, which is slow: no MPS daemon listens in {PIPE_VARIABLE}"
     UNWANTED = "by time slices, as asked"
 
     @property
@@ -46,7 +48,9 @@ class Mps(enum.Enum):
 
 def find_mps() -> Mps:
     """Returns how this process's children can share a GPU. A daemon that the user runs comes first."""
-    if env.other_variable(PIPE_VARIABLE) or _daemon_runs(DEFAULT_PIPE):
+    if named := env.other_variable(PIPE_VARIABLE):
+        return Mps.OF_THE_USER if Path(named, "control").exists() else Mps.SILENT
+    if _daemon_runs(DEFAULT_PIPE):
         return Mps.OF_THE_USER
     return Mps.PRIVATE if shutil.which(CONTROL) else Mps.NONE
 
@@ -78,6 +82,7 @@ class MpsDaemon:
             program, env=_environment_of(self.folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
+        _daemons.add(self)
         assert self._watchdog.stdout is not None
         said = self._watchdog.stdout.readline().decode(errors="replace").strip()
         self.failure = "" if said == mps_watchdog.READY else said or "its watchdog ended"
@@ -96,6 +101,22 @@ class MpsDaemon:
         except subprocess.TimeoutExpired:
             logger.warning("the watchdog of the MPS daemon in %s (process %d) does not end", self.folder,
                            self._watchdog.pid)  # fmt: skip
+
+    def leave_to_parent(self) -> None:
+        """Lets go of the pipe whose end ends the daemon; for a forked child, which may outlive its parent."""
+        if self._watchdog.stdin is not None:
+            self._watchdog.stdin.close()
+
+
+_daemons: weakref.WeakSet[MpsDaemon] = weakref.WeakSet()
+
+
+def _leave_daemons_to_parent() -> None:
+    for daemon in _daemons:
+        daemon.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_daemons_to_parent)
 
 
 def _variables_of(folder: Path) -> dict[str, str]:

@@ -25,6 +25,8 @@ from ep_a2a.topology.gpu_share import gpu_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+CUDA_ERRORS = ("CUDA error", "[CUDA]")
+"""What errors of CUDA have in their texts: torch's, and those of Triton's launches."""
 STOP = b""
 """The task that ends a worker."""
 
@@ -159,7 +161,7 @@ def _answer(context: RankContext, task: bytes) -> bytes:
 
 def _with_its_cause(device: torch.device, error: BaseException) -> BaseException:
     """Returns GpuLostError where CUDA fails for good in this process, else the error."""
-    if device.type != "cuda" or "CUDA error" not in str(error):
+    if device.type != "cuda" or not any(sign in str(error) for sign in CUDA_ERRORS):
         return error
     try:
         torch.cuda.synchronize(device)

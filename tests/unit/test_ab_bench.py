@@ -40,4 +40,23 @@ def test_a_shared_gpu_is_handed_on_and_checkouts_alternate(
     assert [("max_sms=8" in line, "round_trip_cold_us" in line, "+100.0%" in line) for line in lines] == [
         (True, False, True), (True, True, True), (False, False, True), (False, True, True),
     ]  # fmt: skip
+    assert all("max_sms=24" in line for line in lines[2:])
     assert rows.read_text().count("2 ranks share 1 GPU") == 8
+
+
+def test_cases_of_other_shapes_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"old": {1024: 10.0, 7168: 100.0}, "new": {1024: 50.0, 7168: 100.0}}
+    rows = [
+        row_of(0, us) | {"hidden_dim": hidden, "checkout": name}
+        for name, by_hidden in times.items()
+        for hidden, us in by_hidden.items()
+    ]
+    assert ab_bench.report(rows, 2.0) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert ["+400.0%" in line for line in lines if "hidden_dim=1024" in line] == [True, True]
+    assert ["+0.0%" in line for line in lines if "hidden_dim=7168" in line] == [True, True]
+
+
+def test_nothing_to_compare_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ab_bench.report([], 2.0) == 1
+    assert "nothing was compared" in capsys.readouterr().out

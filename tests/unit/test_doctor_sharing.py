@@ -54,7 +54,9 @@ def test_the_program_that_asks_says_what_a_pool_would_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setattr(probe_programs, "_import_package", lambda folder: None)
-    monkeypatch.setenv(mps.PIPE_VARIABLE, str(tmp_path_factory.mktemp("pipe")))
+    pipe = tmp_path_factory.mktemp("pipe")
+    (pipe / "control").touch()
+    monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
     found = probe_programs.sharing_facts("")
     assert found == {"way": "through the MPS daemon that runs already", "at_once": True}
 

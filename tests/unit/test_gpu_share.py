@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ep_a2a.commands.bench.launcher import JoinedRunner, PoolRunner
-from ep_a2a.errors import UnsupportedError
+from ep_a2a.errors import ConfigError, GpuLostError, UnsupportedError
 from ep_a2a.memory import gpu_ranks
 from ep_a2a.ops.gpu_share import share_of
-from ep_a2a.testing import RankPool, launch
-from ep_a2a.testing.mps import Mps
+from ep_a2a.testing import RankPool, launch, worker
+from ep_a2a.testing.mps import PIPE_VARIABLE, Mps
 from ep_a2a.topology.gpu_share import gpu_of, ranks_per_gpu, sharing_note
 
 CUDA = torch.device("cuda", 0)
@@ -46,7 +46,32 @@ def test_a_pool_can_do_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(launch, "find_mps", lambda: pytest.fail("looked for MPS"))
     assert not Mps.UNWANTED.at_once
-    assert RankPool(2, device="cuda", mps=False)._start_mps() == {}
+    # nor must ranks find a daemon of the user
+    monkeypatch.setenv(PIPE_VARIABLE, "/tmp/a-daemon")
+    assert RankPool(2, device="cuda", mps=False)._start_mps("/tmp/empty") == {PIPE_VARIABLE: "/tmp/empty"}
+
+
+def test_a_pool_of_no_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for number in (0, -1):
+        with pytest.raises(ConfigError, match="num_gpus >= 1"):
+            RankPool(2, device="cuda", num_gpus=number)
+
+
+@pytest.mark.parametrize("text", ["CUDA error: unspecified launch failure", "Triton Error [CUDA]: unspecified failure"])
+def test_a_context_that_is_lost_is_told_whoever_met_it_first(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def lost(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: the context is gone\nMore of it.")
+
+    error, gpu = RuntimeError(text), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert worker._with_its_cause(gpu, error) is error
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    found = worker._with_its_cause(gpu, error)
+    assert isinstance(found, GpuLostError)
+    assert found.__cause__ is error
+    other = RuntimeError("something else")
+    assert worker._with_its_cause(gpu, other) is other
 
 
 def test_a_pool_can_keep_to_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monk
 OWNER = """
 import os, sys, time
 from ep_a2a.testing.mps import MpsDaemon
-print(MpsDaemon().folder, flush=True)
+daemon = MpsDaemon()
+print(daemon.folder, flush=True)
 time.sleep(60)
 """
 
@@ -97,6 +98,22 @@ def test_a_killed_owner_leaves_nothing(log: Path) -> None:
     owner.stdout.close()
     assert goes(folder)
     assert log.read_text() == "quit -t 5\n"
+
+
+FORKED_OWNER = OWNER.replace(
+    "time.sleep(60)", "if os.fork() == 0:\n    time.sleep(40)\n    os._exit(0)\ntime.sleep(60)"
+)
+
+
+def test_a_forked_child_does_not_keep_it(log: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", FORKED_OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().strip())
+    time.sleep(0.5)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert goes(folder)
 
 
 def test_a_killed_watchdog_leaves_an_orphan_that_the_next_daemon_removes(log: Path) -> None:
@@ -145,6 +162,8 @@ def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: 
     # another process of that number
     assert find_mps() is Mps.PRIVATE
     monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
+    assert find_mps() is Mps.SILENT
+    (pipe / "control").touch()
     assert find_mps() is Mps.OF_THE_USER
     monkeypatch.delenv(mps.PIPE_VARIABLE)
     monkeypatch.setenv("PATH", "")

@@ -165,7 +165,9 @@ def judge(test: SelfTest) -> list[Diagnostic]:
     ]
     diagnostics += _slow_links(test)
     if test.num_ranks < 2:
-        diagnostics.append(Diagnostic("self-test", NOTE, "one rank has no peers: nothing was pushed"))
+        diagnostics.append(
+            Diagnostic("self-test", NOTE, "one rank has no peers: nothing was pushed", "--ranks 2 tries two.")
+        )
     if not diagnostics:
         pushes, steps = (sum(getattr(each, name) for each in test.measured) for name in ("num_pushes", "num_steps"))
         done = f"{len(test.measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
@@ -177,7 +179,7 @@ def judge(test: SelfTest) -> list[Diagnostic]:
 
 def _slow_links(test: SelfTest) -> list[Diagnostic]:
     rates = [rate for row in test.gb_per_s for rate in row if rate]
-    if test.device == "cpu" or not rates:
+    if test.device == "cpu" or test.note or not rates:
         return []
     usual = statistics.median(rates)
     return [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ep_a2a.commands import messages
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.tune.report import show
 from ep_a2a.commands.tune.search import tune
+from ep_a2a.topology.gpu_share import sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +33,7 @@ def execute(
         UnsupportedError: there is no GPU.
     """
     outcomes: list[Outcome] = []
+    note = sharing_note(points[0].world_size, torch.cuda.device_count())
     sizes = [f"{point.max_num_tokens} tokens, {budget_secs:g} s at most" for point in points]
     with Progress("tuning", len(points), messages.notices()) as progress:
         progress.begin(sizes[0])
@@ -43,7 +47,9 @@ def execute(
             if number < len(points):
                 progress.begin(sizes[number])
     if as_json:
-        messages.print_json({"folder": str(folder), "results": [each.as_json_object() for each in outcomes]})
+        messages.print_json(
+            {"folder": str(folder), "note": note, "results": [each.as_json_object() for each in outcomes]}
+        )
     elif outcomes:
         show(outcomes)
     if outcomes:
