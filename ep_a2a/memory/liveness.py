@@ -233,12 +233,18 @@ class Liveness:
         own["lacked"], own["began"] = 0, began
         own["lacked"][0, list(lacked)] = 1
         own["failure"] = failure
+        if began:
+            self._lines[self.rank : self.rank + 1]["gave_up"] = time.monotonic()
         self.tell()
 
     def tell(self) -> None:
         """Tells other hosts at once what is known here."""
         if self.others is not None:
             self.others.speak()
+
+    def gave_up_since(self, moment: float) -> tuple[int, ...]:
+        """Ranks of this host that have waited in vain, in a step of whatever op, since a time.monotonic()."""
+        return tuple(np.flatnonzero(self._lines["gave_up"] >= moment).tolist())
 
     def given_up(self, failure: int) -> dict[int, GivenUp]:
         """What the ranks have said that have given up."""
@@ -307,7 +313,7 @@ def num_bytes(world_size: int) -> int:
 def _shapes(world_size: int) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
     """A rank's line, and what is known of one failure."""
     words = ("joined", "left", "waits", "pid", "namespace", "started")
-    line = np.dtype([*((word, "u8") for word in words), ("beat", "f8")])
+    line = np.dtype([*((word, "u8") for word in words), ("beat", "f8"), ("gave_up", "f8")])
     given_up = np.dtype([("failure", "u8"), ("began", "u1"), ("lacked", "u1", (world_size,))], align=True)
     failure = np.dtype(
         [("failure", "u8"), ("fates", "u1", (world_size,)), ("given_up", given_up, (world_size,))], align=True

@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.liveness import Fate, Presence
+from ep_a2a.memory.liveness import Fate, GivenUp, Presence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ep_a2a.memory.liveness import GivenUp, Liveness
+    from ep_a2a.memory.liveness import Liveness
 
 PATIENCE_SECS = 2.0
 """How long whoever gives up waits for the others to do so; kernels that wait learn of it in a fraction of that."""
@@ -103,7 +103,9 @@ class Agreement:
         ready: float | None = None
         while (found := liveness.verdict(self._failure)) is None:
             seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
-            given_up = liveness.given_up(self._failure)
+            # a rank that waits for the same one in another op is not late here
+            elsewhere = liveness.gave_up_since(start - 2 * bound_secs)
+            given_up = dict.fromkeys(elsewhere, GivenUp((), began=True)) | liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
             now = time.monotonic()
             # on one host a kernel hears of this failure at once; on another host its own wait must end

@@ -74,6 +74,10 @@ if does == "leaves":
     there.close()
 if does == "gives up":
     there.give_up(1, (0, 2), began=True)
+if does == "gives up in another op":
+    there.give_up(2, (2,), began=True)
+if does == "came late in another op":
+    there.give_up(2, (), began=False)
 print("joined", flush=True)
 if does == "gives up after 3 s":
     time.sleep(3)
@@ -193,6 +197,22 @@ def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
     start = time.monotonic()
     assert agreement.verdict(GivenUp((1,), began=True), 3.0).missing == (1,)
     assert 1.0 < time.monotonic() - start < 5.0
+
+
+def test_a_rank_that_waits_in_another_op_is_not_late(own, peer):
+    peer(2).kill()
+    assert becomes(own, 2, ENDED)
+    peer(1, "gives up in another op")
+    start = time.monotonic()
+    verdict = begun(own).verdict(GivenUp((1, 2), began=True), BOUND_SECS)
+    assert time.monotonic() - start < 1.0
+    assert (verdict.missing, verdict.late) == ((2,), ())
+
+
+def test_a_rank_that_was_late_in_another_op_is_late_here(own, peer):
+    peer(1, "came late in another op")
+    verdict = begun(own).verdict(GivenUp((1,), began=True), BOUND_SECS)
+    assert (verdict.missing, verdict.late) == ((), (1,))
 
 
 def test_a_failure_before_its_bound_waits_for_those_who_wait_longer(own, peer):
