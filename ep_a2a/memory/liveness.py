@@ -145,28 +145,24 @@ class Liveness:
         line = self._lines[rank]
         if not line["joined"]:
             return self._presence_elsewhere(rank, stopped_secs)
+        awake = Presence.WAITS if line["waits"] else Presence.RUNS
         if rank == self.rank:
-            return Presence.WAITS if line["waits"] else Presence.RUNS
+            return awake
         holder = self._holder(rank)
         if holder is None and line["left"]:
             # it has closed its arena; in another namespace of processes nothing more is seen of it
             runs = _started(int(line["pid"])) == line["started"] or line["namespace"] != process_namespace()
             return Presence.RUNS if runs else Presence.ENDED
+        still_secs = time.monotonic() - line["beat"]
         if holder == UNKNOWN_PROCESS:
-            return self._presence_by_beat(line, stopped_secs)
+            # another namespace of processes hides it, and one that is stopped beats no more
+            return _of_silence(still_secs, stopped_secs) or awake
         state = "X" if holder is None else _state_of(holder)
         if state in "ZX":
             return Presence.ENDED
         if state not in "Tt":
-            return Presence.WAITS if line["waits"] else Presence.RUNS
-        return Presence.STOPPED if time.monotonic() - line["beat"] >= stopped_secs else Presence.PAUSED
-
-    def _presence_by_beat(self, line: np.void, stopped_secs: float) -> Presence:
-        """The state of a process that another namespace of processes hides: one that is stopped beats no more."""
-        still_secs = time.monotonic() - line["beat"]
-        if still_secs > SILENCE_SECS:
-            return Presence.SILENT if still_secs >= stopped_secs else Presence.PAUSED
-        return Presence.WAITS if line["waits"] else Presence.RUNS
+            return awake
+        return Presence.STOPPED if still_secs >= stopped_secs else Presence.PAUSED
 
     def _presence_elsewhere(self, rank: int, stopped_secs: float) -> Presence:
         """The state of a rank of another host."""
@@ -175,8 +171,8 @@ class Liveness:
             return Presence.UNSEEN
         seen, silent_secs = told
         presence = Presence(seen.presence)
-        if presence is not Presence.ENDED and silent_secs > SILENCE_SECS:
-            return Presence.SILENT if silent_secs >= stopped_secs else Presence.PAUSED
+        if presence is not Presence.ENDED and (silence := _of_silence(silent_secs, stopped_secs)) is not None:
+            return silence
         stopped = presence is Presence.PAUSED and seen.still_secs + silent_secs >= stopped_secs
         return Presence.STOPPED if stopped else presence
 
@@ -302,6 +298,13 @@ class Liveness:
         if self.others is not None:
             self.others.close()
         self._finalizer()
+
+
+def _of_silence(silent_secs: float, stopped_secs: float) -> Presence | None:
+    """The state of a rank that has not been heard for so long; None where that says nothing yet."""
+    if silent_secs <= SILENCE_SECS:
+        return None
+    return Presence.SILENT if silent_secs >= stopped_secs else Presence.PAUSED
 
 
 def num_bytes(world_size: int) -> int:
