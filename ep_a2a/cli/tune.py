@@ -63,7 +63,8 @@ def command(
 
     world_size = ranks or torch.cuda.device_count()
     check_can_tune(world_size)
-    folder = output or default_output(sharing_note(world_size, torch.cuda.device_count()))
+    note = sharing_note(world_size, torch.cuda.device_count())
+    folder = output or default_output(note)
     points = Sweep(
         gpus_per_node=(0,),
         world_size=(world_size,),
@@ -80,5 +81,6 @@ def command(
         num_tokens=numbers("max-tokens", max_tokens, DEFAULT_SIZES),
         **given({"seed": seed}),
     ).points()
-    complete = execute(points, TimingSettings(num_warmups=5, num_runs=iterations), budget_secs, folder, as_json=as_json)
+    settings = TimingSettings(num_warmups=5, num_runs=iterations)
+    complete = execute(points, settings, budget_secs, folder, as_json=as_json, note=note)
     raise typer.Exit(0 if complete else EXIT_MISMATCH)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Effect(enum.StrEnum):
-    """What a call does with a parameter.
+    """The effect that a parameter has on the call that takes it.
 
     NONE: the call ignores the parameter, and does what its caller wants with every value.
     WARNED: the call ignores the parameter, and warns once per process of a value other than the default.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from ep_a2a.commands import messages
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.tune.report import show
 from ep_a2a.commands.tune.search import tune
-from ep_a2a.topology.gpu_share import sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +19,12 @@ if TYPE_CHECKING:
 
 
 def execute(
-    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path, *, as_json: bool = False
+    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path, *, as_json: bool = False,
+    note: str = "",
 ) -> bool:  # fmt: skip
     """Searches for each workload, writes tables into the folder and prints the outcomes.
+
+    note: sharing_note of the ranks, for JSON.
 
     Returns:
         Whether every size could be measured.
@@ -33,7 +33,6 @@ def execute(
         UnsupportedError: there is no GPU.
     """
     outcomes: list[Outcome] = []
-    note = sharing_note(points[0].world_size, torch.cuda.device_count())
     sizes = [f"{point.max_num_tokens} tokens, {budget_secs:g} s at most" for point in points]
     with Progress("tuning", len(points), messages.notices()) as progress:
         progress.begin(sizes[0])
