@@ -52,7 +52,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
     ),
     "more": (
         Command("cold", 120, f"{BENCH} --ranks {{ranks}} {OURS} --cold-cache --output {{rows}}"),
-        Command("room", 120, f"{BENCH} --ranks {{ranks}} {OURS} --max-tokens 8192 --output {{rows}}"),
+        Command("room", 120, f"{BENCH} --ranks {{ranks}} {OURS},ep_a2a_bounded --max-tokens 8192 --output {{rows}}"),
         Command("compact", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout compact --output {{rows}}"),
         Command("expert_major", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout expert_major --output {{rows}}"),
         Command("fp8", 120, f"{BENCH} --ranks {{ranks}} {OURS} --combine-quant fp8_blockwise --output {{rows}}"),
@@ -70,6 +70,11 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command(
             "vllm_bench", 1800,
             f"{VLLM} --ranks {{ranks}} --workloads 64x4x64,256x1x64,8x2048x4 --folder {{folder}}/vllm"
+            " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
+        ),
+        Command(
+            "vllm_serving", 900,
+            "-m tests.vllm_gpu.serving --ranks {ranks} --layers 20 --folder {folder}/serving"
             " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
         ),
     ),

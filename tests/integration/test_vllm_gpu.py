@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.markers import needs_gpus
+from tests.markers import needs_gpus, needs_own_gpus
 from tests.vllm_engine.changes import EXTENSION, Changes
 from tests.vllm_engine.counters import check_ranks_agree
 from tests.vllm_gpu.compare import compare
@@ -43,6 +43,8 @@ WAIT_SECS = 10
 """EP_A2A_TIMEOUT_SECS where a rank stops."""
 END_SECS = 10
 """Given to an engine to tell its client of an error."""
+SMALL = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.12}
+"""So that engines of several tests fit on one GPU; the first bounds the cache, the second is what must be free."""
 CAPTURED = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}
 
 pytestmark = [
@@ -72,33 +74,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def run(
     folder: Path, model: Path, backend: str, actions: list[Action], engine: dict[str, Any],
-    place: int = 0, num_engines: int = 1, **variables: str,
+    place: int = 0, num_engines: int = 1, num_ranks: int = NUM_RANKS, **variables: str,
 ) -> Run:  # fmt: skip
-    """Runs one engine, and checks whose kernels it used."""
-    engine = arguments(model, backend, **engine)
-    done = run_engine(folder, engine, actions, NUM_RANKS, RUN_TIMEOUT_SECS, place, num_engines, **variables)
+    """Runs one engine, and checks whose kernels it used. `num_ranks` are data-parallel."""
+    engine = arguments(model, backend, **SMALL | engine)
+    done = run_engine(folder, engine, actions, num_ranks, RUN_TIMEOUT_SECS, place, num_engines, **variables)
     assert done.logs[0].count("ep_a2a: IntraNode kernels") == (backend == OURS), done.logs[0][-3000:]
     return done
 
 
 def run_at_once(
-    folder: Path, model: Path, action: Action, engines: list[tuple[str, dict[str, Any]]], **variables: str
-) -> list[Run]:
+    folder: Path, model: Path, action: Action, engines: list[tuple[str, dict[str, Any]]],
+    num_ranks: int = NUM_RANKS, **variables: str,
+) -> list[Run]:  # fmt: skip
     """Engines of these backends and arguments, which start at once and do the action one after another."""
     num_engines = len(engines)
     with ThreadPoolExecutor(num_engines) as pool:
         running = [
-            pool.submit(run, folder / f"{place}", model, backend, [action], engine, place, num_engines, **variables)
+            pool.submit(
+                run, folder / f"{place}", model, backend, [action], engine, place, num_engines, num_ranks, **variables
+            )
             for place, (backend, engine) in enumerate(engines)
         ]
         return [each.result() for each in running]
 
 
 def check_against_theirs(
-    folder: Path, model: Path, action: Action, engine: dict[str, Any], num_ties: int = 0, **variables: str
-) -> Run:
+    folder: Path, model: Path, action: Action, engine: dict[str, Any], num_ties: int = 0, num_ranks: int = NUM_RANKS,
+    **variables: str,
+) -> Run:  # fmt: skip
     """Runs an engine of each backend and compares their completions. Returns ours."""
-    ours, theirs = run_at_once(folder, model, action, [(OURS, engine), (THEIRS, engine)], **variables)
+    ours, theirs = run_at_once(folder, model, action, [(OURS, engine), (THEIRS, engine)], num_ranks, **variables)
     difference = compare(*(each.completions(action["label"]) for each in (ours, theirs)))
     assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")], num_ties), difference
     assert ours.error == ""
@@ -119,6 +125,28 @@ def test_tokens_are_those_of_allgather_reducescatter(model, tmp_path, family, en
 
 def test_tokens_are_those_of_allgather_reducescatter_in_float32(model, tmp_path):
     check_against_theirs(tmp_path, model("qwen3_moe"), tokens("first"), CAPTURED | FLOAT32, **IEEE)
+
+
+def test_tokens_are_those_of_one_rank_in_float32(model, tmp_path):
+    """One engine on one GPU, which has all experts and all prompts, and no all-to-all."""
+    path, action, engine = model("qwen3_moe"), tokens("first"), CAPTURED | FLOAT32
+    ours = run(tmp_path / "ours", path, OURS, [action], engine, **IEEE).completions("first")
+    alone = run(tmp_path / "alone", path, THEIRS, [action], engine, num_ranks=1, **IEEE).completions("first")
+    # ranks leave out prompts, and odd ranks end earlier
+    expected = {
+        number: {key: steps[: len(ours[number]["tokens"])] for key, steps in alone[number].items()} for number in ours
+    }
+    difference = compare(ours, expected)
+    assert difference.is_rounding(LOGPROB_TOLERANCES["float32"]), difference
+
+
+@needs_own_gpus(4, "vLLM")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_of_replicas_of_two_tensor_parallel_workers(model, tmp_path, dtype):
+    """Two data-parallel ranks of two workers each: the four workers are the EP group."""
+    engine = CAPTURED | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    more, variables = (FLOAT32, IEEE) if dtype == "float32" else ({}, {})
+    check_against_theirs(tmp_path, model("qwen3_moe"), tokens("first"), engine | more, num_ranks=2, **variables)
 
 
 def test_tokens_of_fp8_experts(model, tmp_path):
