@@ -136,8 +136,9 @@ class Rank:
     def tokens_until_failure(self, num_prompts: int, num_tokens: int, few: int, file: str) -> dict[str, Any]:
         """Tokens of the same prompts as `tokens` as they come, until an error ends this rank's engine.
 
-        Rank 0 makes `file` when each of its completions has `few` tokens. Reports what came until then and after, the
-        error, and how many seconds after the file it came. A rank whose engine has stopped stays here.
+        Rank 0 makes `file` when each of its completions has `few` tokens; the rank that stops writes it again. Reports
+        what came until then and after, the error, and how many seconds after the last writing it came. A rank whose
+        engine has stopped stays here.
         """
         from vllm import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -145,7 +146,7 @@ class Rank:
         engine, mine = self.llm.llm_engine, self._share(num_prompts)
         parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         tokens: dict[int, list[int]] = {number: [] for number in mine}
-        told = 0.0
+        told = False
 
         def enqueue() -> None:
             for number, prompt in mine.items():
@@ -158,9 +159,9 @@ class Rank:
                     tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
                 if self.rank == 0 and not told and min(map(len, tokens.values())) >= few:
                     Path(file).touch()
-                    told = time.monotonic()
+                    told = True
         except EngineDeadError as error:
-            return {"tokens": tokens, "error": str(error), "secs": time.monotonic() - told}
+            return {"tokens": tokens, "error": str(error), "secs": time.time() - Path(file).stat().st_mtime}
         return {"tokens": tokens}
 
     def sleep(self, level: int) -> dict[str, Any]:

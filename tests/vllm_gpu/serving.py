@@ -38,6 +38,8 @@ STREAM_INTERVAL = 8
 """Tokens per chunk that a server sends: one at a time they would keep the client's processor busy, not the GPUs."""
 KV_CACHE_BYTES = 3 << 30
 """Of each rank: room for a round of either default workload, several times."""
+SETTLE_SECS = 3
+"""After each measurement: engines go on for up to 32 steps of no tokens, which last 2 s where a step takes 60 ms."""
 APART_SECS = 2
 """Between the starts of two servers, which would else look for free ports at the same time."""
 FIGURES = {
@@ -102,6 +104,7 @@ def main() -> int:
             for workload in options.workloads:
                 for server in list(servers):
                     row = measured(options, server, workload, number)
+                    time.sleep(SETTLE_SECS)
                     if row is None:
                         servers.remove(server)
                     elif number:
