@@ -10,7 +10,13 @@ import torch
 
 from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.deepep_buffers import BUFFER, elastic_buffer, low_latency_buffer, topk_dtype
+from ep_a2a.managers.external.deepep_buffers import (
+    BUFFER,
+    LOW_LATENCY_MAX_TOKENS,
+    elastic_buffer,
+    low_latency_buffer,
+    topk_dtype,
+)
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
@@ -18,9 +24,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.testing.worker import RankContext
-
-MAX_LOW_LATENCY_TOKENS = 512
-"""V1's buffers hold a row per expert and source: for more tokens they fit beside nothing else."""
 
 
 class _DeepEPSession(InputsSession):
@@ -141,8 +144,8 @@ class DeepEPContender(Contender):
                 "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
             })
         )  # fmt: skip
-        if reason is None and self._takes_v1() and workload.num_tokens > MAX_LOW_LATENCY_TOKENS:
-            reason = f"V1's low-latency buffers are for at most {MAX_LOW_LATENCY_TOKENS} tokens"
+        if reason is None and self._takes_v1() and workload.num_tokens > LOW_LATENCY_MAX_TOKENS:
+            reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
         return reason
 
     def prepare(self, workload: Workload, context: RankContext) -> Session:
