@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +48,27 @@ def test_layer_is_the_dense_layer(ranks: Any, quant_type: str) -> None:
     for name in ("ep_a2a", "nccl_agrs"):
         row = by_name[name]
         assert row["communication_us"] == row["layer_us"] - row["compute_us"]
+
+
+def turns_of(context: RankContext) -> list[str]:
+    """Which transports' layers ran, in the order of their first runs of each round."""
+    order = []
+    time_checked = layer.LayerBench.time_checked
+
+    def noted(bench: layer.LayerBench, work: Any, check: Any) -> float:
+        order.append(check.args[0])
+        return time_checked(bench, work, check)
+
+    with mock.patch.object(layer.LayerBench, "time_checked", noted):
+        rows = run_layers(context, workload(3), INTERMEDIATE, ("nccl_agrs", "ep_a2a"), ONCE, 3)
+    for row in rows:
+        assert row["least_us"] == min(row["rounds_us"]) <= row["layer_us"] <= row["most_us"] == max(row["rounds_us"])
+        assert len(row["rounds_us"]) == 3
+    return order
+
+
+def test_transports_take_turns(ranks: Any) -> None:
+    assert ranks(turns_of, 2)[0] == ["nccl_agrs", "ep_a2a"] * 3
 
 
 def a_wrong_layer_is_found(context: RankContext) -> None:

@@ -3,7 +3,8 @@
 python -m ep_a2a.commands.bench.layer --ranks 4 --tokens 128 512 4096 --quant fp8_per_1x128
 
 The layer is checked against the dense layer, then timed as CUDA graph replays, many layers in a graph. "compute" is
-the same gate and experts on rows that lie ready; "communication" is the rest of the layer's time.
+the same gate and experts on rows that lie ready; "communication" is the rest of the layer's time. Transports take turns
+in each round; times are medians of the rounds, "least" and "most" those of the layer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
     from ep_a2a.testing.worker import RankContext
 
 RUN_TIMEOUT_SECS = 500.0
-COLUMNS = ("tokens", "quant", "transport", "layer_us", "compute_us", "communication_us", "communication_share")
+COLUMNS = (
+    *("tokens", "quant", "transport", "layer_us", "least_us", "most_us", "compute_us", "communication_us"),
+    "communication_share",
+)
 
 
 class LayerBench:
@@ -73,9 +78,17 @@ class LayerBench:
 
 
 def run_layers(
-    context: RankContext, workload: Workload, intermediate_dim: int, names: tuple[str, ...], settings: TimingSettings
+    context: RankContext,
+    workload: Workload,
+    intermediate_dim: int,
+    names: tuple[str, ...],
+    settings: TimingSettings,
+    num_rounds: int = 1,
 ) -> list[dict[str, Any]]:
     """Returns one row per transport, the same on all ranks. Collective.
+
+    Each round times every transport once, since a machine's speed changes from minute to minute. `layer_us` and
+    `compute_us` are medians of the rounds.
 
     Raises:
         CheckFailedError: a transport's layer is not the dense layer.
@@ -83,24 +96,35 @@ def run_layers(
     check_transports(names, workload)
     bench = LayerBench(context, workload, intermediate_dim, settings)
     gate = Gate(bench.x, bench.weights.router, workload.topk)
-    return [_run_transport(name, bench, gate) for name in names]
+    reasons = {name: unavailable(name, workload, context.device) for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    gate()
+    with contextlib.ExitStack() as stack:
+        transports = {
+            name: stack.enter_context(contextlib.closing(TRANSPORTS[name](workload, gate, bench.weights, context)))
+            for name in names
+            if reasons[name] is None
+        }
+        for _ in range(num_rounds):
+            for name, transport in transports.items():
+                check = functools.partial(bench.check, name, workload, gate)
+                layer_us = bench.time_checked(transport.run, check)
+                times[name].append((layer_us, bench.time(transport.computation())))
+    return [_row_of(name, workload, reasons[name], times[name]) for name in names]
 
 
-def _run_transport(name: str, bench: LayerBench, gate: Gate) -> dict[str, Any]:
-    workload = bench.workload
+def _row_of(name: str, workload: Workload, reason: str | None, times: list[tuple[float, float]]) -> dict[str, Any]:
+    """Returns the row of a transport from its rounds' times of the layer and of the computation in it."""
     row: dict[str, Any] = {"tokens": workload.num_tokens, "quant": workload.quant_type, "transport": name}
-    reason = unavailable(name, workload, bench.context.device)
     if reason is not None:
         return row | {"unavailable": reason}
-    gate()
-    with contextlib.closing(TRANSPORTS[name](workload, gate, bench.weights, bench.context)) as transport:
-        check = functools.partial(bench.check, name, workload, gate)
-        layer_us = bench.time_checked(transport.run, check)
-        compute_us = bench.time(transport.computation())
+    layers, computations = zip(*times)
+    layer_us, compute_us = statistics.median(layers), statistics.median(computations)
     communication_us = layer_us - compute_us
     return row | {
         "layer_us": layer_us, "compute_us": compute_us, "communication_us": communication_us,
-        "communication_share": communication_us / layer_us,
+        "communication_share": communication_us / layer_us, "least_us": min(layers), "most_us": max(layers),
+        "rounds_us": list(layers),
     }  # fmt: skip
 
 
@@ -211,8 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = layer_parser("python -m ep_a2a.commands.bench.layer", __doc__.partition("\n")[0])
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS), help="which")
+    parser.add_argument("--rounds", type=at_least(1), default=4, help="in each, every transport is timed once")
     options = parse_options(parser, arguments)
-    run_sweep(options, COLUMNS, run_layers, options.intermediate, tuple(options.transports), options.timing)
+    run_sweep(
+        options, COLUMNS, run_layers, options.intermediate, tuple(options.transports), options.timing, options.rounds
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
