@@ -1,6 +1,8 @@
 """Draws round trips over tokens per rank from rows of `ep-a2a bench`, as SVG for light and dark pages.
 
-python tools/draw_round_trips.py bench/results/2026-11-22_h200x4.jsonl docs/pictures
+python tools/draw_round_trips.py bench/results/2026-11-26_h100x4.jsonl docs/pictures
+
+Of rows of one contender and size the first counts.
 """
 
 from __future__ import annotations
@@ -17,28 +19,31 @@ from ep_a2a.commands.plot_style import THEMES, Theme
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 436, 170, 910, 72, 380
 MIN_US, MAX_US = 5.0, 1200.0
 TICKS_US = (10, 100, 1000)
+WORDS = {2: "two", 4: "four", 8: "eight"}
 SHAPE = {"quant_type": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
-LABELS = {"nccl_agrs": "NCCL", "flashinfer": "FlashInfer", "ep_a2a": "ep_a2a", "wire_limit": "wire limit"}
-LABEL_SHIFT = {"ep_a2a": -7, "wire_limit": 9}
+LABELS = {
+    "nccl_agrs": "NCCL", "deepep": "DeepEP", "flashinfer": "FlashInfer", "ep_a2a": "ep_a2a", "wire_limit": "wire limit",
+}  # fmt: skip
+LABEL_SHIFT = {"nccl_agrs": -4, "deepep": 4, "ep_a2a": 8, "wire_limit": -6}
 """Pixels by which the labels of two near lines are moved apart."""
-TITLE = "Round trip of dispatch and combine on four H200s: µs over tokens per rank"
 SUBTITLE = "DeepSeek-V3 shape, cast to fp8 inside dispatch, bf16 combine, CUDA graph; both axes logarithmic"
 
 
-def read_lines(path: Path) -> dict[str, dict[int, float]]:
-    """Microseconds by contender and tokens per rank."""
+def read_lines(path: Path) -> tuple[str, dict[str, dict[int, float]]]:
+    """The GPUs in words, and microseconds by contender and tokens per rank."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
+    gpus = rows[0]["gpus"]
     rows = [row for row in rows if row.get("status") == "ok" and all(row[name] == SHAPE[name] for name in SHAPE)]
     found: dict[str, dict[int, float]] = {name: {} for name in LABELS}
     for row in rows:
         if row["contender"] in found:
-            found[row["contender"]][row["num_tokens"]] = row["round_trip_us"]
-    return found
+            found[row["contender"]].setdefault(row["num_tokens"], row["round_trip_us"])
+    return f"{WORDS.get(len(gpus), len(gpus))} {gpus[0].split()[1]}s", found
 
 
 def colour_of(theme: Theme, name: str) -> str:
     """The colour of a contender's line."""
-    return dict(zip(("ep_a2a", "flashinfer", "nccl_agrs"), theme.colours)).get(name, theme.faint)
+    return dict(zip(("ep_a2a", "flashinfer", "nccl_agrs", "deepep"), theme.colours)).get(name, theme.faint)
 
 
 def place(num_tokens: int, micros: float, most: int) -> tuple[float, float]:
@@ -48,10 +53,11 @@ def place(num_tokens: int, micros: float, most: int) -> tuple[float, float]:
     return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
 
 
-def draw(theme: Theme, lines: dict[str, dict[int, float]]) -> str:
+def draw(theme: Theme, gpus: str, lines: dict[str, dict[int, float]]) -> str:
     """The picture for one theme."""
-    picture = Picture(theme, TITLE, HEIGHT)
-    picture.text(24, 24, TITLE, size=17, anchor="start", weight=600)
+    title = f"Round trip of dispatch and combine on {gpus}: µs over tokens per rank"
+    picture = Picture(theme, title, HEIGHT)
+    picture.text(24, 24, title, size=17, anchor="start", weight=600)
     picture.text(24, 48, SUBTITLE, size=13, anchor="start", fill=theme.faint)
     sizes = sorted({tokens for line in lines.values() for tokens in line})
     for micros in TICKS_US:
@@ -82,10 +88,10 @@ def main() -> None:
     parser.add_argument("rows", type=Path, help="JSON lines of `ep-a2a bench`")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    lines = read_lines(options.rows)
+    gpus, lines = read_lines(options.rows)
     for theme in THEMES:
         path = options.folder / f"round_trips_{theme.name}.svg"
-        path.write_text(draw(theme, lines))
+        path.write_text(draw(theme, gpus, lines))
         print(path)
 
 
