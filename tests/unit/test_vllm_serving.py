@@ -1,0 +1,91 @@
+"""How servers of vLLM are started, measured in turn and summed up, without vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.vllm_gpu import serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Fake(serving.Server):
+    """A server that is up, or ends at once."""
+
+    def __init__(self, options: argparse.Namespace, backend: str) -> None:
+        self.backend, self.url = backend, ""
+
+    def is_up(self) -> bool:
+        return not self.has_ended()
+
+    def has_ended(self) -> bool:
+        return self.backend == "broken"
+
+    def last_words(self) -> str:
+        return "why it ended"
+
+    def end(self) -> None:
+        """Nothing was started."""
+
+
+def test_arguments_become_options() -> None:
+    words = serving.as_words({"enforce_eager": True, "enable_x": False, "dtype": "bfloat16", "max_num_seqs": 8,
+                              "compilation_config": {"sizes": [1, 2]}})  # fmt: skip
+    assert words == [
+        "--enforce-eager", "--no-enable-x", "--dtype", "bfloat16", "--max-num-seqs", "8", "--compilation-config",
+        '{"sizes": [1, 2]}',
+    ]  # fmt: skip
+
+
+def test_a_workload_is_named_and_has_three_numbers() -> None:
+    found = serving.Workload("decode:128x64x16")
+    assert (found.name, found.num_requests, found.prompt, found.output) == ("decode", 128, 64, 16)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected NAME:REQUESTSxPROMPTxOUTPUT; got '128x64x16'"):
+        serving.Workload("128x64x16")
+
+
+def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns: list[tuple[int, str, str]] = []
+    pauses: list[float] = []
+
+    def measured(_: Any, server: serving.Server, workload: serving.Workload, number: int) -> dict[str, Any] | None:
+        turns.append((number, workload.name, server.backend))
+        if server.backend == "dies" and number:
+            return None
+        # round 0 is slow, since it compiles
+        return {"backend": server.backend, "workload": workload.name} | dict.fromkeys(
+            serving.FIGURES, (100, 10, 20)[number]
+        )
+
+    monkeypatch.setattr(serving, "start", Fake)
+    monkeypatch.setattr(serving, "measured", measured)
+    monkeypatch.setattr(serving.time, "sleep", pauses.append)
+    words = [
+        "--backends",
+        "ours,broken,dies",
+        "--rounds",
+        "2",
+        "--folder",
+        str(tmp_path / "x"),
+        "--workloads",
+        "a:1x2x3,b:1x2x3",
+    ]
+    monkeypatch.setattr(sys, "argv", ["serving", *words])
+    assert serving.main() == 0
+    assert turns == [
+        (0, "a", "ours"), (0, "a", "dies"), (0, "b", "ours"), (0, "b", "dies"),
+        (1, "a", "ours"), (1, "a", "dies"), (1, "b", "ours"), (2, "a", "ours"), (2, "b", "ours"),
+    ]  # fmt: skip
+    assert pauses.count(serving.SETTLE_SECS) == len(turns)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["broken has ended:", "why it ended"]
+    assert [json.loads(line)["workload"] for line in printed if line.startswith("{")] == ["a", "b", "a", "b"]
+    assert printed[-1].startswith("| b | ours | 15 (10 to 20) |")
