@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ BENCH = "-m ep_a2a bench --iterations 30 --quant fp8_per_1x128 --layout rank_maj
 PEERS = "--contenders wire_limit,ep_a2a,nccl_agrs,flashinfer,deepep"
 OURS = "--contenders wire_limit,ep_a2a"
 MULTIGPU = "-m pytest -q -n 0 -m multigpu --timeout 150 tests/multigpu"
+CLEAN_UP_SECS = 30
 VLLM = "-m tests.vllm_gpu.throughput --shape deepseek_v2_lite --layers 10 --rounds 4"
 
 
@@ -88,16 +90,27 @@ def run(command: Command, folder: Path, num_ranks: int) -> bool:
     environment = os.environ | {"EP_A2A_TEST_RESULTS": str(folder / command.name)} | own
     start = time.monotonic()
     with (folder / f"{command.name}.txt").open("w", encoding="utf-8") as printed:
+        process = subprocess.Popen(
+            words_of(command, names), cwd=PROJECT, env=environment, stdout=printed, stderr=subprocess.STDOUT
+        )  # fmt: skip
         try:
-            code: int | str = subprocess.run(
-                words_of(command, names), cwd=PROJECT, env=environment, stdout=printed, stderr=subprocess.STDOUT,
-                timeout=command.limit_secs, check=False,
-            ).returncode  # fmt: skip
+            code: int | str = process.wait(command.limit_secs)
         except subprocess.TimeoutExpired:
             code = "cut off"
+            interrupt(process)
     sys.stdout.write(f"{command.name}: {code}, {time.monotonic() - start:.0f} s\n")
     sys.stdout.flush()
     return code == 0
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process as Ctrl-C does, so that it ends what it has started; kills it if it stays."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(CLEAN_UP_SECS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def words_of(command: Command, names: dict[str, str]) -> list[str]:

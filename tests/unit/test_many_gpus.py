@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,22 @@ def test_what_fails_or_lasts_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "good.txt").read_text() == "4\n"
     said = [line.rpartition(",")[0] for line in capsys.readouterr().out.splitlines()]
     assert said == ["good: 0", "bad: 3", "long: cut off"]
+
+
+def test_what_is_cut_off_ends_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('ended its engines')\n    time.sleep(60 if 'stays' in __file__ else 0)\n"
+    )
+    assert not many_gpus.run(many_gpus.Command("clean", 5, str(program)), tmp_path, 4)
+    assert (tmp_path / "clean.txt").read_text() == "ended its engines\n"
+    monkeypatch.setattr(many_gpus, "CLEAN_UP_SECS", 1)
+    stays = program.rename(tmp_path / "stays.py")
+    start = time.monotonic()
+    assert not many_gpus.run(many_gpus.Command("stays", 5, str(stays)), tmp_path, 4)
+    assert time.monotonic() - start < 30
 
 
 def test_a_dry_run_prints_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
