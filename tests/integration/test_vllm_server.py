@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import time
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.vllm_engine.changes import EXTENSION, Changes
+from tests.vllm_engine.http_server import Server
 from tests.vllm_engine.models import save_model
-from tests.vllm_engine.processes import cpu_environment, end_group, free_port
+from tests.vllm_engine.processes import cpu_environment, free_port
 from tests.vllm_engine.server import MAX_BATCHED_TOKENS
 
 if TYPE_CHECKING:
@@ -34,21 +34,16 @@ STOP_FILE = "stop"
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECS + 2 * END_TIMEOUT_SECS + 60)
 
 
-class Server:
-    """`vllm serve` in a process group of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
+class Completions(Server):
+    """A server, and what a client asks of it."""
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=10):
+        while time.monotonic() < deadline and not self.has_ended():
+            if self.is_up():
                 return
             time.sleep(1)
-        pytest.fail(f"the server is not up:\n{self.log.read_text(errors='replace')[-4000:]}")
+        pytest.fail(f"the server is not up:\n{self.last_words()}")
 
     def complete(self) -> tuple[int, dict[str, Any]]:
         """Status and body of a completion."""
@@ -79,7 +74,7 @@ def require_server() -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[Completions]:
     require_server()
     port = free_port()
     options = [
@@ -92,15 +87,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     changes = Changes(STOPPED_RANK, stop_file=str(tmp_path / STOP_FILE))
     variables = cpu_environment(tmp_path, WAIT_SECS) | changes.variables()
     command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]
-    path = tmp_path / "log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
-        )  # fmt: skip
-        try:
-            yield Server(process, port, path)
-        finally:
-            end_group(process)
+    started = Completions(command, variables, port, tmp_path / "log")
+    yield started
+    started.end()
 
 
 def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):
@@ -114,4 +103,4 @@ def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):
     assert "choices" not in body
     cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is gone"
     assert cause in body["error"]["message"]
-    assert server.process.wait(END_TIMEOUT_SECS) is not None
+    assert server.wait(END_TIMEOUT_SECS) is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Fake(serving.Server):
+class Fake(serving.Candidate):
     """A server that is up, or ends at once."""
 
     def __init__(self, options: argparse.Namespace, backend: str) -> None:
@@ -56,7 +56,7 @@ def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
     turns: list[tuple[int, str, str]] = []
     pauses: list[float] = []
 
-    def measured(_: Any, server: serving.Server, workload: serving.Workload, number: int) -> dict[str, Any] | None:
+    def measured(_: Any, server: serving.Candidate, workload: serving.Workload, number: int) -> dict[str, Any] | None:
         turns.append((number, workload.name, server.backend))
         if server.backend == "dies" and number:
             return None
@@ -89,3 +89,20 @@ def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
     assert printed[:2] == ["broken has ended:", "why it ended"]
     assert [json.loads(line)["workload"] for line in printed if line.startswith("{")] == ["a", "b", "a", "b"]
     assert printed[-1].startswith("| b | ours | 15 (10 to 20) |")
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "layers"),
+    [
+        ((), "deepseek_v2_lite", 27),
+        (("--shape", "qwen3_moe", "--layers", "2"), "qwen3_moe", 2),
+        (("--device", "cpu"), "tiny", 2),
+    ],
+)
+def test_rows_tell_which_model_ran(
+    words: tuple[str, ...], shape: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving", "--folder", str(tmp_path / "x"), *words])
+    options = serving.parse_options()
+    assert (options.shape, options.layers) == (shape, layers)
+    assert options.config["num_hidden_layers"] == layers

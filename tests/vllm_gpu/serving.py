@@ -7,8 +7,8 @@ A backend is named as in tests.vllm_gpu.throughput. A workload is NAME:REQUESTSx
 requests are sent at once. All servers start at once and share the GPUs, since the speed of a machine's processor
 changes from minute to minute; each round measures every server once, and one round before them is not counted. Prints
 a line of JSON per round, workload and backend, then a table of medians with the least and the most. A server that does
-not start or dies is left out, and the end of its log is printed. With `--device cpu` the same runs on a CPU build of
-vLLM, with a tiny model: times then say nothing.
+not start or dies is left out, and the end of its log is printed. With `--device cpu --backends ep_a2a` the same runs on
+a CPU build of vLLM, which has no other backend, with a tiny model: times then say nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.integration.programs import ROOT, environment
+from tests.integration.programs import environment
+from tests.vllm_engine.http_server import Server
 from tests.vllm_engine.models import CONFIGS
-from tests.vllm_engine.processes import cpu_environment, end_group, free_port
-from tests.vllm_gpu.engine import FIXED, LOG_CHARS, arguments
+from tests.vllm_engine.processes import cpu_environment, free_port
+from tests.vllm_gpu.engine import FIXED, arguments
 from tests.vllm_gpu.models import SHAPES, save_config
 from tests.vllm_gpu.throughput import MAX_BATCHED_TOKENS, parse_backend
 
@@ -63,31 +62,12 @@ class Workload:
         self.num_requests, self.prompt, self.output = map(int, parts.groups()[1:])
 
 
-class Server:
-    """`vllm serve` with one backend, in a process group of its own."""
+class Candidate(Server):
+    """The server of one backend."""
 
     def __init__(self, backend: str, command: list[str], variables: dict[str, str], port: int, log: Path) -> None:
-        self.backend, self.url, self._log = backend, f"http://127.0.0.1:{port}", log
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
-            )  # fmt: skip
-
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=10):
-            return True
-        return False
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def last_words(self) -> str:
-        """The end of its log."""
-        return self._log.read_text(errors="replace")[-LOG_CHARS:]
-
-    def end(self) -> None:
-        end_group(self._process)
+        super().__init__(command, variables, port, log)
+        self.backend = backend
 
 
 def main() -> int:
@@ -131,26 +111,30 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("serving"), help="that is made, for logs and models")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
+    if options.device == "cpu":
+        options.shape, config = "tiny", CONFIGS["qwen3_moe"]
+    else:
+        config = SHAPES[options.shape]
+    options.layers = options.layers or config["num_hidden_layers"]
+    options.config = config | {"num_hidden_layers": options.layers}
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True)
     return options
 
 
-def start(options: argparse.Namespace, backend: str) -> Server:
+def start(options: argparse.Namespace, backend: str) -> Candidate:
     """Starts a server; returns before it is up."""
     name, own_arguments, own_variables = parse_backend(backend)
     folder = options.folder / backend.replace(":", "-")
-    config = CONFIGS["qwen3_moe"] if options.device == "cpu" else SHAPES[options.shape]
-    config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
-    model = save_config(folder / "model", config)
-    save_tokenizer(model, config["vocab_size"])
+    model = save_config(folder / "model", options.config)
+    save_tokenizer(model, options.config["vocab_size"])
     port = free_port()
     module = "tests.vllm_engine.server" if options.device == "cpu" else "vllm.entrypoints.cli.main"
     words = [sys.executable, "-m", module, *(["serve"] if options.device == "cuda" else []), str(model)]
     words += as_words(arguments_of(options, model, name) | options.engine | own_arguments)
     words += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     variables = cpu_environment(folder, 60) if options.device == "cpu" else environment() | FIXED
-    return Server(backend, words, variables | own_variables, port, folder / "log")
+    return Candidate(backend, words, variables | own_variables, port, folder / "log")
 
 
 def arguments_of(options: argparse.Namespace, model: Path, backend: str) -> dict[str, Any]:
@@ -199,7 +183,7 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     )
 
 
-def those_up(servers: list[Server], limit_secs: float) -> list[Server]:
+def those_up(servers: list[Candidate], limit_secs: float) -> list[Candidate]:
     """Waits until all answer or have ended; returns those that answer."""
     deadline = time.monotonic() + limit_secs
     waiting = list(servers)
@@ -214,7 +198,7 @@ def those_up(servers: list[Server], limit_secs: float) -> list[Server]:
     return up
 
 
-def measured(options: argparse.Namespace, server: Server, workload: Workload, number: int) -> dict[str, Any] | None:
+def measured(options: argparse.Namespace, server: Candidate, workload: Workload, number: int) -> dict[str, Any] | None:
     """A row of one backend, workload and round; None, and its log's end is printed, where requests failed."""
     from vllm.benchmarks.serve import add_cli_args
     from vllm.benchmarks.serve import main as vllm_bench
