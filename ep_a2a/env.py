@@ -133,7 +133,7 @@ TUNING_DIR: Variable[str] = Variable(
     "",
     str,
     "a folder, or none",
-    "Folder of tuned tables that count before the shipped ones (configs/*.json); none = no tables, analytic launches.",
+    "Folder of tuned tables that take precedence over the shipped configs/*.json; none = no tables, analytic launches.",
 )
 COUNTERS: Variable[int] = Variable(
     "EP_A2A_COUNTERS",
@@ -162,7 +162,7 @@ RDMA_DEVICES: Variable[str] = Variable(
     "",
     _devices,
     "RDMA devices with commas between, behind ^ those not to use",
-    "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST count before it.",
+    "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST take precedence.",
 )
 LOG_LEVEL: Variable[str] = Variable(
     "EP_A2A_LOG_LEVEL",

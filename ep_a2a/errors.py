@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 REFERENCE = "docs/errors.md"
 """The page with a section for each class below; its anchor is the class's name in lower case."""
+MAX_TOKENS = "max_num_inp_token_per_rank (handle kwarg max_num_tokens_per_dp_rank)"
+"""What sizes an op's memory, by its names in a configuration and among handle kwargs."""
 _LAST_LINE = re.compile(rf"\nSee {re.escape(REFERENCE)}#\w+\.")
 
 
@@ -118,7 +120,7 @@ class TopKError(ShapeError):
 class TooManyTokensError(ShapeError):
     """A rank brought more tokens than the agreed maximum."""
 
-    remedy = "Raise max_num_inp_token_per_rank (or max_num_tokens) on every rank, or split the batch."
+    remedy = f"Raise {MAX_TOKENS}, or the max_num_tokens that was given, on every rank, or split the batch."
 
 
 class StateError(EpA2AError, RuntimeError):
@@ -160,7 +162,10 @@ class ConfigMismatchError(EpA2AError, RuntimeError):
 class CapacityError(EpA2AError, RuntimeError):
     """A rank received more rows than max_total_recv_tokens allows."""
 
-    remedy = "Raise max_total_recv_tokens (0 means no cap), then op.reset() on every rank."
+    remedy = (
+        "op.reset() on every rank makes this op usable again. For more rows, build another op with a larger "
+        "max_total_recv_tokens (0 means no cap)."
+    )
 
 
 class RankTimeoutError(EpA2AError, TimeoutError):
@@ -205,13 +210,13 @@ class RankTimeoutError(EpA2AError, TimeoutError):
 class HostMemoryError(EpA2AError, OSError):
     """Shared host memory could not be had."""
 
-    remedy = "Enlarge /dev/shm (for containers: --shm-size or --ipc=host) or lower max_num_inp_token_per_rank."
+    remedy = f"Enlarge /dev/shm (for containers: --shm-size or --ipc=host) or lower {MAX_TOKENS}."
 
 
 class DeviceMemoryError(EpA2AError, RuntimeError):
     """Device memory that peers can map could not be had."""
 
-    remedy = "Free device memory or lower max_num_inp_token_per_rank."
+    remedy = f"Free device memory or lower {MAX_TOKENS}."
 
 
 class GpuLostError(EpA2AError, RuntimeError):

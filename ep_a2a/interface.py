@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class DispatchResult(NamedTuple):
     """Rows for this rank's experts, ascending by (source rank, source token), at fixed addresses until `combine`.
 
-    The layout gives [R, .]. compact: dense, R = W * max_num_tokens or the cap. rank_major: [W, max_num_tokens, .],
-    dense per source. expert_major: [E, W * max_num_tokens, .], dense per expert; its indices are as in rank_major.
+    R = W * max_num_tokens, with layout compact at most the cap; S scales per token. *rows is [R] in compact (dense),
+    [W, max_num_tokens] in rank_major (dense per source), [E, R] in expert_major (dense per expert).
     """
 
-    tokens: Tensor  # [R, H] of data_type or fp8; rows without a token hold anything
-    weights: Tensor | None  # [R, K] float32, expert_major [E, R]; None if dispatch was given none
-    scales: Tensor | None  # [R, S] of quantised tokens, else None
-    indices: Tensor  # [R, K] int32 global ids, all K of the token; pad_id in rows without a token
+    tokens: Tensor  # [*rows, H] of data_type, or fp8 after a cast; rows without a token hold anything
+    weights: Tensor | None  # [*rows, K] float32, expert_major [E, R]; None if dispatch was given none
+    scales: Tensor | None  # [*rows, S] float32, uint8 (ue8m0) or the dtype given; None without scales
+    indices: Tensor  # int32 global ids, all K of a token, pad_id in rows without: compact [R, K], else [W, R / W, K]
     total_recv: Tensor  # [1] int32, rows received from all sources
 
 
@@ -72,8 +72,8 @@ class DispatchCombineOp(Protocol):
         """Adds the rows that distinct ranks return for a token, in float32; a token without an expert becomes zeros.
 
         input: the experts' results, combine_dtype, in shape and order of DispatchResult.tokens, weighed by the router
-        (expert_major: combine weighs). weights: [R, K] to sum. indices: None, or this rank's own. out: [T, H] to write
-        to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's."""
+        (expert_major: combine weighs). weights: [*rows, K] to sum. indices: None, or this rank's own. out: [T, H] to
+        write to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's."""
     def combine_send(
         self, input: Tensor, weights: Tensor | None = None, indices: Tensor | None = None, *,
         out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
@@ -87,7 +87,8 @@ class DispatchCombineOp(Protocol):
     def expert_recv_count(self) -> Tensor: """[E] int32, rows per expert in layout expert_major."""
     @property
     def has_open_step(self) -> bool: """Whether a call has begun a step that no call has ended."""
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor: """[R, H]."""
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor:
+        """Memory for combine's input, [R, H] for M tokens, expert_major [E * R, H]."""
     def get_dispatch_src_token_pos(self) -> Tensor: """[total_recv] int32: source rank * (W * M) + token. Host waits."""
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1,

@@ -141,7 +141,7 @@ def enumerations() -> str:
         config.Layout, config.QuantType, config.ScaleFormat, config.CompiledCalls, config.EpDispatchCombineKernelType
     ):  # fmt: skip
         text = inspect.cleandoc(kind.__doc__ or "")
-        text = re.sub(r"^([A-Z0-9_]+): ", r"- `\1`: ", text, flags=re.MULTILINE)
+        text = re.sub(r"^(\w+): ", r"- `\1`: ", text, flags=re.MULTILINE)
         values = ", ".join(f"`{member.value}`" if isinstance(member.value, str) else f"`{member.name}`"
                            for member in kind)  # fmt: skip
         parts.append(f"### {kind.__name__}\n\n{text}\n\nValues: {values}.")
@@ -238,5 +238,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 if __name__ == "__main__":
     # Writes the generated parts into the pages, where they are read without the site.
-    for page in sorted((PROJECT / "docs").glob("*.md")):
-        page.write_text(fill_in(page.read_text()))
+    pages = {page: fill_in(page.read_text()) for page in sorted((PROJECT / "docs").glob("*.md"))}
+    for page, text in pages.items():
+        page.write_text(text)

@@ -6,7 +6,15 @@ import enum
 
 
 class EpDispatchCombineKernelType(enum.Enum):
-    """Kernels that move the tokens, by MORI's names and values."""
+    """Kernels that move the tokens, by MORI's names and values.
+
+    IntraNode: all ranks on one node.
+    InterNode: several nodes; every rank writes to every other rank.
+    InterNodeV1: several nodes; a token crosses once per node, through rings of a few chunks.
+    InterNodeV1LL: the same for few tokens; a ring holds a whole step.
+    AsyncLL: as InterNodeV1LL.
+    IntraNodeLL: refused, since IntraNode takes few tokens the low-latency way by itself.
+    """
 
     IntraNode = 0
     InterNode = 1
@@ -27,7 +35,14 @@ WHOLE_RING_KERNEL_TYPES = RING_KERNEL_TYPES[1:]
 
 
 class QuantType(enum.StrEnum):
-    """Quantisation of tokens on the wire, by MORI's and our names."""
+    """Quantisation of tokens on the wire, by MORI's and our names.
+
+    NONE: tokens travel as they are.
+    FP8_PER_TOKEN: dispatch casts to fp8, one scale per token.
+    FP8_PER_1X128: dispatch casts to fp8, one scale per 128 elements.
+    FP8_DIRECT_CAST: combine casts to fp8 without scales; values beyond 448 become 448.
+    FP8_BLOCKWISE: combine casts to fp8, one float32 scale per 128 elements.
+    """
 
     NONE = "none"
     FP8_PER_TOKEN = "fp8_per_token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,18 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
         "quant_type": "none",
     }
     given = {name: kwargs[name] for name in ("gpu_per_node", "quant_type", *EXTRA_KWARGS) if name in kwargs}
-    return EpDispatchCombineConfig(**values | given)
+    try:
+        return EpDispatchCombineConfig(**values | given)
+    except ConfigError as error:
+        remedy = "Correct the handle kwarg." if error.remedy == ConfigError.remedy else _as_kwargs(error.remedy)
+        raise ConfigError(_as_kwargs(error.expected), _as_kwargs(error.got), remedy) from None
+
+
+def _as_kwargs(text: str) -> str:
+    """`text` about config fields with the names of the kwargs that the caller wrote."""
+    for kwarg, name in CONFIG_FIELD_OF_KWARG.items():
+        text = re.sub(rf"\b{name}\b", kwarg, text)
+    return text
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:

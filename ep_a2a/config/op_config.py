@@ -104,7 +104,8 @@ class EpDispatchCombineConfig:
         quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch; fp8_direct_cast
             and fp8_blockwise cast what combine sends.
         layout: one of Layout's values.
-        timeout_secs: bound of every wait for other ranks; None reads EP_A2A_TIMEOUT_SECS (default 30).
+        timeout_secs: seconds that a wait inside a kernel may take, or on CPU an exchange between nodes; None reads
+            EP_A2A_TIMEOUT_SECS (default 30). docs/reliability.md has the bounds of other waits.
         first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, unless
             timeout_secs is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
         num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.

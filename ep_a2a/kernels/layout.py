@@ -91,7 +91,7 @@ REMOTE_MIRRORS = {
     Region.COUNTS: Region.MIRROR_COUNTS,
     Region.WEIGHT_EPOCHS: Region.MIRROR_WEIGHT_EPOCHS,
 }
-"""Where kernels write, in this rank's memory, what ranks that no store reaches are to have in a region."""
+"""By region: where in this rank's own memory kernels leave the words for ranks that no store reaches."""
 
 
 class State(enum.IntEnum):
@@ -123,7 +123,13 @@ class FailureCode(enum.IntEnum):
 
 
 class Record(enum.IntEnum):
-    """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank."""
+    """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
+
+    DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
+    STRIDE_MISMATCH: this rank's wire word; those of all ranks. CAPACITY: the rows that came; rows by source.
+    WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.
+    On a rank that learned of the failure from a peer both are those of TIMEOUT.
+    """
 
     CODE = 0
     ACCUSED = 1

@@ -359,7 +359,7 @@ def epoch_of(words):
 def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Records this rank's first failure for the host and poisons every peer that is not poisoned yet.
 
-    `late` marks the lanes of the ranks that had not arrived. The host may see the code before the rest; it
+    layout.Record says what `detail` and the lanes of `late` are. The host may see the code before the rest; it
     synchronises the device before it reads the rest.
     """
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)

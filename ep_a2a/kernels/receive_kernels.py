@@ -290,7 +290,7 @@ def count_local_experts_kernel(
     table, rank, stride, first_expert, counts_out,
     S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """counts_out[e] = rows received with an id of this rank's expert e; one program per expert."""
+    """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
     expert = first_expert + tl.program_id(0)
     ids = address(table, INDICES, rank, S.WORLD_SIZE, tl.int32)
     counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ep_a2a.managers.external.libraries import Library
     from ep_a2a.memory.liveness import Liveness
 
-DispatchedTokens = (
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    | tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
-)
-DispatchedLogits = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+Tensor = torch.Tensor
+DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
+DispatchedLogits = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]
 
 _HOOKS = {"dispatch": "_dispatch_topk", "dispatch_router_logits": "_dispatch_logits"}
 """Method and what a backend that offers it defines in its place."""
@@ -256,19 +254,25 @@ class All2AllManagerBase:
     ) -> DispatchedTokens | DispatchedLogits:
         """Brings this rank the tokens of all ranks that name one of its experts, and on some backends all others, too.
 
-        Both engines' forms are taken. vLLM passes three tensors. AITER passes (hidden_states, router_logits,
-        is_sequence_parallel): where topk_ids is left out, or a bool stands in its place, the second tensor is router
-        logits and the result is that of `dispatch_router_logits`.
+        vLLM passes three tensors. AITER passes (hidden_states, router_logits, is_sequence_parallel): without topk_ids,
+        or with a bool in its place, this is `dispatch_router_logits`.
 
         Args:
-            hidden_states: [T, H], this rank's tokens; T may be 0 and differ between ranks.
-            topk_weights, topk_ids: [T, K]; ids are global.
+            hidden_states: [T, H], this rank's tokens; T may differ, from 0 to the handle's max_num_tokens_per_dp_rank.
+            topk_weights, topk_ids: [T, K] of any floating and any integer dtype; ids are global, others are dropped.
             is_sequence_parallel: without effect: all ranks of the group exchange in either case.
-            extra_tensors: further tensors of T rows; they travel likewise and come back as a list at the end.
+            extra_tensors: further tensors of T rows, which travel likewise.
 
         Returns:
-            (hidden_states [N, H], topk_weights [N, K], topk_ids [N, K]), and with extra_tensors their list. Rows ascend
-            by (source rank, source token) and carry all K ids and weights of their token.
+            (hidden_states [N, H], topk_weights [N, K], topk_ids [N, K]), and with extra_tensors their list, of the
+            given dtypes, valid until `combine`. Rows ascend by (source rank, source token) and carry all K ids and
+            weights of their token. The host waits once.
+
+        Raises:
+            StateError, AlternationError: `ep_a2a` has no live handle; the dispatch before has not been combined.
+            UnsupportedError: not in this backend, in a graph's capture, in expert_major or with a cast in dispatch.
+            InputError: a tensor does not fit; nothing was launched.
+            RankTimeoutError, CapacityError, ConfigMismatchError: the step failed. Call `reset` on every rank.
         """
         if isinstance(topk_ids, torch.Tensor):
             return self._dispatch_topk(hidden_states, topk_weights, topk_ids, extra_tensors)
@@ -373,10 +377,9 @@ def offered_by(method: str) -> tuple[str, ...]:
     """Names of the registered backends that offer a method and need no other library."""
     managers = {name: registry.manager_type(name) for name in registry.available_backends()}
     return tuple(
-        name
-        for name, kind in managers.items()
+        name for name, kind in managers.items()
         if kind is not None and issubclass(kind, All2AllManagerBase) and kind.library is None and kind.offers(method)
-    )
+    )  # fmt: skip
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -75,7 +75,7 @@ class NativeAll2AllManager(All2AllManagerBase):
     capabilities = Capabilities(
         dispatches_tokens=True, layouts=("compact", "rank_major", "expert_major"), cast="inside",
         combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"), max_topk=MAX_TOPK, receive_cap=True,
-        runs_on_cpu=True, was_run="CPU; H200s, one node",
+        runs_on_cpu=True, was_run="CPU; H100s and H200s, one node",
         notes=(
             "expert_major: combine applies the weights",
             "several nodes: virtual ones of one host so far",

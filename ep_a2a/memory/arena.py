@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ep_a2a.errors import (
+    MAX_TOKENS,
     ClosedError,
     ConfigMismatchError,
     DeviceMemoryError,
@@ -238,9 +239,7 @@ class Arena:
             )
         except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
             kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
-            error = kind(
-                "memory of this rank for an op", str(cause), "Free memory or lower max_num_inp_token_per_rank."
-            )
+            error = kind("memory of this rank for an op", str(cause), f"Free memory or lower {MAX_TOKENS}.")
             error.__cause__ = cause
         try:
             self.rendezvous.agree("allocating memory of each rank", error)

@@ -30,6 +30,14 @@ IN_WORDS = {
 }
 
 
+RESET = "Then op.reset() on every rank makes the op usable again."
+NOBODY_NAMED = (
+    "Raise timeout_secs (EP_A2A_TIMEOUT_SECS), or for an op's first step first_timeout_secs "
+    f"(EP_A2A_FIRST_TIMEOUT_SECS). {RESET}"
+)
+"""Remedy of a time-out that no rank is to blame for."""
+
+
 class Verdict(tuple[Fate, ...]):
     """The fate of each rank, as survivors agree on it."""
 
@@ -43,6 +51,11 @@ class Verdict(tuple[Fate, ...]):
         """Ranks that live and did not come, ascending."""
         return tuple(rank for rank, fate in enumerate(self) if fate is Fate.LATE)
 
+    @property
+    def remedy(self) -> str | None:
+        """What to do; None: as RankTimeoutError says, since ranks are named."""
+        return None if self.missing or self.late else NOBODY_NAMED
+
     def __str__(self) -> str:
         named = [f"rank {rank} is {'late' if fate is Fate.LATE else 'gone'} ({IN_WORDS[fate]})"
                  for rank, fate in enumerate(self) if fate is not Fate.FINE]  # fmt: skip
@@ -52,7 +65,8 @@ class Verdict(tuple[Fate, ...]):
 def with_verdict(error: RankTimeoutError, verdict: Verdict) -> RankTimeoutError:
     """The error of a wait with the survivors' verdict in place of whom the wait itself could name."""
     got = f"{verdict}. Seen here: {error.got}"
-    return RankTimeoutError(error.expected, got, error.remedy, verdict.missing, late_ranks=verdict.late)
+    remedy = verdict.remedy or error.remedy
+    return RankTimeoutError(error.expected, got, remedy, verdict.missing, late_ranks=verdict.late)
 
 
 class Agreement:

@@ -111,7 +111,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
         most = self.num_rows(limit)
         too_many = [f"{n} on rank {rank}" for rank, n in enumerate(goes_to.sum(0).tolist()) if n > most]
         if too_many:
-            raise CapacityError(f"at most {most} received rows", ", ".join(too_many), "Raise max_total_recv_tokens.")
+            remedy = "Build another op with a larger max_total_recv_tokens (0 means no cap)."
+            raise CapacityError(f"at most {most} received rows", ", ".join(too_many), remedy)
 
     def _place(self, received: torch.Tensor, counts: list[int], limit: int) -> torch.Tensor:
         """Output row of each received token; also records counts per source and source positions."""
@@ -168,7 +169,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     @property
     def local_expert_count(self) -> torch.Tensor:
-        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
         return self._buffers.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:

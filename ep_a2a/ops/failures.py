@@ -16,7 +16,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
 from ep_a2a.memory.liveness import GivenUp
-from ep_a2a.ops.agreement import Verdict
+from ep_a2a.ops.agreement import RESET, Verdict
 from ep_a2a.ops.timeouts import FIRST_EPOCH
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ep_a2a.ops.memory import BoundMemory
     from ep_a2a.ops.timeouts import Timeouts
 
-RESET = "Then op.reset() on every rank makes the op usable again."
 DISPATCH_PHASE, COMBINE_PHASE = StepPhase.DISPATCH, StepPhase.COMBINE
 PHASES: dict[int, str] = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
 UINT32_MASK = 0xFFFFFFFF
@@ -40,8 +39,8 @@ class Failure:
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
         phase: a StepPhase; 0 if a peer has reported no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
-        detail: depends on the code.
-        per_rank: depends on the code; for a timeout, 1 for ranks that had not arrived here.
+        detail: depends on the code, see layout.Record.
+        per_rank: likewise; for a timeout, 1 for ranks that had not arrived here.
     """
 
     code: int
@@ -114,7 +113,7 @@ class Failure:
     def _where(self, rank: int) -> str:
         if self.phase:
             return f"{PHASES.get(self.phase, 'a kernel')} {self.epoch & UINT32_MASK} on rank {rank}"
-        return f"a call of another rank that has told rank {rank}"
+        return f"a call on another rank, which reported it to rank {rank}"
 
     def _alternation(self, where: str) -> AlternationError:
         return AlternationError(
@@ -127,8 +126,9 @@ class Failure:
     def _disagreement(self, where: str) -> ConfigMismatchError:
         if not self.detail:
             # reported by a peer: per_rank holds who was late here, not what the ranks said
-            found = f"a rank found otherwise before {where}"
-            return ConfigMismatchError("all ranks to agree on each step", found, RESET)
+            found = f"another rank reported a difference before {where}"
+            remedy = f"That rank's error says what differs. {RESET}"
+            return ConfigMismatchError("all ranks to agree on each step", found, remedy)
         words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
         return ConfigMismatchError(
             "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
@@ -138,16 +138,19 @@ class Failure:
         )
 
     def _too_many_rows(self, where: str) -> CapacityError:
-        rows = f", {self.detail} rows there if this is that rank" if self.phase else ""
+        # a peer's report holds no number
+        rows = f", {self.detail} rows" if self.detail else ""
         return CapacityError(
             "max_total_recv_tokens rows at most", f"more on rank {self.accused} (seen at {where}{rows})"
         )
 
     def _weights_missing(self, where: str) -> ConfigMismatchError:
-        without = [r for r, missing in enumerate(self.per_rank) if missing] if self.detail else "not known here"
+        without = [rank for rank, missing in enumerate(self.per_rank) if missing]
+        named = f"ranks {without}" if self.detail else "a rank that another rank has seen"
         return ConfigMismatchError(
-            "combine to be given weights on all ranks or on none", f"none on ranks {without}, {where}", RESET
-        )
+            "combine to be given weights on all ranks or on none", f"none on {named}, {where}",
+            f"Pass weights to combine on every rank or on none. {RESET}",
+        )  # fmt: skip
 
     def _foreign_indices(self, where: str) -> ForeignIndicesError:
         token = f"token {self.detail}, " if self.phase else ""
@@ -175,8 +178,8 @@ class Failure:
                     # read after the wait has given up
                     facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
         return RankTimeoutError(
-            f"every rank within {timeouts.named(self.epoch)}", f"{verdict}. Seen here: {'; '.join(facts)}", None,
-            verdict.missing, wanted, seen, verdict.late,
+            f"every rank within {timeouts.named(self.epoch)}", f"{verdict}. Seen here: {'; '.join(facts)}",
+            verdict.remedy, verdict.missing, wanted, seen, verdict.late,
         )  # fmt: skip
 
 

@@ -143,8 +143,9 @@ class ValidatedOp(OpSizes, abc.ABC):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """The first half of `dispatch`: sends, and waits for no rank (with layout compact and more than
-        flagged_max_tokens, for the other ranks' counts). Arguments and errors are those of `dispatch`.
+        """The first half of `dispatch`: sends, and waits for no rank (with layout compact and a
+        max_num_tokens above config.flagged_tokens, for the other ranks' counts). Arguments and errors are those of
+        `dispatch`.
 
         Ranks may mix whole and split calls. The halves are compiled when first used: use them before a capture.
         Returns what dispatch_recv will; before it, nothing in these tensors means anything. An op whose steps cannot be

@@ -168,10 +168,11 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     num_tokens = tokens.shape[0]
     check_integer("max_num_tokens", max_num_tokens)
     check_integer("pad_id", pad_id)
-    if not 1 <= max_num_tokens <= config.max_num_inp_token_per_rank:
+    if max_num_tokens < 1:
+        raise InputError("max_num_tokens of at least 1", str(max_num_tokens))
+    if max_num_tokens > config.max_num_inp_token_per_rank:
         raise TooManyTokensError(
-            f"1 <= max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}",
-            str(max_num_tokens),
+            f"max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(max_num_tokens)
         )
     if num_tokens > max_num_tokens:
         raise TooManyTokensError(f"at most {max_num_tokens} tokens (max_num_tokens)", str(num_tokens))

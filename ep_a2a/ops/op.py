@@ -166,7 +166,7 @@ class EpDispatchCombineOp(ValidatedOp):
 
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:
-        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
         return self.memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
 
     @functools.cached_property

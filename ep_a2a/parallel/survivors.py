@@ -89,7 +89,7 @@ def survivors(
     """Makes the group and the manager of the ranks that are left. Collective over these ranks.
 
     Nothing is launched and no device memory is allocated: the first `manager.get_handle` does that. The former manager
-    and its ops stay as they are; `manager.destroy()` ends them, and waits 3 s for those who are gone. Where the
+    and its ops stay as they are; `manager.destroy()` ends them, and waits for no rank after the failure. Where the
     survivors are on several hosts, not equally many on each, backend ep_a2a takes `gpu_per_node=1` in handle kwargs.
 
     Args:

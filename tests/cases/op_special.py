@@ -343,6 +343,7 @@ def host_checks(context: RankContext, case: Case) -> None:
         many = torch.zeros(most + 1, hidden, dtype=x.dtype, device=device)
         raised(errors.TooManyTokensError, dispatch(input=many), str(most))
         raised(errors.TooManyTokensError, dispatch(max_num_tokens=most + 1))
+        raised(errors.InputError, dispatch(max_num_tokens=0), "at least 1")
         raised(errors.TooManyTokensError, dispatch(max_num_tokens=len(x) - 1))
         for name, values in {
             "pad_id": (1 << 40, 1.5, None),

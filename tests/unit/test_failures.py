@@ -56,7 +56,7 @@ def test_codes_are_those_of_the_kernels():
 def test_what_another_rank_has_not_told_is_not_made_up():
     for code in (CAPACITY, FOREIGN):
         text = str(error_of(Failure.of_peer(code, 3)))
-        assert "has told rank 1" in text
+        assert "a call on another rank, which reported it to rank 1" in text
         assert not any(f"{word} 0" in text or f"0 {word}" in text for word in ("token", "rows"))
 
 
@@ -85,7 +85,7 @@ CASES = {
     "timeout of which another rank has told": (
         Failure.of_peer(TIMEOUT, 3),
         RankTimeoutError,
-        ("timeout_secs = 2.5", "rank 3 is late (its process runs", "a call of another rank that has told rank 1"),
+        ("timeout_secs = 2.5", "rank 3 is late (its process", "a call on another rank, which reported it to rank 1"),
     ),
     # a rank that a peer has poisoned may itself miss nobody
     "timeout seen by another rank": (
@@ -115,6 +115,11 @@ CASES = {
         CapacityError,
         ("max_total_recv_tokens", "more on rank 1", "dispatch 7 on rank 1, 40 rows", "op.reset()"),
     ),
+    "capacity, reported by another rank": (
+        failure(CAPACITY, 2, DISPATCH),
+        CapacityError,
+        ("more on rank 2 (seen at dispatch 7 on rank 1)", "build another op"),
+    ),
     "weights missing": (
         failure(WEIGHTS, NOBODY, COMBINE, 1, (0, 1, 1, 0)),
         ConfigMismatchError,
@@ -123,12 +128,12 @@ CASES = {
     "weights missing, told by another rank": (
         failure(WEIGHTS, NOBODY, COMBINE),
         ConfigMismatchError,
-        ("weights on all ranks or on none", "none on ranks not known here", "op.reset()"),
+        ("none on a rank that another rank has seen", "Pass weights to combine on every rank or on none", "op.reset()"),
     ),
     "mismatch, told by another rank": (
         failure(MISMATCH, NOBODY, COMBINE, 0, (0, 1, 0, 0)),
         ConfigMismatchError,
-        ("all ranks to agree", "combine 7 on rank 1", "op.reset()"),
+        ("all ranks to agree", "combine 7 on rank 1", "That rank's error says what differs", "op.reset()"),
     ),
     "foreign indices": (
         failure(FOREIGN, 0, COMBINE, 12),
@@ -190,6 +195,14 @@ def test_a_timeout_names_whom_the_verdict_names(accused):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (RankTimeoutError, str(error))
     assert (again.missing_ranks, again.late_ranks) == ((2,), (3,))
+
+
+def test_a_timeout_that_names_nobody_says_what_to_do():
+    error = failure(TIMEOUT, NOBODY, DISPATCH).exception(1, Timeouts.same(1.0))
+    assert "no rank is gone or late" in str(error)
+    assert "named ranks" not in error.remedy
+    assert "EP_A2A_TIMEOUT_SECS" in error.remedy
+    assert "op.reset()" in error.remedy
 
 
 def test_a_kernel_lacks_the_source_of_a_row_whose_flags_have_come():

@@ -293,6 +293,14 @@ def test_our_own_kwargs_are_passed_through():
     assert {name: getattr(config, name) for name in extra} == extra
 
 
+@pytest.mark.parametrize(
+    "kwarg", ["num_ep_ranks", "token_hidden_size", "max_num_tokens_per_dp_rank", "num_experts_per_token"]
+)
+def test_impossible_values_are_told_by_the_names_of_kwargs(kwarg):
+    with pytest.raises(ConfigError, match=f"^expected {kwarg} to be .*; got -1. Correct the handle kwarg."):
+        config_from_handle_kwargs(handle_kwargs(**{kwarg: -1}), False)
+
+
 def test_unknown_kwargs_are_named_with_a_suggestion():
     with pytest.raises(UnknownNameError, match=r"got 'token_hiden_size'. Did you mean 'token_hidden_size'\?"):
         config_from_handle_kwargs(handle_kwargs(token_hiden_size=1), False)

@@ -301,7 +301,7 @@ def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankConte
             if tp_size == 1:
                 manager.check()
             else:
-                with refused(RankTimeoutError, "no rank is gone or late", f"has told rank {context.rank}"):
+                with refused(RankTimeoutError, "no rank is gone or late", f"reported it to rank {context.rank}"):
                     manager.check()
 
 

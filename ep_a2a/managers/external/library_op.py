@@ -125,7 +125,7 @@ class LibraryDispatchCombineOp(AdapterOp):
 
     @property
     def local_expert_count(self) -> torch.Tensor:
-        """Received rows per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
         return self._local_expert_count
 
     @property

@@ -225,7 +225,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
     @property
     def local_expert_count(self) -> torch.Tensor:
-        """Received rows per local expert, int32 [E], filled by a dispatch with call_local_expert_count=True."""
+        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
         return self.native.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
