@@ -36,11 +36,9 @@ CONFIG_FIELD_OF_KWARG = {
 
 REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
 OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
-NO_KWARGS = ("num_owner_ranks", "first_rank")
-"""Config fields for an op of one node of a larger group, which no engine makes."""
 EXTRA_KWARGS = (
     "max_total_recv_tokens", "use_external_inp_buf",
-    *(each.name for each in fields(EpDispatchCombineConfig) if each.kw_only and each.name not in NO_KWARGS),
+    *(each.name for each in fields(EpDispatchCombineConfig) if each.kw_only),
 )  # fmt: skip
 """Kwargs of this package, which set the config field of the same name."""
 

@@ -124,9 +124,6 @@ class EpDispatchCombineConfig:
             rdma_block_num channels share the rings. Ranks must have equal numbers, so a call cannot change them.
         internode_transport: the transport between nodes, by name. With "auto" a manager reads
             EP_A2A_INTERNODE_TRANSPORT; an op that is built without a manager takes "peer_memory".
-        num_owner_ranks: ranks that own the experts; 0 = W. More than W where the group is one node of a larger group;
-            ids of experts elsewhere are dropped.
-        first_rank: this group's first rank in that larger group.
     """
 
     data_type: torch.dtype
@@ -164,8 +161,6 @@ class EpDispatchCombineConfig:
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
     ring_chunks: int = field(default=4, metadata={"minimum": 1})
     internode_transport: str = "auto"
-    num_owner_ranks: int = field(default=0, metadata={"minimum": 0})
-    first_rank: int = field(default=0, metadata={"minimum": 0})
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -234,10 +229,8 @@ class EpDispatchCombineConfig:
 
     def _check_experts(self) -> None:
         require(self.total_experts > 0, "at least one expert in all", "none")
-        num_owners, last = self.num_owners, self.first_rank + self.world_size
-        require(last <= num_owners, f"first_rank + world_size <= {num_owners} ranks that own experts", str(last))
-        own = num_owned_experts(self.total_experts, num_owners, self.first_rank + self.rank)
-        most = num_owned_experts(self.total_experts, num_owners, self.first_rank)
+        own = self.num_local_experts
+        most = num_owned_experts(self.total_experts, self.world_size, 0)
         require(
             self.num_experts_per_rank in (own, most),
             f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
@@ -257,23 +250,18 @@ class EpDispatchCombineConfig:
     @functools.cached_property
     def total_experts(self) -> int:
         """Experts over all ranks; ids outside [0, total_experts) are dropped slots."""
-        return self.num_experts or self.num_owners * self.num_experts_per_rank
-
-    @functools.cached_property
-    def num_owners(self) -> int:
-        """Ranks that own the experts, this group's among them."""
-        return self.num_owner_ranks or self.world_size
+        return self.num_experts or self.world_size * self.num_experts_per_rank
 
     @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts that this rank owns."""
-        return num_owned_experts(self.total_experts, self.num_owners, self.first_rank + self.rank)
+        return num_owned_experts(self.total_experts, self.world_size, self.rank)
 
     @functools.cached_property
     def first_expert(self) -> int:
         """The id of the first expert that this rank owns, or would own."""
-        rank, (small, num_large) = self.first_rank + self.rank, divmod(self.total_experts, self.num_owners)
-        return rank * small + min(rank, num_large)
+        small, num_large = divmod(self.total_experts, self.world_size)
+        return self.rank * small + min(self.rank, num_large)
 
     @functools.cached_property
     def dispatch_quant(self) -> QuantType:

@@ -28,16 +28,10 @@ class Shape(NamedTuple):
 
 
 class ExpertPlacement(NamedTuple):
-    """Which rank owns an expert: linear ownership.
-
-    NUM_EXPERTS: of all ranks. NUM_OWNERS: ranks that own them. FIRST_OWNER: the first of those ranks that is a peer;
-    ids of ranks before it are dropped slots. RANKS_PER_PEER: 1, or the ranks of a node where peers are nodes.
-    """
+    """Which rank owns an expert: linear ownership. NUM_EXPERTS: of all ranks. NUM_OWNERS: ranks that own them."""
 
     NUM_EXPERTS: tl.constexpr
     NUM_OWNERS: tl.constexpr
-    FIRST_OWNER: tl.constexpr
-    RANKS_PER_PEER: tl.constexpr
 
 
 class Form(NamedTuple):

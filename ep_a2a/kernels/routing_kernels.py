@@ -11,7 +11,7 @@ CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 
 @portable
 def owner_of(experts, OWNERS: tl.constexpr):
-    """The peer that each expert id's tokens go to under linear ownership, negative for a dropped slot.
+    """The rank that each expert id's tokens go to under linear ownership, -1 for a dropped slot.
 
     Validity is decided before dividing: -1 // n is 0 in Triton.
 
@@ -28,8 +28,7 @@ def owner_of(experts, OWNERS: tl.constexpr):
     valid = (experts >= 0) & (experts < num_experts)
     safe = tl.where(valid, experts, 0)
     owner = tl.where(safe < boundary, safe // (small + 1), num_large + (safe - boundary) // divisor)
-    peer = tl.where(owner >= OWNERS.FIRST_OWNER, (owner - OWNERS.FIRST_OWNER) // OWNERS.RANKS_PER_PEER, -1)
-    return tl.where(valid, peer, -1)
+    return tl.where(valid, owner, -1)
 
 
 @portable

@@ -24,7 +24,7 @@ MANY_TOKENS = 256
 
 def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
     """Returns the linear ownership of experts by the op's ranks."""
-    return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.num_owners, config.first_rank, 1)))
+    return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.world_size)))
 
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:

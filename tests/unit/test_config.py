@@ -65,8 +65,6 @@ OWN_FIELDS = [
     ("chunk_tokens", 8),
     ("ring_chunks", 4),
     ("internode_transport", "auto"),
-    ("num_owner_ranks", 0),
-    ("first_rank", 0),
 ]
 INTEGER_MINIMUM = {
     "rank": 0,
@@ -89,8 +87,6 @@ INTEGER_MINIMUM = {
     "expert_alignment": 1,
     "chunk_tokens": 1,
     "ring_chunks": 1,
-    "num_owner_ranks": 0,
-    "first_rank": 0,
     "max_sms": 0,
 }
 
@@ -392,7 +388,6 @@ SHARED_CHANGES: dict[str, Any] = {
     "chunk_tokens": 32,
     "ring_chunks": 8,
     "internode_transport": "torch.distributed",
-    "num_owner_ranks": 16,
 }
 NEEDED_FOR: dict[str, dict[str, Any]] = {
     "scale_type_size": {"scale_dim": 1, "scale_type_size": 1},
@@ -401,7 +396,7 @@ NEEDED_FOR: dict[str, dict[str, Any]] = {
     "expert_alignment": {"layout": "expert_major"},
 }
 """Fields that a change of another one needs."""
-OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts", "first_rank"}
+OTHERWISE_SHARED = {"rank", "num_experts_per_rank", "num_experts"}
 
 
 def test_every_field_is_shared_or_this_ranks_own():
@@ -418,7 +413,7 @@ def test_digests_differ_where_one_shared_field_does(name):
     one, other = config_of(**needed), config_of(**{**needed, name: SHARED_CHANGES[name]})
     assert one.digest() != other.digest()
     different = {key for key, value in one.shared_fields().items() if other.shared_fields()[key] != value}
-    also = {"num_experts"} if name in ("world_size", "num_owner_ranks") else set()
+    also = {"num_experts"} if name == "world_size" else set()
     assert different == {name} | also
 
 
@@ -518,25 +513,3 @@ def test_what_travels(changes, wire_dtype, combined_dtype, scales):
 
 def _dispatch_part(quant_type: str) -> str:
     return quant_type if quant_type.startswith("fp8_per_") else "none"
-
-
-def test_a_group_that_is_one_node_of_a_larger_one():
-    """13 experts on 2 nodes of 2 ranks: 4 and 3, 3 and 3."""
-    nodes = [
-        [
-            config_of(
-                rank=local, world_size=2, num_experts=13, num_owner_ranks=4, first_rank=first,
-                num_experts_per_rank=num_owned_experts(13, 4, first + local),
-            )
-            for local in range(2)
-        ]
-        for first in (0, 2)
-    ]  # fmt: skip
-    assert [(each.first_expert, each.num_local_experts) for node in nodes for each in node] == [
-        (0, 4), (4, 3), (7, 3), (10, 3),
-    ]  # fmt: skip
-    second = nodes[1][0]
-    assert (second.total_experts, second.num_owners, second.first_rank) == (13, 4, 2)
-    assert nodes[1][0].digest() == nodes[1][1].digest() != nodes[0][0].digest()
-    with pytest.raises(ConfigError, match="first_rank \\+ world_size <= 4 ranks that own experts; got 5"):
-        config_of(rank=0, world_size=2, num_experts=13, num_owner_ranks=4, first_rank=3, num_experts_per_rank=3)

@@ -259,28 +259,15 @@ def test_owners(num_experts, world_size):
     ids = torch.tensor([*range(num_experts), *edge], dtype=torch.int32)
     ids = torch.cat([ids, torch.full((512 - len(ids),), -1, dtype=torch.int32)])
     out = torch.full((512,), 77, dtype=torch.int32)
-    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size, 0, 1), LANES=512)
+    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size), LANES=512)
     assert torch.equal(out, owner_of_experts(ids, num_experts, world_size))
     assert (out[num_experts:] == -1).all()
     assert out[:num_experts].min() >= 0
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks", "per_node"), [(60, 8, 4), (13, 4, 2), (256, 6, 3), (5, 8, 2)])
-def test_owners_among_the_ranks_of_a_node_and_among_nodes(num_experts, num_ranks, per_node):
-    """Ids of ranks before a node's are negative, those of ranks behind it beyond its own; nodes own what ranks do."""
-    ids = torch.arange(-1, 511, dtype=torch.int32)
-    ranks = owner_of_experts(ids, num_experts, num_ranks)
-    for first in range(0, num_ranks, per_node):
-        out = torch.full((512,), 77, dtype=torch.int32)
-        owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, num_ranks, first, 1), LANES=512)
-        assert torch.equal(out, torch.where(ranks >= first, ranks - first, -1).to(torch.int32))
-    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, num_ranks, 0, per_node), LANES=512)
-    assert torch.equal(out, torch.where(ranks >= 0, ranks // per_node, -1).to(torch.int32))
-
-
 def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
     """The constants that most helpers take."""
-    owners = ExpertPlacement(num_experts, world_size, 0, 1)
+    owners = ExpertPlacement(num_experts, world_size)
     return {"TOPK": topk, "OWNERS": owners, "WORLD_SIZE": world_size, "COUNT_BITS": bits,
             "WORLD_LANES": padded(world_size)}  # fmt: skip
 

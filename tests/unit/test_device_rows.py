@@ -443,7 +443,7 @@ def found_rows(
     alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
     find_rows.interpret(
         (NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, alone, told, few, TOPK=topk,
-        TOPK_LANES=padded(topk), OWNERS=ExpertPlacement(num_experts, world_size, 0, 1), WORLD_SIZE=world_size,
+        TOPK_LANES=padded(topk), OWNERS=ExpertPlacement(num_experts, world_size), WORLD_SIZE=world_size,
         WORLD_LANES=padded(world_size), TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
     )  # fmt: skip
     return torch.stack([alone, told, few])
