@@ -1,7 +1,12 @@
-"""Leaves out tests that have passed in an earlier run: EP_A2A_TEST_RESULTS names the folder where that is noted."""
+"""Leaves out tests that have passed in an earlier run: EP_A2A_TEST_RESULTS names the folder where that is noted.
+
+A pass counts as long as all files of ep_a2a/ and tests/ are as they were then.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +17,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "EP_A2A_TEST_RESULTS"
 FILE = "tests.jsonl"
+PROJECT = Path(__file__).resolve().parents[1]
+CODE_FOLDERS = ("ep_a2a", "tests")
 
 
 def results_file() -> Path | None:
@@ -20,13 +27,24 @@ def results_file() -> Path | None:
     return Path(folder) / FILE if folder else None
 
 
+@functools.cache
+def code(project: Path = PROJECT) -> str:
+    """A short hash of all that can change a test's outcome; a checkout's commit is not there on every machine."""
+    found = hashlib.sha256()
+    for folder in CODE_FOLDERS:
+        for path in sorted((project / folder).rglob("*.py")):
+            found.update(path.relative_to(project).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
 def passed(path: Path) -> set[str]:
-    """The tests whose last run has passed."""
+    """The tests whose last run on this code has passed."""
     outcomes: dict[str, str] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            outcomes[record["test"]] = record["outcome"]
+            if record.get("code") == code():
+                outcomes[record["test"]] = record["outcome"]
     return {test for test, outcome in outcomes.items() if outcome == "passed"}
 
 
@@ -46,7 +64,7 @@ def note(report: pytest.TestReport) -> None:
     # pytest-xdist's controller repeats what its workers have noted, with the worker as `node`
     if path is None or hasattr(report, "node") or (report.when != "call" and report.outcome == "passed"):
         return
-    record = {"test": report.nodeid, "outcome": report.outcome, "secs": round(report.duration, 2)}
+    record = {"test": report.nodeid, "outcome": report.outcome, "secs": round(report.duration, 2), "code": code()}
     if report.outcome != "passed":
         record["reason"] = report.longreprtext[-2000:]
     path.parent.mkdir(parents=True, exist_ok=True)
