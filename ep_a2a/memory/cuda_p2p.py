@@ -6,6 +6,7 @@ CUDA IPC ignores indices and maps memory of GPUs that the process does not see.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,15 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     error: EpA2AError | None = None
     address, text = 0, ""
+    opened: dict[int, int] = {}
+
+    def release() -> None:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            for peer_address in opened.values():
+                _checked(runtime.cudaIpcCloseMemHandle(peer_address), "cudaIpcCloseMemHandle")
+            _checked(runtime.cudaFree(address), "cudaFree")
+
     try:
         runtime = _runtime()
         with torch.cuda.device(device):
@@ -90,25 +100,22 @@ def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) 
             text = bytes(_checked(runtime.cudaIpcGetMemHandle(address), "cudaIpcGetMemHandle").reserved).hex()
     except EpA2AError as cause:
         error = cause
-    rendezvous.agree("allocating CUDA memory", error)
-    texts = rendezvous.exchange("CUDA IPC handles", text)
-    opened: dict[int, int] = {}
     try:
-        with torch.cuda.device(device):
-            for rank, other in enumerate(texts):
-                if rank != rendezvous.rank:
-                    opened[rank] = _open_ipc(runtime, other)
-    except EpA2AError as cause:
-        error = PeerAccessError("every rank's GPU memory to be mappable", str(cause))
-    rendezvous.agree("mapping CUDA memory", error)
-
-    def release() -> None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize(device)
-            for peer_address in opened.values():
-                _checked(runtime.cudaIpcCloseMemHandle(peer_address), "cudaIpcCloseMemHandle")
-            _checked(runtime.cudaFree(address), "cudaFree")
-
+        rendezvous.agree("allocating CUDA memory", error)
+        texts = rendezvous.exchange("CUDA IPC handles", text)
+        try:
+            with torch.cuda.device(device):
+                for rank, other in enumerate(texts):
+                    if rank != rendezvous.rank:
+                        opened[rank] = _open_ipc(runtime, other)
+        except EpA2AError as cause:
+            error = PeerAccessError("every rank's GPU memory to be mappable", str(cause))
+        rendezvous.agree("mapping CUDA memory", error)
+    except BaseException:
+        if address:
+            with contextlib.suppress(EpA2AError, RuntimeError):
+                release()
+        raise
     local = bytes_at(address, num_bytes, device)
     addresses = tuple(opened.get(rank, address) for rank in range(rendezvous.world_size))
     return SymmetricMemory(local, addresses, "CUDA IPC", release)
