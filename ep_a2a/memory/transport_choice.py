@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
 from ep_a2a.config.transports import check_internode_transport, transport_maker
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,13 +94,10 @@ def name_network_devices() -> None:
     for variable, value in ((NCCL_DEVICES, wanted), (NVSHMEM_DEVICES, devices)):
         standing = env.set_unless_set(variable, value)
         if standing == value:
-            _log_once(logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {variable}={value}")
+            log_once(logger, logging.INFO, f"EP_A2A_RDMA_DEVICES={devices} counts: {variable}={value}")
         else:
-            _log_once(
-                logging.WARNING, f"EP_A2A_RDMA_DEVICES={devices} does not count: {variable} is {standing!r} already"
+            log_once(
+                logger,
+                logging.WARNING,
+                f"EP_A2A_RDMA_DEVICES={devices} has no effect: {variable} is {standing!r} already",
             )
-
-
-@functools.cache
-def _log_once(level: int, message: str) -> None:
-    logger.log(level, "%s", message)

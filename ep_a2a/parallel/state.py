@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from ep_a2a import env
 from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
+from ep_a2a.log_once import log_once
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.topology import in_the_same_node_as
@@ -103,7 +103,8 @@ def init_dist_env(
     A DP replica has R = prefill_context_parallel_size * tensor_model_parallel_size ranks, the world has
     data_parallel_size * R, this process is its rank data_parallel_rank * R + rankID, and all of it is one EP group.
     torch.distributed is initialised unless it is already, in which case its size and rank must be these.
-    A second call with the same arguments does nothing; with others it is an error.
+    A second call with the same sizes, ranks and backends does nothing, whatever its local_rank and
+    distributed_init_method; with others it is a StateError.
 
     All ranks must agree on everything but rankID, data_parallel_rank and local_rank.
 
@@ -242,13 +243,8 @@ def _make_state(setup: _Setup, rank: int, device: torch.device, cleanup: ExitSta
 def _usable_backend(backend: str) -> str:
     if "nccl" not in backend or (torch.cuda.is_available() and dist.is_nccl_available()):
         return backend
-    _say_once(f"no CUDA or no NCCL here: backend 'gloo' instead of {backend!r}")
+    log_once(logger, logging.WARNING, f"no CUDA or no NCCL here: backend 'gloo' instead of {backend!r}")
     return "gloo"
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
@@ -260,6 +256,8 @@ def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
     if local_rank >= 0:
         index = local_rank
     elif launched_as is not None:
+        if not launched_as.isdecimal():
+            raise ConfigError("LOCAL_RANK to be a number", repr(launched_as), "Correct or unset it.")
         index = int(launched_as)
     else:
         index = torch.cuda.current_device() or rank % num_devices
@@ -267,7 +265,8 @@ def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
         # Launchers that give each process one visible device still count local ranks on the host.
         index = 0
     if index >= num_devices:
-        _say_once(f"local rank {index} and {num_devices} GPUs: ranks share GPUs, and NCCL is not to be had")
+        shared = f"local rank {index} and {num_devices} GPUs: ranks share GPUs, and NCCL is not to be had"
+        log_once(logger, logging.WARNING, shared)
         index = gpu_of(index, num_devices)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.interrupts import interrupts_held
+from ep_a2a.log_once import log_once
 from ep_a2a.memory.host_shm import remove_stale_files
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
@@ -236,7 +236,7 @@ class RankPool:
             self._daemon = MpsDaemon()
             if self._daemon.failure:
                 how = f"by time slices, which is slow: MPS does not start ({self._daemon.failure})"
-        _say_once(f"{self.note}; they run {how}")
+        log_once(logger, logging.WARNING, f"{self.note}; they run {how}")
         if self._mps is Mps.UNWANTED:
             return {PIPE_VARIABLE: no_daemon}
         return {} if self._daemon is None else self._daemon.variables
@@ -302,11 +302,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **pool_
     """
     with RankPool(world_size, **pool_options) as pool:
         return pool.run(function, *args)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def _process_context(device: str) -> SpawnContext | ForkServerContext:

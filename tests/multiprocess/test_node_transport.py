@@ -242,7 +242,7 @@ def test_choice_of_a_transport(monkeypatch):
     ],
 )
 def test_devices_are_handed_to_libraries_and_said_once(devices, standing, value, message, monkeypatch, caplog):
-    transport_choice._log_once.cache_clear()
+    transport_choice.log_once.cache_clear()
     monkeypatch.setenv("NVSHMEM_HCA_LIST", "")
     monkeypatch.setenv("EP_A2A_RDMA_DEVICES", devices)
     monkeypatch.setenv("NCCL_IB_HCA", standing)

@@ -22,7 +22,15 @@ MAX_IMPORT_SECS = 0.2
 
 # A module may import its own layer and those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("ep_a2a", "ep_a2a.moved", "ep_a2a.errors", "ep_a2a.env", "ep_a2a.path_security", "ep_a2a.interrupts"),
+    (
+        "ep_a2a",
+        "ep_a2a.moved",
+        "ep_a2a.errors",
+        "ep_a2a.env",
+        "ep_a2a.path_security",
+        "ep_a2a.interrupts",
+        "ep_a2a.log_once",
+    ),
     ("ep_a2a.config",),
     (
         "ep_a2a.topology",

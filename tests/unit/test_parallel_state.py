@@ -144,6 +144,12 @@ def pretend_gpus(monkeypatch, num_devices, current, launched_as):
     return chosen
 
 
+def test_a_local_rank_that_is_no_number_is_named(monkeypatch):
+    pretend_gpus(monkeypatch, 8, 0, "gpu3")
+    with pytest.raises(ConfigError, match="LOCAL_RANK to be a number; got 'gpu3'"):
+        state._choose_device("nccl", -1, 3)
+
+
 def test_nothing_before_init():
     for get in (ep_a2a.get_ep_group, get_tp_group, get_dp_group):
         with pytest.raises(NotInitializedError, match="init_dist_env"):

@@ -237,7 +237,7 @@ def it_is_said_once_where_the_backend_has_no_effect() -> None:
 
     said: dict[tuple[bool, int], list[str]] = {}
     for ep, size in itertools.product((False, True), (1, 2)):
-        common._warnings.clear()
+        common.log_once.cache_clear()
         messages = Messages("vllm.ep_a2a")
         for _ in range(2):
             VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_a2a import env
 from ep_a2a.errors import EnvironmentVariableError
+from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,14 +21,10 @@ logger = logging.getLogger("vllm.ep_a2a")
 
 WORKER_VARIABLES = (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS)
 
-_warnings: set[str] = set()
-
 
 def warn_once(message: str) -> None:
     """Logs a warning once per process."""
-    if message not in _warnings:
-        _warnings.add(message)
-        logger.warning(message)
+    log_once(logger, logging.WARNING, message)
 
 
 def unreadable_variable() -> EnvironmentVariableError | None:

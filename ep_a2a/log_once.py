@@ -1,0 +1,15 @@
+"""Log messages that would come again with every layer or step."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+
+@functools.cache
+def log_once(logger: logging.Logger, level: int, message: str) -> None:
+    """Logs a message the first time in a process."""
+    logger.log(level, "%s", message)
