@@ -64,13 +64,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device cuda: there is no GPU; leave it out to run on CPU")
+    if options.ranks * options.experts_per_rank < TOPK:
+        parser.error(f"--experts-per-rank {options.experts_per_rank}: a token names {TOPK} experts")
     with refused_in_one_line(parser):
         errors = run_ranks(run_rank, options.ranks, options, device=options.device)
     for rank, error in enumerate(errors):
         print(f"rank {rank}: error {error:g}")
     if any(errors):
         sys.exit("the combined tokens are not what they should be")
-    print("combine gave every token times the number of ranks it went to, and low_latency_combine itself")
+    print("combine gave every token times the number of ranks it went to; low_latency_combine gave every token itself")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     if sys.version_info < MINIMUM_PYTHON:
         sys.exit(
-            f"Python >= 3.11 is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 {' '.join(sys.argv)}"
+            f"Python >= 3.11 is needed, this is {sys.version.split()[0]}. Name another one to make, for example: "
+            "make PYTHON=python3.12 demo"
         )
 
     python = options.environment / "bin" / "python"

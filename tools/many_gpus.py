@@ -1,4 +1,4 @@
-"""Runs what tells how good ep_a2a is on a machine with several GPUs, in parts, each command within a time limit.
+"""Runs the multi-GPU tests and benchmarks in parts, each command within a time limit.
 
     python tools/many_gpus.py tests bench --folder rows
     python tools/many_gpus.py layer --dry-run

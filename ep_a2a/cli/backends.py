@@ -47,4 +47,4 @@ def command(
         if verbose:
             console.print(*capability_views(backends, console.width))
         else:
-            messages.note("`ep-a2a backends NAME` says what one can do and why it is not here; -v says it of all.")
+            messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")

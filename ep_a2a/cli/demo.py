@@ -29,7 +29,7 @@ DEFAULT_RANKS = 4
 
 def command(
     ranks: Annotated[
-        int | None, at_most(MOST_PROCESSES, "Processes; more than GPUs share them. Default: 4, or one per GPU.")
+        int | None, at_most(MOST_PROCESSES, "Processes; more than GPUs share them. Default: 4, on 2 or 3 GPUs as many.")
     ] = None,
     device: DeviceOption = Device.AUTO,
     text: Annotated[

@@ -57,7 +57,7 @@ def command(
     scale_format: Annotated[str | None, _op("float32 (default), ue8m0, float32_power_of_two.")] = None,
     max_total_recv_tokens: Annotated[int | None, _op("Cap on received rows; default: none.", 0, MOST_TOKENS)] = None,
     flagged_max_tokens: Annotated[
-        int | None, _op("Tokens of steps that travel as flags; default: 128.", 0, MOST_TOKENS)
+        int | None, _op("Most tokens of a rank in the low-latency dispatch; default: 128.", 0, MOST_TOKENS)
     ] = None,
     nodes: Annotated[str | None, _nodes("Predict for numbers of nodes, separated by commas.")] = None,
     nic_gbps: Annotated[float | None, _nodes("Rate of each GPU's NIC, Gb/s; default: 400.")] = None,

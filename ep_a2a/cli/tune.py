@@ -35,7 +35,10 @@ def command(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32.")] = "bfloat16",
     quant: Annotated[str, typer.Option(help="Cast of dispatch: none, fp8_per_token, fp8_per_1x128.")] = "fp8_per_1x128",
     combine_quant: Annotated[str, typer.Option(help="Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
-    layout: Annotated[str, typer.Option(help="compact, rank_major.")] = "rank_major",
+    layout: Annotated[
+        str,
+        typer.Option(help="To measure with: compact, rank_major. Entries serve, and replace those of, all layouts."),
+    ] = "rank_major",
     budget_secs: Annotated[float, typer.Option(min=1, help="Seconds of search for each size.")] = 60.0,
     iterations: Annotated[int, at_most(MOST_ITERATIONS, "Timed runs of each trial.")] = 20,
     output: Annotated[

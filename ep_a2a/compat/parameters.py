@@ -60,11 +60,11 @@ DEEP_EP = (
     Row("deep_ep", "Buffer", "allow_mnnvl use_fabric", WARNED, "True", "A buffer is inside one node."),
     Row("deep_ep", "Buffer", "low_latency_mode", NONE, "", "Both modes can always be called."),
     Row("deep_ep", "Buffer", "enable_shrink", REFUSED, "True",
-        "A rank that does not come is a RankTimeoutError on the others; make a new group and buffer without it."),
+        "Leave it out. If a rank does not come, the others get a RankTimeoutError; then make a new group and buffer."),
     Row("deep_ep", "Buffer", "comm", REFUSED, "without group", "Pass group."),
     Row("deep_ep", "Buffer.low_latency_update_mask_buffer Buffer.low_latency_query_mask_buffer "
         "Buffer.low_latency_clean_mask_buffer", "", REFUSED, "",
-        "A rank that does not come is a RankTimeoutError on the others; make a new group and buffer without it."),
+        "If a rank does not come, the others get a RankTimeoutError; then make a new group and buffer."),
     Row("deep_ep", "Buffer.get_local_buffer_tensor", "", REFUSED, "",
         "Use the tensors that dispatch returns, or get_next_low_latency_combine_buffer."),
     Row("deep_ep", "Buffer.clean_low_latency_buffer", "", NONE, "", "Calls of both modes need no cleaned memory."),
@@ -184,7 +184,7 @@ def warn_of_variables(library: str, names: tuple[str, ...]) -> None:
     """Warns once per process of a library's environment variables, which nothing here reads; () = no warning."""
     if names:
         logger.warning(
-            "%s on ep_a2a: nothing reads %s. docs/env.md lists the variables that count, as %s for network devices.",
+            "%s on ep_a2a: %s have no effect. docs/env.md lists the variables that do, such as %s for network devices.",
             library, ", ".join(names), env.RDMA_DEVICES.name,
         )  # fmt: skip
 

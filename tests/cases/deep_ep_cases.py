@@ -472,7 +472,9 @@ def refusals(context: RankContext, case: Case) -> None:
         (ConfigError, "even number", lambda: Buffer.set_num_sms(7)),
     ]
     send = functools.partial(buffer.low_latency_dispatch, x, ids, 16, case.num_experts)
+    too_many = functools.partial(buffer.low_latency_dispatch, x, ids, len(x) - 1, case.num_experts)
     wrong += [
+        (TooManyTokensError, "num_max_dispatch_tokens_per_rank", too_many),
         (InputError, "both", lambda: send(async_finish=True, return_recv_hook=True)),
         (InputError, "round_scale with use_ue8m0", lambda: send(use_ue8m0=True)),
         (ShapeError, "multiple of 512", lambda: send(round_scale=True, use_ue8m0=True)),

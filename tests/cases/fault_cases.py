@@ -305,7 +305,7 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
         arena.rendezvous.barrier("one rank has given up")
         if context.rank != VICTIM:
             op.check()
-        error = raised(RankTimeoutError, told.check, "had not come when" if context.rank == VICTIM else "has told")
+        error = raised(RankTimeoutError, told.check, "had not come when" if context.rank == VICTIM else "reported it")
         op.reset()
         told.check()
         run_step(case, op, 2, context.device)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import subprocess
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ep_a2a.commands.bench import report
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
 from ep_a2a.commands.bench.launcher import Runner, run_sweep
 from ep_a2a.commands.bench.picture import choose_x, make_lines, plot_bench
@@ -148,6 +151,20 @@ def test_on_cpu_it_is_a_functional_check():
 def test_collectives_on_cpu_are_gloos():
     assert [shown_name(name, "cpu") for name in ("nccl_agrs", "ep_a2a")] == ["gloo_agrs", "ep_a2a"]
     assert shown_name("nccl_agrs", "cuda") == "nccl_agrs"
+
+
+def test_the_commit_is_that_of_this_package_alone(tmp_path, monkeypatch):
+    """A virtual environment may lie inside the checkout of another project."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    package = tmp_path / ".venv" / "ep_a2a" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    monkeypatch.setattr(report.ep_a2a, "__file__", str(package))
+    assert report.commit() is None
+    (tmp_path / "ep_a2a").mkdir()
+    monkeypatch.setattr(report.ep_a2a, "__file__", str(tmp_path / "ep_a2a" / "__init__.py"))
+    assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?", report.commit() or "")
 
 
 def test_json_lines_grow_behind_their_header(tmp_path):

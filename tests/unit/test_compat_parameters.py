@@ -398,6 +398,11 @@ def test_a_refusal_has_the_remedy_of_its_row(case: str):
     assert caught.value.remedy == REFUSED[case].text
 
 
+def test_a_value_that_is_refused_is_named():
+    with pytest.raises(UnsupportedError, match="shmem_malloc_align with an alignment of at most 256 bytes; got 512"):
+        mori.shmem.shmem_malloc_align(512, 1)
+
+
 def test_defaults_and_what_programs_must_pass_warn_of_nothing(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         buffer(low_latency_mode=True)
@@ -441,5 +446,5 @@ def test_variables_of_mori_are_named_once(monkeypatch: pytest.MonkeyPatch, caplo
                 mori.shmem.shmem_torch_process_group_init("no such group")
     assert len(caplog.records) == 1
     text = caplog.records[0].getMessage()
-    assert "nothing reads MORI_RDMA_DEVICES, MORI_SHMEM_HEAP_SIZE. " in text
+    assert "MORI_RDMA_DEVICES, MORI_SHMEM_HEAP_SIZE have no effect. " in text
     assert "EP_A2A_RDMA_DEVICES" in text

@@ -32,12 +32,7 @@ TABLE = {
     144: (20, (32, 720, 12, 128), (2, 720, 8, 128), 944_191_744, 756_106_624),
     160: (20, (28, 720, 12, 128), (2, 720, 8, 128), 944_193_024, 840_118_400),
 }
-CONSTANTS = {
-    "num_max_nvl_peers": 8, "num_max_rdma_peers": 20, "num_max_fifo_slots": 32768,
-    "num_workspace_bytes": 32 * 1024 * 1024, "num_max_local_experts": 1024, "num_buffer_alignment_bytes": 128,
-    "finished_sum_tag": 1024, "num_cpu_timeout_secs": 100, "num_timeout_cycles": 200_000_000_000,
-    "num_wait_nanoseconds": 500,
-}  # fmt: skip
+CONSTANTS = {"num_max_nvl_peers": 8, "num_buffer_alignment_bytes": 128}
 
 
 def test_the_worked_example_of_low_latency():

@@ -475,7 +475,22 @@ def test_several_nodes():
         for each in judge_backend(H200_HOST, Request(ranks_per_node=(2, 2))).diagnostics
         if each.level is Level.WARNING
     ]
-    assert "not yet on GPUs" in warned[0].found
+    assert "virtual nodes only" in warned[0].found
+
+
+def test_memory_of_ranks_that_share_a_gpu_adds_up():
+    alone = replace(H200_HOST, torch=replace(H200_HOST.torch, num_gpus=1))
+    request = Request(ranks_per_node=(8,), max_tokens=4096, needed_bytes=20 * GIB)
+    assert "memory" in errors_of(alone, request)
+    assert errors_of(alone, replace(request, ranks_per_node=(1,))) == []
+    assert errors_of(H200_HOST, request) == []
+
+
+def test_memory_between_hosts_is_not_guessed():
+    request = Request(ranks_per_node=(8, 8), max_tokens=4096, needed_bytes=200 * GIB)
+    found = [each for each in judge_backend(H200_HOST, request).diagnostics if each.subject == "memory"]
+    assert [each.level for each in found] == [Level.NOTE]
+    assert "torch.distributed" in found[0].found
 
 
 @pytest.mark.parametrize(

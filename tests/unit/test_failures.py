@@ -82,7 +82,7 @@ CASES = {
         RankTimeoutError,
         ("ranks [0] had not come when", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
     ),
-    "timeout of which another rank has told": (
+    "timeout that another rank has reported": (
         Failure.of_peer(TIMEOUT, 3),
         RankTimeoutError,
         ("timeout_secs = 2.5", "rank 3 is late (its process", "a call on another rank, which reported it to rank 1"),

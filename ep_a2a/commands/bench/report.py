@@ -83,8 +83,12 @@ def describe(device: str) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Returns the commit of this package's checkout, "-dirty" with changes on top; None where there is none."""
+    root = Path(ep_a2a.__file__).resolve().parents[1]
+    # an installed package may lie inside the checkout of another project
+    if not (root / ".git").exists():
+        return None
     describe_commit = ("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
-    return command_output("git", "-C", str(Path(ep_a2a.__file__).parent), *describe_commit).strip() or None
+    return command_output("git", "-C", str(root), *describe_commit).strip() or None
 
 
 class JsonLines:

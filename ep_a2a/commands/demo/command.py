@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.demo.model import DemoText
     from ep_a2a.commands.demo.settings import DemoSettings
 
-EXIT_MISMATCH = 1
-
 
 def execute(
     settings: DemoSettings,
@@ -62,4 +60,4 @@ def execute(
     give_json(report, output, as_json=as_json)
     if not as_json:
         show_report(messages.output(), report, verbose=verbose)
-    return 0 if report["matches"] else EXIT_MISMATCH
+    return messages.EXIT_OK if report["matches"] else messages.EXIT_MISMATCH

@@ -147,7 +147,7 @@ def _check_reach(info: SystemInfo, ranks: tuple[int, ...]) -> Iterator[Diagnosti
     yield from every("nodes",
         (ERROR, len(set(ranks)) > 1, f"unlike numbers of ranks: {', '.join(map(str, ranks))}",
          f"Start as many ranks on each node, or use {PORTABLE}."),
-        (WARNING, len(ranks) > 1 and num_gpus, "ep_a2a between nodes has run on CPU processes only, not yet on GPUs",
+        (WARNING, len(ranks) > 1 and num_gpus, "between nodes, ep_a2a on GPUs has run on one host's virtual nodes only",
          f"Or use {PORTABLE}."))  # fmt: skip
     for way, pairs in info.driver.unreached().items():
         yield from first(way,
@@ -167,6 +167,7 @@ def _check_ranks(info: SystemInfo, ranks: tuple[int, ...], name: str) -> list[Di
 def _check_memory(info: SystemInfo, request: Request, ranks: tuple[int, ...], name: str) -> list[Diagnostic]:
     needed, free, place, of = request.needed_bytes or 0, info.host.shared_memory.free_bytes, "in /dev/shm", "this host"
     if info.torch.num_gpus:
+        needed *= -(-max(ranks) // info.torch.num_gpus)  # ranks that share a GPU
         # -1: not known.
         free = min((gpu.free_bytes for gpu in info.driver.gpus if gpu.free_bytes is not None), default=-1)
         place, of = "on the fullest GPU", "each GPU"
@@ -175,6 +176,7 @@ def _check_memory(info: SystemInfo, request: Request, ranks: tuple[int, ...], na
     text = f"{needed:,} bytes needed on {of}"
     return first("memory",
         (NOTE, name != DEFAULT_BACKEND, f"not known for {name}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes"),
+        (NOTE, len(ranks) > 1, "not known over torch.distributed: `ep-a2a plan --vllm` counts it for a model"),
         (NOTE, request.needed_bytes is None, "`ep-a2a plan` gives no answer for these sizes", "Run it: it says why."),
         (NOTE, free < 0, text),
         (ERROR, needed > free, f"{text}, {free:,} free {place}",

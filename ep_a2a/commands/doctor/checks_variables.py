@@ -71,6 +71,7 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
     secs = float(value) if of(env.TIMEOUT_SECS) and not problem else math.nan
     vllm_secs = math.nan if info.vllm.version is None else _vllm_step_secs(info)
     hca = info.environment.get("NCCL_IB_HCA")
+    cuda_major = (info.torch.cuda_build or "13").partition(".")[0]
     return first(name,
         (ERROR, problem, f"{text}: {problem}", "Correct or unset it; docs/env.md lists them all."),
         (WARNING, name not in known and not present_name, f"{text} is no variable of this version: it does nothing",
@@ -78,7 +79,7 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
         (ERROR, of(env.INTERNODE_TRANSPORT) and value not in INTERNODE_TRANSPORTS, f"{text} is not in this version",
          f"Use one of {', '.join(INTERNODE_TRANSPORTS)}."),
         (ERROR, of(env.INTERNODE_TRANSPORT) == "nvshmem" and not info.installation.has_nvshmem,
-         f"{text}, and no package nvidia-nvshmem", "pip install nvidia-nvshmem-cu13."),
+         f"{text}, and no package nvidia-nvshmem", f"pip install nvidia-nvshmem-cu{cuda_major}."),
         (ERROR, of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(value).is_dir(), f"{text} is no folder",
          "Make it, or unset the variable."),
         (ERROR, of(env.LOG_LEVEL) and value.upper() not in LEVELS, f"{text} is no level",

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ep_a2a.commands.doctor.selftest import SelfTest
     from ep_a2a.commands.doctor.system_info import SystemInfo
 
-EXIT_PREVENTED = 1
-
 
 def execute(
     request: Request,
@@ -73,7 +71,7 @@ def execute(
     give_json(report, output, as_json=as_json)
     if not as_json:
         sys.stdout.write(render(ep_a2a.__version__, sections, _columns()) + ("" if test is None else f"\n{test.table}"))
-    return EXIT_PREVENTED if prevented else 0
+    return messages.EXIT_MISMATCH if prevented else messages.EXIT_OK
 
 
 def _columns() -> int:

@@ -192,7 +192,7 @@ class Folder:
     Attributes:
         path: where it is.
         exists: whether it does. writable: whether this user can make files there.
-        owner: user id; None where it does not exist. mode: permission bits.
+        owner, mode: user id and permission bits, of the nearest folder above it where it does not exist.
         size_bytes, free_bytes: of the file system that it is on.
         no_exec: whether that file system refuses to run code.
         unsafe: why code that lies there cannot be trusted; "" where it can.

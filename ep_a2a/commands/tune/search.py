@@ -13,6 +13,7 @@ import torch
 
 from ep_a2a.commands.bench.native import OpContender, OpSession, make_config
 from ep_a2a.commands.bench.timing import make_clock, median_us
+from ep_a2a.commands.files import check_folder
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -225,7 +226,9 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
     workload, config = outcome.workload, make_config(outcome.workload, 0)
     num_bytes = workload.dispatch_bytes + workload.combine_bytes
     us = round(outcome.best_us, 2)
-    tried = f"analytic launches: {outcome.default_us:.1f} us; {outcome.num_trials} launches tried"
+    tried = (
+        f"layout {workload.layout}; analytic launches: {outcome.default_us:.1f} us; {outcome.num_trials} launches tried"
+    )
     evidence = Evidence(
         us=us,
         gb_per_s=round(num_bytes / us / 1e3, 1),
@@ -255,10 +258,10 @@ def tune(
         The outcome of each workload, or why there is none.
 
     Raises:
-        UnsupportedError: there is no GPU.
+        UnsupportedError: there is no GPU. ConfigError: the folder cannot be written to.
     """
     check_can_tune(points[0].world_size)
-    output.mkdir(parents=True, exist_ok=True)
+    check_folder(output)
     for workload in points:
         try:
             with RankPool(

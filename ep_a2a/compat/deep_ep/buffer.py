@@ -186,6 +186,7 @@ class Buffer(BufferBase):
 
         Raises:
             InputError: an argument does not fit.
+            UnsupportedError: topk_weights of another number of columns than the dispatch's topk_idx, or after none.
         """
         self._require_open()
         num_sms = self._num_sms(config)

@@ -51,7 +51,7 @@ class BufferBase:
         max_open_steps: int = 2,
     ) -> None:
         if enable_shrink:
-            _refuse_masks()
+            _refuse_masks("Buffer", "enable_shrink")
         if group is None:
             raise UnsupportedError(
                 "a torch process group", f"group None, comm {comm!r}", remedy_of("deep_ep", "Buffer", "comm")
@@ -152,15 +152,15 @@ class BufferBase:
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
         """Not supported: ranks cannot be masked."""
-        _refuse_masks()
+        _refuse_masks("Buffer.low_latency_update_mask_buffer")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
         """Not supported: ranks cannot be masked."""
-        _refuse_masks()
+        _refuse_masks("Buffer.low_latency_query_mask_buffer")
 
     def low_latency_clean_mask_buffer(self) -> NoReturn:
         """Not supported: ranks cannot be masked."""
-        _refuse_masks()
+        _refuse_masks("Buffer.low_latency_clean_mask_buffer")
 
     def _num_sms(self, config: Config | None) -> int:
         """Returns the most multiprocessors of a normal call; 0 = all."""
@@ -175,8 +175,7 @@ def _nothing() -> None:
     """Finaliser of a buffer with explicitly_destroy."""
 
 
-def _refuse_masks() -> NoReturn:
+def _refuse_masks(function: str, parameter: str = "") -> NoReturn:
     raise UnsupportedError(
-        "all ranks to take part", "masks of ranks (enable_shrink)",
-        remedy_of("deep_ep", "Buffer", "enable_shrink"),
-    )  # fmt: skip
+        "all ranks to take part", "masks of ranks (enable_shrink)", remedy_of("deep_ep", function, parameter)
+    )

@@ -12,7 +12,7 @@ from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
-from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError
+from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
 from ep_a2a.ops.combine_time_weights import WeightExchange
 
 if TYPE_CHECKING:
@@ -178,6 +178,11 @@ class LowLatencyMode:
 
     def _check(self, given: LowLatencyInput, shape: OpShape) -> None:
         check_num_experts(given.num_experts, self._ops.num_ranks)
+        if given.x.shape[0] > given.max_num_tokens:
+            raise TooManyTokensError(
+                f"at most {given.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)", str(given.x.shape[0]),
+                "Raise num_max_dispatch_tokens_per_rank on every rank, or split the batch.",
+            )  # fmt: skip
         if given.topk_idx.dtype not in (torch.int64, torch.int32):
             raise DtypeError("topk_idx of dtype torch.int64 or torch.int32", str(given.topk_idx.dtype))
         group = FP8_GROUP_SIZE * (PACKED_SCALES if given.scale_format is ScaleFormat.UE8M0 else 1)

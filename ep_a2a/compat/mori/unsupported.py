@@ -25,7 +25,7 @@ def refused(function: str, parameter: str = "") -> UnsupportedError:
     """
     what = f"{parameter} of mori.{function}" if parameter else f"mori.{function}"
     return UnsupportedError(
-        f"mori on MORI's own kernels for {what}", "mori on ep_a2a, which has no such thing",
+        "a function or value that ep_a2a.compat.mori offers", f"{what}, which only MORI's own kernels have",
         remedy_of("mori", function, parameter),
     )  # fmt: skip
 

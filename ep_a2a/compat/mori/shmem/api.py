@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a import env, shmem
 from ep_a2a.compat.mori.shmem_context import close_world
 from ep_a2a.compat.mori.unsupported import refused
-from ep_a2a.compat.parameters import warn_of_variables
-from ep_a2a.errors import InputError
+from ep_a2a.compat.parameters import remedy_of, warn_of_variables
+from ep_a2a.errors import InputError, UnsupportedError
 from ep_a2a.shmem import shmem_barrier_all, shmem_mype, shmem_npes
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ def shmem_malloc_align(alignment: int, size: int) -> int:
     if alignment < 1 or alignment & (alignment - 1):
         raise InputError("alignment to be a power of two", str(alignment))
     if alignment > ALLOCATION_ALIGNMENT_BYTES:
-        raise refused("shmem.shmem_malloc_align", "alignment")
+        raise UnsupportedError(
+            f"shmem_malloc_align with an alignment of at most {ALLOCATION_ALIGNMENT_BYTES} bytes", str(alignment),
+            remedy_of("mori", "shmem.shmem_malloc_align", "alignment"),
+        )  # fmt: skip
     return shmem_malloc(size)
 
 

@@ -8,6 +8,8 @@ import torch
 
 from ep_a2a import shmem
 from ep_a2a.compat.mori.unsupported import refused
+from ep_a2a.compat.parameters import remedy_of
+from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +53,10 @@ def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
     """
     if peer == shmem.shmem_mype():
         return tensor
-    raise refused("shmem.symm_mori_shmem_tensor", "peer")
+    raise UnsupportedError(
+        f"symm_mori_shmem_tensor with peer {shmem.shmem_mype()}, this rank", str(peer),
+        remedy_of("mori", "shmem.symm_mori_shmem_tensor", "peer"),
+    )  # fmt: skip
 
 
 def mori_shmem_create_tensor_list_intra_node(
