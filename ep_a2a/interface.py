@@ -77,7 +77,7 @@ class DispatchCombineOp(Protocol):
     def combine_send(
         self, input: Tensor, weights: Tensor | None = None, indices: Tensor | None = None, *,
         out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
-    ) -> CombineResult: """The first half: sends rows back. `input` may be overwritten by later work on the stream."""
+    ) -> CombineResult: """The first half: sends rows back. Later work may overwrite `input`, but no bias."""
     def combine_recv(self) -> CombineResult: """The second half: waits for this rank's rows and adds them."""
     @property
     def recv_counts(self) -> Tensor: """[W] int32, rows received per source in the last dispatch."""

@@ -57,15 +57,15 @@ class Cache:
         key = _key(kwargs, index)
         with self._lock:
             handle = self._handles.pop(key, None)
-            if handle is None:
+            if getattr(handle, "closed", handle is None):
                 handle = func(**kwargs)
             self._handles[key] = handle
             return handle
 
     def handles(self) -> list[Any]:
-        """Every handle that is alive, in the order in which `get_or_create` last returned them."""
+        """Every handle that is alive and open, in the order in which `get_or_create` last returned them."""
         with self._lock:
-            return list(self._handles.values())
+            return [handle for handle in self._handles.values() if not getattr(handle, "closed", False)]
 
     def clear(self) -> None:
         """Forgets all handles; those still held elsewhere stay usable but are not found again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -133,11 +132,12 @@ class NativeAll2AllManager(All2AllManagerBase):
             raise
 
         def make(config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
-            if self._max_sms and "max_sms" not in kwargs:
-                config = replace(config, max_sms=self._max_sms)
             if self._factory is None:
                 self._factory = OpFactory(self.arena)
-            return self._factory.make(config, topology, index)
+            made = self._factory.make(config, topology, index)
+            if self._max_sms and "max_sms" not in kwargs:
+                made.set_max_sms(self._max_sms)
+            return made
 
         op: EpDispatchCombineOp = self.handle_cache.get_or_create({"config": config}, make, index)
         return op

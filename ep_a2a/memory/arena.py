@@ -139,6 +139,7 @@ class Arena:
         self.rendezvous = Rendezvous(self.group)
         self._slots: dict[int, Slot] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}
+        self._has_met = False
         self._num_unshared = 0
         self._free_unshared: list[int] = []
 
@@ -200,8 +201,9 @@ class Arena:
         """
         if self.closed:
             raise ClosedError("an open arena", "a closed one")
-        if not self._memory and self.liveness is None:
+        if not self._has_met:
             self.liveness = Liveness.meet(self.rendezvous)
+            self._has_met = True
             if self.liveness is not None:
                 self.rendezvous.tell_apart = self.liveness.tell_apart
         if (key, index) not in self._memory:

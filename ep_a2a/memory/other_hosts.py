@@ -241,6 +241,9 @@ def _listen(
 ) -> None:  # fmt: skip
     """Hears the others, and speaks every SPEAK_SECS."""
     next_time = 0.0
+    # select refuses descriptors from 1024 on
+    poll = select.poll()
+    poll.register(mouth.socket, select.POLLIN)
     while not stopping.is_set():
         if time.monotonic() >= next_time:
             next_time = time.monotonic() + SPEAK_SECS
@@ -249,7 +252,7 @@ def _listen(
                 break
         # anybody may send anything; a port where nobody listens any more is an OSError, and so is silence
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, OverflowError):
-            if not select.select([mouth.socket], [], [], 0)[0]:
+            if not poll.poll(0):
                 listened[0] = time.monotonic()
             mouth.socket.settimeout(max(SHORTEST_WAIT_SECS, next_time - time.monotonic()))
             text, address = mouth.socket.recvfrom(MAX_DATAGRAM_BYTES)

@@ -84,9 +84,12 @@ class StreamOrder:
             return
         self.has_captured |= capturing
         stream = torch.cuda.current_stream(device)
-        # a capture begins with a device synchronisation and cannot wait for streams outside
+        # a capture begins with a device synchronisation and cannot wait for streams outside, or of an earlier capture
         if last is not None and last[0] != number and last[1] == capturing:
-            stream.wait_stream(last[2])
+            with torch.cuda.stream(last[2]):
+                is_same = is_capturing(device) == capturing
+            if is_same:
+                stream.wait_stream(last[2])
         self._last = (number, capturing, stream)
 
 

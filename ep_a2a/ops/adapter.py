@@ -55,7 +55,6 @@ class AdapterOp(ValidatedOp):
     casts_inside = False
     """Whether `_send` gets tokens before the config's cast."""
 
-    _closed = False
     _step: StepInputs | None = None
     _dispatched: DispatchResult | None = None
     _inputs: StepInputs | None = None

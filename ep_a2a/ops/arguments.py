@@ -86,6 +86,16 @@ class DispatchArguments(NamedTuple):
     pad_id: int
     row_limit: int
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors that are given."""
+        return tuple(each for each in (self.x, self.scales, self.weights, self.ids) if each is not None)
+
+    def copied(self) -> DispatchArguments:
+        """The same with copies of the tensors."""
+        scales, weights = (None if each is None else each.clone() for each in (self.scales, self.weights))
+        return self._replace(x=self.x.clone(), scales=scales, weights=weights, ids=self.ids.clone())
+
 
 class CombineArguments(NamedTuple):
     """The operands of one combine.

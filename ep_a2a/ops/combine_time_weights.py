@@ -111,7 +111,7 @@ class WeightExchange:
         memory = op.arena.acquire(f"{config.digest()} combine-time weights", op.index, sizes)
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own.view(torch.int64)
-        self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64))
+        self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64, device="cpu"))
         self._variant = exchange_variant(config, spans=False)
         op.arena.together("initialising the exchange of weights", self._initialize)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.arguments import Biases, CombineInputs, StepInputs
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
+"""By bytes of a scale; the first is that of scales that are made here."""
 
 
 def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
@@ -186,9 +187,17 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     _check_scales(config, device, tokens, scales)
 
 
-def travelling_scales(config: EpDispatchCombineConfig, scales: torch.Tensor | None) -> torch.Tensor | None:
-    """The scales that travel as they are given, after check_dispatch: none where an empty tensor stands for none."""
-    if scales is None or scales.numel() or (config.num_scales and not config.casts_in_dispatch):
+def travelling_scales(
+    config: EpDispatchCombineConfig, tokens: torch.Tensor, scales: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The scales that travel as they are given, after check_dispatch: none where an empty tensor stands for none.
+
+    A rank without tokens, where they come cast, has an empty tensor: its kernels move other ranks' scales.
+    """
+    is_cast = config.casts_in_dispatch and tokens.dtype == FP8_DTYPE
+    if scales is None and is_cast:
+        return tokens.new_empty(0, config.num_scales, dtype=SCALE_DTYPES[config.scale_bytes][0])
+    if scales is None or scales.numel() or (config.num_scales and (is_cast or not config.casts_in_dispatch)):
         return scales
     return None
 

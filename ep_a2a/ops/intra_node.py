@@ -69,6 +69,9 @@ class IntraNodeKernels:
         device: where the kernels run; CPU means Triton's interpreter.
     """
 
+    sends_late = False
+    """Whether the second half of a dispatch reads what the first was given."""
+
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.config, self.table, self.device = config, table, device
         self._interpreted = device.type == "cpu"

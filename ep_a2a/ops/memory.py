@@ -131,7 +131,7 @@ class BoundMemory:
                 "memory of NVSHMEM's heap, with internode_transport 'nvshmem'", own.kind,
                 "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
             )  # fmt: skip
-        nodes = torch.arange(config.world_size) // config.gpu_per_node
+        nodes = torch.arange(config.world_size, device="cpu") // config.gpu_per_node
         is_far = nodes != nodes[config.rank]
         for memory in self.acquired.symmetric.values():
             unreachable = [r for r, address in enumerate(memory.peer_addresses) if not address and not is_far[r]]
@@ -140,7 +140,7 @@ class BoundMemory:
         table[:, is_far] = 0
         for region, mirror in REMOTE_MIRRORS.items():
             table[region, is_far] = table[mirror, config.rank]
-        table[Region.ELEMENTS] = torch.tensor(own.elements)
+        table[Region.ELEMENTS] = torch.tensor(own.elements, device="cpu")
 
     def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
         for block, tensor, _ in self._blocks:
@@ -262,7 +262,8 @@ class BoundMemory:
         return tuple(told.tolist()) if bool((epochs == epochs[rank]).all()) else ()
 
     def synchronized_record(self) -> list[int]:
-        """The whole error record, after the device has come to rest."""
-        if self.acquired.local_own.is_cuda:
-            torch.cuda.synchronize(self.acquired.local_own.device)
+        """The whole error record, after the device has come to rest; while a graph is captured, as it is now."""
+        device = self.acquired.local_own.device
+        if device.type == "cuda" and not is_capturing(device):
+            torch.cuda.synchronize(device)
         return [int(word) for word in self.record_words]

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ClosedError
+from ep_a2a.errors import ClosedError, StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs, add_to_cache
+from ep_a2a.ops.arguments import (
+    RECEIVE,
+    SEND,
+    CombineArguments,
+    CombineInputs,
+    DispatchArguments,
+    StepInputs,
+    add_to_cache,
+)
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.front import ValidatedOp
@@ -59,6 +67,8 @@ class EpDispatchCombineOp(ValidatedOp):
         UnsupportedError: the kernel type is not available, or too many ranks and ops share a GPU.
     """
 
+    # an engine may build its ops in inference mode, whose tensors nobody may write to outside of it
+    @torch.inference_mode(mode=False)
     def __init__(
         self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None
     ) -> None:
@@ -68,7 +78,6 @@ class EpDispatchCombineOp(ValidatedOp):
             arena = default_arena()
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
-        self._closed = False
         agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
         share = agree_on_share(config, arena, self.index)
         self.timeouts = Timeouts.of(config)
@@ -104,15 +113,27 @@ class EpDispatchCombineOp(ValidatedOp):
         self.memory.acquired.slot.enter(self)
         self._prepared = prepared
         self._sent = DispatchArguments(
-            tokens, scales if prepared.scales_travel else None, weights, ids, prepared.num_tokens, max_num_tokens,
-            prepared.wire_word, pad_id, prepared.row_limit,
+            tokens, scales if prepared.scales_travel else prepared.stand_in, weights, ids, prepared.num_tokens,
+            max_num_tokens, prepared.wire_word, pad_id, prepared.row_limit,
         )  # fmt: skip
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
-        self.engine.dispatch(args, block_num, warp_per_block, stages)
-        if stages.receive:
+        try:
+            self.engine.dispatch(args, block_num, warp_per_block, stages)
+        except StateError:
+            # refused before its first launch
+            if stages.send:
+                self.memory.acquired.slot.leave(self)
+            raise
+        if stages == SEND and self.engine.sends_late:
+            self._sent = args.copied()
+        elif stages.receive:
             self._sent = None
+            if stages == RECEIVE and self.engine.sends_late and self.device.type == "cuda":
+                # the copies may belong to another stream, whose next work must not get their memory yet
+                for copy in args.tensors:
+                    copy.record_stream(torch.cuda.current_stream(self.device))
         if self._counts_experts:
             self.engine.count_local_experts(self.local_expert_count, args.max_num_tokens)
         return self._prepared.received

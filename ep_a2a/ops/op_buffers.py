@@ -25,6 +25,8 @@ class OpBuffers:
         result: [M, H] of combined_dtype. result_weights: float32 [M, K].
     """
 
+    # what is made in inference mode cannot be written to outside of it
+    @torch.inference_mode(mode=False)
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         self._config = config
         self._empty = functools.partial(torch.empty, device=device)

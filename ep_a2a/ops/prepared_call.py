@@ -25,7 +25,7 @@ class PreparedDispatch(NamedTuple):
 
     Attributes:
         num_tokens: T. max_num_tokens: the step's. wire_word: what the ranks compare. row_limit: R.
-        scales_travel: whether the given scales are sent.
+        scales_travel: whether the given scales are sent. stand_in: what is sent in their place, None for nothing.
         lead: leading sizes of the rows that the experts work on.
         received: what dispatch returns, views of the op's memory.
         combines: signatures of the combine arguments that have been found to fit.
@@ -36,6 +36,7 @@ class PreparedDispatch(NamedTuple):
     wire_word: int
     row_limit: int
     scales_travel: bool
+    stand_in: torch.Tensor | None
     lead: tuple[int, ...]
     received: DispatchResult
     combines: set[Hashable]
@@ -45,7 +46,7 @@ def no_dispatch(max_num_tokens: int) -> PreparedDispatch:
     """Stands for the dispatch before the first one."""
     empty = torch.empty(0, device="cpu")
     nothing = DispatchResult(empty, None, None, empty, empty)
-    return PreparedDispatch(0, max_num_tokens, 0, 0, False, (), nothing, set())
+    return PreparedDispatch(0, max_num_tokens, 0, 0, False, None, (), nothing, set())
 
 
 def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs) -> PreparedDispatch:
@@ -61,16 +62,19 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     """
     config, limit = memory.config, step.max_num_tokens
     inputs.check_dispatch(config, device, step)
-    scales = inputs.travelling_scales(config, step.scales)
+    scales = inputs.travelling_scales(config, step.tokens, step.scales)
     has_weights, has_scales = step.weights is not None, config.casts_in_dispatch or scales is not None
     word = wire_word(
         limit, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE
     )  # fmt: skip
-    default_dtype = torch.float32 if config.scale_bytes == 4 else torch.uint8
-    scale_dtype = default_dtype if scales is None else scales.dtype
-    received = _result_views(memory, limit, has_weights, scale_dtype if has_scales else None)
+    scale_dtype = None
+    if has_scales:
+        scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype
+    received = _result_views(memory, limit, has_weights, scale_dtype)
     lead, row_limit = leads(config, limit)[1], num_rows(config, limit)
-    return PreparedDispatch(step.num_tokens, limit, word, row_limit, scales is not None, lead, received, set())
+    travel = scales is not None and scales is step.scales
+    stand_in = None if travel else scales
+    return PreparedDispatch(step.num_tokens, limit, word, row_limit, travel, stand_in, lead, received, set())
 
 
 def _result_views(

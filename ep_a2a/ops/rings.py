@@ -60,6 +60,7 @@ class InterNodeKernels(IntraNodeKernels):
         if self._rings.by_puts and not self._interpreted:
             self._linked = linked_with_nvshmem(device)
         self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
+        self.sends_late = not self._holds_a_step
 
     @property
     def num_channel_programs(self) -> int:

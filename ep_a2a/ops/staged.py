@@ -62,6 +62,7 @@ class StagedKernels(InterNodeKernels):
         self._waiting = contextlib.nullcontext if arena.liveness is None else arena.liveness.waiting
         self._running: Exchange | None = None
         self._is_connected = self._interpreted
+        self.sends_late = False
 
     def dispatch(
         self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
@@ -150,10 +151,14 @@ class StagedKernels(InterNodeKernels):
         if not all(self._rendezvous.exchange("exchanges between nodes", is_well)):
             self._between.renew()
             self._is_connected = self._interpreted
+            self._connect()
 
     def compile(self) -> None:
         """Compiles all launches of whole calls; the first time this is collective on GPUs, where it connects nodes."""
         super().compile()
+        self._connect()
+
+    def _connect(self) -> None:
         if not self._is_connected:
             # an exchange that connects could not be captured
             self._is_connected = True

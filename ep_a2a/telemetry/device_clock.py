@@ -32,7 +32,7 @@ def clock_offset(device: torch.device) -> ClockOffset:
     """
     if device.type == "cpu":
         return ClockOffset(0, 0)
-    words = torch.zeros(LINE_WORDS, dtype=torch.int64, pin_memory=True)
+    words = torch.zeros(LINE_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
     seen, variant = words.numpy(), CompiledKernel(start_wait_kernel, {}, num_warps=1)
     variant.compile((words,))
     highest_ns, lowest_ns = [], []

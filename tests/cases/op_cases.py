@@ -384,16 +384,22 @@ class Step:
         everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
         mine = everyone[op.config.rank]
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
+        ids = inputs[3]
         wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
         if case.in_halves(number, op.config.rank, "dispatch"):
+            # after the first half they belong to the caller again
+            inputs = [None if each is None else each.clone() for each in inputs]
             promised = op.dispatch_send(*inputs, **wishes)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.view(torch.uint8).fill_(POISON_BYTE)
             got = op.dispatch_recv()
             assert_same_memory(promised, got)
         else:
             got = op.dispatch(*inputs, **wishes)
         counts = [each.tokens.shape[0] for each in everyone]
-        assert inputs[3] is not None
-        return cls(case, op, number, device, inputs[3], counts, reference_of(case, number, everyone), got)
+        assert ids is not None
+        return cls(case, op, number, device, ids, counts, reference_of(case, number, everyone), got)
 
     def check_dispatched(self) -> None:
         check_dispatched(self.case, self.op, self.got, self.reference[self.op.config.rank])

@@ -224,6 +224,26 @@ def cast_by_some_ranks(context: RankContext, case: Case) -> None:
             run_step(case, op, number, context.device)
 
 
+def cast_before(context: RankContext, case: Case) -> None:
+    """Tokens come cast, in a config that could cast them: a rank without tokens moves other ranks' scales, too."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        cast = replace(case, dtype=FP8_DTYPE, scale_dim=op.config.num_scales, quant_type="none", options={})
+        for number in range(case.num_steps):
+            step = Step.dispatch(cast, op, number, context.device)
+            step.check_dispatched()
+            step.combine()
+
+
+def built_under_another_default_device(context: RankContext, case: Case) -> None:
+    """As engines do that build layers under "meta"."""
+    with Arena(context.group, context.device) as arena:
+        with torch.device("meta"):
+            op = make_op(context, case, arena)
+        for number in range(case.num_steps):
+            run_step(case, op, number, context.device)
+
+
 def error_of_fp8(context: RankContext, case: Case) -> None:
     """Results that are sent as fp8 are as near to the exact ones as MORI asks of its own: rtol 7e-2."""
     with Arena(context.group, context.device) as arena:
@@ -285,6 +305,19 @@ STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "cast-by-some-ranks-direct": (
         cast_by_some_ranks,
         Case(tokens=((16, 9),), quant_type="fp8_per_token", options={"flagged_max_tokens": 0}, unusual=True, **EIGHT),
+    ),
+    **{
+        f"cast-before-{layout}": (
+            cast_before,
+            Case(world_size=2, tokens=((16, 0), (0, 9)), num_experts=5, quant_type="fp8_per_1x128", hidden_dim=256,
+                 layout=layout, num_steps=4),
+        )
+        for layout in ("compact", "rank_major", "expert_major")
+    },
+    "cast-before-direct": (
+        cast_before,
+        Case(world_size=2, tokens=((16, 0), (0, 9)), num_experts=5, quant_type="fp8_per_token", num_steps=4,
+             options={"flagged_max_tokens": 0}),
     ),
     "error-of-fp8-blockwise": (error_of_fp8, Case(quant_type="fp8_blockwise", hidden_dim=1152, topk=4, **EIGHT)),
     "error-of-fp8-direct-cast": (

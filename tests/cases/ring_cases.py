@@ -102,6 +102,12 @@ ONE_MISSING = Case(
 RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 
+CAST_BEFORE = Case(
+    world_size=4, num_nodes=2, tokens=((8, 5, 0, 0), (0, 0, 3, 8)), num_experts=8, quant_type="fp8_per_1x128",
+    hidden_dim=256, num_steps=2, options=SMALL_RINGS,
+)  # fmt: skip
+"""For cast_before: the ranks of one node bring nothing, and pass on what the other node sends."""
+
 
 PUTS = {"internode_transport": "nvshmem"}
 """Options of rings whose ranks reach other nodes by puts only."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
-from tests.cases import op_cases, op_special
+from tests.cases import op_cases, op_special, op_steps
 from tests.cases.exchange_cases import grid_of
 
 if TYPE_CHECKING:
@@ -37,5 +38,7 @@ def staged(context: RankContext, body: Callable[..., Any], case: Case, *more: An
     def make(*_: Any) -> NodeArena:
         return node_arena(context, case.num_nodes)
 
-    with mock.patch.object(op_cases, "Arena", make), mock.patch.object(op_special, "Arena", make):
+    with contextlib.ExitStack() as stack:
+        for module in (op_cases, op_special, op_steps):
+            stack.enter_context(mock.patch.object(module, "Arena", make))
         return body(context, over_torch_distributed(case), *more)

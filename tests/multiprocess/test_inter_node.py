@@ -19,7 +19,8 @@ from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run
 from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, raised
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES
-from tests.cases.ring_cases import REPLAYED, SPECIAL, of_two_ranks
+from tests.cases.op_steps import built_under_another_default_device, cast_before
+from tests.cases.ring_cases import CAST_BEFORE, REPLAYED, SPECIAL, of_two_ranks
 from tests.cases.staged_cases import node_arena, over_torch_distributed, staged
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ def test_two_nodes_of_two(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(ranks: Any, name: str) -> None:
     ranks(staged, SHAPES[name].world_size, run_case, SHAPES[name])
+
+
+def test_ops_are_built_under_another_default_device(ranks: Any) -> None:
+    case = of_two_ranks(Case(num_nodes=2, layout="rank_major"))
+    ranks(staged, 2, built_under_another_default_device, replace(case, options={}))
+
+
+def test_scales_of_tokens_that_come_cast(ranks: Any) -> None:
+    ranks(staged, CAST_BEFORE.world_size, cast_before, replace(CAST_BEFORE, options={}))
 
 
 @pytest.mark.parametrize("name", SPECIAL)

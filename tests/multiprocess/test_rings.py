@@ -13,10 +13,13 @@ import pytest
 from tests.cases.op_cases import Case, run_case
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES, missing_rank
+from tests.cases.op_steps import cast_before
 from tests.cases.ring_cases import (
+    CAST_BEFORE,
     OF_FOUR_RANKS,
     ONE_MISSING,
     REPLAYED,
+    RING_KERNELS,
     SHAPES_AND_FLAT,
     SMALL_RINGS,
     SPECIAL,
@@ -49,6 +52,11 @@ def test_special(ranks: Any, name: str) -> None:
 def test_replayed_steps(ranks: Any, kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]
     ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel))
+
+
+@pytest.mark.parametrize("kernel", RING_KERNELS)
+def test_scales_of_tokens_that_come_cast(ranks: Any, kernel: str) -> None:
+    ranks(cast_before, CAST_BEFORE.world_size, replace(CAST_BEFORE, kernel=kernel))
 
 
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:

@@ -422,6 +422,49 @@ def test_handles_are_shared_and_closed_with_the_manager(manager):
         manager.get_handle(small_kwargs())
 
 
+def test_a_closed_handle_is_made_anew(manager):
+    op = manager.get_handle(small_kwargs())
+    op.close()
+    again = manager.get_handle(small_kwargs())
+    assert again is not op
+    assert manager.handle_cache.handles() == [again]
+    again.check()
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_ops_built_in_inference_mode_work_outside_of_it(group, name):
+    with MANAGERS[name](group) as manager:
+        manager.device = "cpu"
+        with torch.inference_mode():
+            op = manager.get_handle(small_kwargs())
+        for number in range(2):
+            tokens, ids = torch.ones(3, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 2, dtype=torch.int32)
+            scales = torch.ones(3, 1)
+            with torch.inference_mode(number == 1):
+                rows, *_ = op.dispatch(tokens, torch.ones(3, 2), scales, ids)
+                result, _ = op.combine(rows.to(torch.bfloat16), None, None)
+            assert torch.equal(result[:3], torch.ones(3, 128, dtype=torch.bfloat16))
+            op.reset()
+
+
+def test_a_dispatch_that_is_refused_at_launch_holds_no_memory(group, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise StateError("a form of the call that has run before a graph captures it", "its first use")
+
+    tokens, ids = torch.ones(3, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 2, dtype=torch.int32)
+    with NativeAll2AllManager(group) as manager:
+        manager.device = "cpu"
+        refused, other = manager.get_handle(small_kwargs()), manager.get_handle(small_kwargs(num_local_experts=8))
+        with monkeypatch.context() as patched:
+            patched.setattr(refused.engine, "dispatch", refuse)
+            for call in (refused.dispatch, refused.dispatch_send):
+                with pytest.raises(StateError, match="its first use"):
+                    call(tokens, torch.ones(3, 2), torch.ones(3, 1), ids)
+        for op in (other, refused):
+            rows, *_ = op.dispatch(tokens, torch.ones(3, 2), torch.ones(3, 1), ids)
+            op.combine(rows.to(torch.bfloat16), None, None)
+
+
 def test_explain(manager):
     explained = manager.explain()
     assert explained["backend"] == manager.backend
@@ -482,8 +525,8 @@ def test_native_remembers_the_bound_on_multiprocessors(group):
         manager.device = "cpu"
         manager.set_num_sms(20)
         assert manager.max_sms_used() == 20
-        assert manager.get_handle(small_kwargs()).config.max_sms == 20
-        assert manager.get_handle(small_kwargs(max_sms=4)).config.max_sms == 4
+        assert manager.get_handle(small_kwargs()).engine.max_sms == 20
+        assert manager.get_handle(small_kwargs(max_sms=4)).engine.max_sms == 4
         with pytest.raises(ConfigError, match="num_sms"):
             manager.set_num_sms(-1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import threading
 import time
@@ -164,6 +166,34 @@ def test_any_report_is_read_or_refused(value):
 def test_a_report_comes_as_it_was_sent():
     report = Report({1: Seen(1, 0.25)}, (Said(7, 1, (0, 2), True),), {7: (0, 1, 2)})
     assert Report.from_json(json.loads(json.dumps(report.to_json())), WORLD_SIZE) == report
+
+
+def test_a_socket_beyond_the_descriptors_of_select_is_heard(ranks):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = 1100
+    if hard != resource.RLIM_INFINITY and hard <= number:
+        pytest.skip(f"the limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, number + 1), hard))
+    mouth, stopping = ranks[0].others._mouth, threading.Event()
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as low,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer,
+    ):
+        low.bind(("127.0.0.1", 0))
+        own = socket.socket(fileno=os.dup2(low.fileno(), number))
+        report = Report({1: Seen(1, 0.0)}, (), {})
+        ear = other_hosts._Mouth(own, {1: peer.getsockname()}, mouth.token, 0, lambda: lambda: report)
+        heard: dict[int, Any] = {}
+        listener = threading.Thread(target=other_hosts._listen, args=(ear, heard, [0.0], WORLD_SIZE, stopping))
+        listener.start()
+        peer.sendto(json.dumps([mouth.token, 1, report.to_json()]).encode(), own.getsockname())
+        deadline = time.monotonic() + PATIENCE_SECS
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stopping.set()
+        listener.join(PATIENCE_SECS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert list(heard) == [1]
 
 
 def test_foreign_datagrams_change_nothing(ranks):

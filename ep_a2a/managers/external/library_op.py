@@ -51,6 +51,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         native: the library's object, allocated for this op.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
         super().__init__(config, manager.device)
         self.backend, self.capabilities = manager.backend, manager.capabilities
