@@ -237,7 +237,7 @@ def test_choice_of_a_transport(monkeypatch):
     [
         ("mlx5_0,mlx5_1", "", "=mlx5_0,mlx5_1", "EP_A2A_RDMA_DEVICES=mlx5_0,mlx5_1 counts: NCCL_IB_HCA=="),
         ("^mlx5_7", "", "^=mlx5_7", "counts: NCCL_IB_HCA=^=mlx5_7"),
-        ("mlx5_0", "=mlx5_3", "=mlx5_3", "does not count: NCCL_IB_HCA is '=mlx5_3' already"),
+        ("mlx5_0", "=mlx5_3", "=mlx5_3", "has no effect: NCCL_IB_HCA is '=mlx5_3' already"),
         ("", "", "", ""),
     ],
 )
