@@ -306,11 +306,7 @@ class All2AllManagerBase:
         raise self._unsupported("reset")
 
     def allocate_combine_input(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        is_sequence_parallel: bool = False,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, is_sequence_parallel: bool = False
     ) -> torch.Tensor | None:
         """Returns memory that experts may write combine's input to; None where any memory is as good."""
         return None

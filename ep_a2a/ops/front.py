@@ -234,8 +234,8 @@ class ValidatedOp(OpSizes, abc.ABC):
     ) -> CombineResult:
         """The first half of `combine`: sends the rows back and waits for no rank. Arguments are those of `combine`.
 
-        `input` and `weights` may be overwritten by work that is launched after this, biases and `out`
-        after combine_recv. Returns what combine_recv will.
+        `input` and `weights` may be overwritten by work that is launched after this, biases and `out` after
+        combine_recv. Returns what combine_recv will.
         """
         self._expect(Stage.COMBINE_SEND, "combine_send")
         self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
