@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ep_a2a.compat.deep_ep import Buffer, Config
+from ep_a2a.compat.deep_ep.streams import tensors_of
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     ClosedError,
@@ -24,6 +26,7 @@ from ep_a2a.errors import (
     TooManyTokensError,
     UnsupportedError,
 )
+from ep_a2a.ops.combine_time_weights import WeightExchange
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from tests.cases.op_cases import Case, Inputs, expert_results, make_inputs, reference_of, same_bits, same_sums
@@ -441,6 +444,47 @@ def hooks(context: RankContext, case: Case) -> None:
     buffer.destroy()
 
 
+def overwritten_rows(context: RankContext, case: Case) -> None:
+    """More low-latency dispatches than the buffer keeps open: the first one's combine is refused, the others' right."""
+    buffer = make_buffer(context)
+    steps = [Step.of(case, number, context) for number in (0, 1, 0)]
+
+    def dispatch(step: Step) -> Any:
+        return buffer.low_latency_dispatch(step.x, step.topk_idx, case.max_tokens, case.num_experts)[2]
+
+    def combine(step: Step, handle: Any) -> None:
+        results = experts_results(step)
+        mine = results[context.rank].to(context.device)
+        combined = buffer.low_latency_combine(mine, step.topk_idx, step.topk_weights, handle)[0]
+        same_sums(combined, weighed_sum(step, results), "combine")
+
+    handles = [dispatch(step) for step in steps]
+    for number in (1, 2):
+        combine(steps[number], handles[number])
+    with pytest.raises(StateError, match="max_open_steps"):
+        combine(steps[0], handles[0])
+    # displaced by dispatches of the other mode, which have memory of their own
+    handle = dispatch(steps[1])
+    step = Step.of(replace(NORMAL, hidden_dim=case.hidden_dim), 0, context)
+    others = [Exchange.dispatch(buffer, step) for _ in range(2)]
+    combine(steps[1], handle)
+    for other in others:
+        other.combine(buffer)
+    buffer.destroy()
+
+
+def what_a_communication_stream_reads(context: RankContext, case: Case) -> None:
+    """A repeated dispatch routes by the handle's ids, which the caller may drop while it runs."""
+    buffer = make_buffer(context)
+    exchange = Exchange.dispatch(buffer, Step.of(case, 0, context))
+    with mock.patch.object(buffer._stream, "run", wraps=buffer._stream.run) as run:
+        exchange.combine(buffer)
+        exchange.combine(buffer)
+    ids = exchange.handle.routing.ids
+    assert all(any(each is ids for each in tensors_of(call.args[1])) for call in run.call_args_list)
+    buffer.destroy()
+
+
 def refusals(context: RankContext, case: Case) -> None:
     """What is refused on the host, before anything is launched."""
     buffer = make_buffer(context)
@@ -458,6 +502,7 @@ def refusals(context: RankContext, case: Case) -> None:
         (ShapeError, "is_token_in_rank", lambda: dispatch(x=x[:1])),
         (ShapeError, "topk_idx", lambda: dispatch(topk_idx=ids[:1])),
         (DtypeError, "weights", lambda: dispatch(topk_weights=weights.double())),
+        (ShapeError, "scales of shape", lambda: dispatch(x=(x.to(FP8_DTYPE), x[:, 0].float()))),
         (InputError, "expert_alignment", lambda: dispatch(expert_alignment=0)),
         (TooManyTokensError, "num_worst_tokens", lambda: dispatch(num_worst_tokens=case.world_size)),
         (InputError, "with num_worst_tokens", lambda: dispatch(num_worst_tokens=64, topk_idx=None, topk_weights=None)),
@@ -501,6 +546,17 @@ def refusals(context: RankContext, case: Case) -> None:
         with pytest.raises(kind, match=text):
             call()
     exchange.combine(buffer)
+    handle = send(use_fp8=False)[2]
+    rows = buffer.get_next_low_latency_combine_buffer(handle)
+    with mock.patch.object(WeightExchange, "run") as exchanged:
+        for kind, text, wrong_rows, out in (
+            (DtypeError, "input of dtype", rows.float(), None), (ShapeError, "input of shape", rows[1:], None),
+            (ShapeError, "out", rows, x[1:]),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=text):
+                buffer.low_latency_combine(wrong_rows, ids, weights, handle, out=out)
+    exchanged.assert_not_called()
+    buffer.low_latency_combine(rows, ids, weights, handle)
     buffer.clean_low_latency_buffer(16, case.hidden_dim, case.num_experts)
     buffer.destroy()
     buffer.destroy()

@@ -58,7 +58,7 @@ def test_identity_in_low_latency_mode(ranks: Any) -> None:
     ("body", "case"),
     [
         (cases.any_order, NORMAL), (cases.growing_batches, NORMAL), (cases.hooks, LOW_LATENCY),
-        (cases.refusals, NORMAL),
+        (cases.overwritten_rows, LOW_LATENCY), (cases.refusals, NORMAL),
     ],
 )  # fmt: skip
 def test_orders(ranks: Any, body: Any, case: Case) -> None:

@@ -59,5 +59,13 @@ def test_hooks(ranks: Any) -> None:
     ranks(cases.hooks, 2, replace(LOW_LATENCY, hidden_dim=128))
 
 
+def test_overwritten_rows(ranks: Any) -> None:
+    ranks(cases.overwritten_rows, 2, replace(LOW_LATENCY, hidden_dim=128))
+
+
+def test_what_a_communication_stream_reads(ranks: Any) -> None:
+    ranks(cases.what_a_communication_stream_reads, 2, NORMAL)
+
+
 def test_refusals(ranks: Any) -> None:
     ranks(cases.refusals, 2, NORMAL)

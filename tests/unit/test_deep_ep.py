@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -210,17 +211,31 @@ def test_a_low_latency_handle_is_a_sequence():
 
 def test_a_hook_receives_once():
     calls: list[int] = []
-    hook = Hook(lambda: calls.append(1))
+    hook = Hook(lambda: calls.append(1), CPU)
     hook()
     hook()
     hook.displace()
     hook()
     assert calls == [1]
-    late = Hook(lambda: calls.append(2))
+    late = Hook(lambda: calls.append(2), CPU)
     late.displace()
     assert calls == [1, 2]
     with pytest.raises(StateError, match="max_open_steps"):
         late()
+
+
+def test_a_hook_receives_on_the_stream_of_the_send(monkeypatch):
+    """As DeepEP's: the caller may call it on another one, and reads the rows on the stream of its dispatch."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(seen.append(stream)))
+    Hook(lambda: seen.append("received"), torch.device("cuda", 1))()
+    assert seen == ["stream of cuda:1", "received"]
+
+
+def test_the_number_of_multiprocessors_may_be_assigned(monkeypatch):
+    monkeypatch.setattr(Buffer, "num_sms", 24)
+    assert Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms == 24
 
 
 def test_a_buffer_keeps_a_step_at_least():

@@ -191,8 +191,8 @@ class Buffer(BufferBase):
         self._require_open()
         num_sms = self._num_sms(config)
         (combined, weights), event = self._stream.run(
-            lambda: self._normal.combine(x, handle, topk_weights, bias, num_sms), (x, topk_weights, bias),
-            previous_event, async_finish,
+            lambda: self._normal.combine(x, handle, topk_weights, bias, num_sms),
+            (x, topk_weights, bias, handle.routing.ids), previous_event, async_finish,
         )  # fmt: skip
         return combined, weights, event
 
@@ -237,7 +237,8 @@ class Buffer(BufferBase):
             - counts int32 [E]: rows of each expert, which ascend by source rank and token. Rows past them hold
               anything.
 
-            Rows and counts lie in the op's memory, and are valid until the combine of this dispatch.
+            Rows and counts lie in the op's memory. They are valid until the combine of this dispatch, or until
+            max_open_steps further dispatches, if they come before.
 
         Raises:
             InputError: an argument does not fit.
@@ -289,7 +290,8 @@ class Buffer(BufferBase):
 
         Raises:
             InputError, ForeignIndicesError: an argument does not fit.
-            StateError: the hook of low_latency_dispatch has not been called.
+            StateError: the hook of low_latency_dispatch has not been called, or another dispatch has overwritten the
+                rows of this one.
             UnsupportedError: use_logfmt, or statistics of waits.
         """
         self._require_open()
@@ -302,7 +304,7 @@ class Buffer(BufferBase):
             lambda: self._low_latency.combine(
                 x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook
             ),
-            (x, topk_idx, topk_weights, out), None, async_finish,
+            (x, topk_idx, topk_weights, out, handle.ids), None, async_finish,
         )  # fmt: skip
         return combined, event, handle.step.combine_hook
 

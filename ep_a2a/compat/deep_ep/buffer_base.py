@@ -88,8 +88,8 @@ class BufferBase:
         """Whether casts to fp8 work: on Hopper or later, and on CPU."""
         return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SM90
 
-    @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
         """Bounds the multiprocessors of normal calls that are given no config, in all buffers of the process.
 
         Without a call of this there is no bound.
@@ -99,22 +99,22 @@ class BufferBase:
         """
         if new_num_sms % 2 or new_num_sms < 0:
             raise ConfigError("an even number of multiprocessors", str(new_num_sms))
-        BufferBase.num_sms = BufferBase._max_sms = new_num_sms
+        cls.num_sms = BufferBase._max_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
         """Returns an event after the work that has been launched on the current stream."""
         return EventOverlap(EventHandle())
 
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
         """Returns DeepEP's config of dispatch, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
-        return recommended_configs(num_ranks, BufferBase.num_sms)[0]
+        return recommended_configs(num_ranks, cls.num_sms)[0]
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
+    @classmethod
+    def get_combine_config(cls, num_ranks: int) -> Config:
         """Returns DeepEP's config of combine, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
-        return recommended_configs(num_ranks, BufferBase.num_sms)[1]
+        return recommended_configs(num_ranks, cls.num_sms)[1]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

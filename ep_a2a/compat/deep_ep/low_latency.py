@@ -13,6 +13,8 @@ from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
+from ep_a2a.ops import inputs
+from ep_a2a.ops.arguments import CombineInputs
 from ep_a2a.ops.combine_time_weights import WeightExchange
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class LowLatencyMode:
             _finish(got, received, given.recv_stats)
 
         if in_halves:
-            step.dispatch_hook = Hook(receive)
+            step.dispatch_hook = Hook(receive, op.device)
         else:
             _finish(got, received, given.recv_stats)
         return received, handle, ids
@@ -100,12 +102,13 @@ class LowLatencyMode:
         if tuple(topk_idx.shape) != tuple(handle.ids.shape):
             raise ShapeError(f"topk_idx of the dispatch, {tuple(handle.ids.shape)}", str(tuple(topk_idx.shape)))
         rows = self.combine_buffer(handle) if zero_copy else x
-        step = self._step_with_weights(handle, topk_weights)
-        op = step.op
         # the dispatch's own tensor needs no comparison
         compared = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
         if out is None:
             out = torch.empty(topk_idx.shape[0], x.shape[-1], dtype=x.dtype, device=x.device)
+        _check_combine(handle, CombineInputs(rows, None, compared, out, (None, None)))
+        step = self._step_with_weights(handle, topk_weights)
+        op = step.op
         if not in_halves:
             op.combine(rows, None, compared, out=out)
             step.close()
@@ -116,7 +119,7 @@ class LowLatencyMode:
             op.combine_recv()
             step.close()
 
-        step.combine_hook = Hook(receive)
+        step.combine_hook = Hook(receive, op.device)
         return out
 
     def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -135,6 +138,7 @@ class LowLatencyMode:
         if topk_weights is None and not (handle.has_weights and step.is_open):
             raise InputError("topk_weights", "None", "Pass them here, or to low_latency_dispatch and combine once.")
         if not step.is_open:
+            self._steps.expect_rows(step)
             return self._reopen(handle, topk_weights)
         if topk_weights is not None:
             self._exchanges[step.op].run(topk_weights, handle.ids.shape[0], handle.shape.max_num_tokens)
@@ -193,6 +197,15 @@ class LowLatencyMode:
             raise ShapeError(
                 f"cumulative_local_expert_recv_stats int32 [{num_local_experts}]", f"{stats.dtype} {list(stats.shape)}"
             )
+
+
+def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
+    """Checks a combine's arguments as its op will, before the weights are exchanged."""
+    op, num_tokens = handle.step.op, handle.ids.shape[0]
+    inputs.check_combine(op.config, op.device, given, handle.step.rows_shape[:2], num_tokens)
+    inputs.check_alignment("input", given.rows)
+    if given.out is not None:
+        inputs.check_out(op.config, op.device, given.out, num_tokens)
 
 
 def _column_major_like(scales: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,8 @@ class NormalMode:
         return got
 
     def _shape(self, routing: Routing, x: torch.Tensor, scales: torch.Tensor | None) -> OpShape:
+        if scales is not None and scales.dim() != 2:
+            raise ShapeError("scales of shape [T, S], S per token", str(tuple(scales.shape)))
         num_scales, scale_bytes = (0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)
         return OpShape(
             x.dtype, x.shape[1], routing.ids.shape[1], routing.num_experts,

@@ -24,15 +24,19 @@ logger = logging.getLogger(__name__)
 class Hook:
     """DeepEP's hook of `return_recv_hook`: the first call receives, later calls do nothing.
 
+    The half is launched on the stream that was current when the hook was made, that of the sending half, as DeepEP's.
+
     Args:
         receive: launches the receiving half.
+        device: of the op's memory.
 
     Attributes:
         is_done: whether `receive` has been called.
     """
 
-    def __init__(self, receive: Callable[[], None]) -> None:
+    def __init__(self, receive: Callable[[], None], device: torch.device) -> None:
         self._receive = receive
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.is_done = False
         self._is_displaced = False
 
@@ -49,7 +53,8 @@ class Hook:
         """Receives, unless it has been done."""
         if not self.is_done:
             self.is_done = True
-            self._receive()
+            with torch.cuda.stream(self._stream):  # None changes nothing
+                self._receive()
 
     def displace(self) -> None:
         """Receives because the op's memory is needed. The rows will be overwritten, so a later call raises."""
@@ -65,12 +70,13 @@ class Step:
         op: the op. index: that of its memory.
         rows_shape: shape of the rows that its combine takes.
         is_open: whether the op still holds this dispatch.
+        is_displaced: whether it was ended unasked, before its combine.
         dispatch_hook, combine_hook: the receiving halves of split calls.
     """
 
     def __init__(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> None:
         self.op, self.index, self.rows_shape = op, index, rows_shape
-        self.is_open = True
+        self.is_open, self.is_displaced = True, False
         self.dispatch_hook: Hook | None = None
         self.combine_hook: Hook | None = None
 
@@ -92,6 +98,7 @@ class Step:
         rows = torch.zeros(self.rows_shape, dtype=config.combined_dtype, device=self.op.device)
         self.op.combine(rows, None, None)
         self.close()
+        self.is_displaced = True
 
 
 class Steps:
@@ -106,6 +113,7 @@ class Steps:
             raise ConfigError("max_open_steps >= 1", str(max_open_steps))
         self.max_open_steps = max_open_steps
         self._steps: list[Step] = []
+        self._last: dict[EpDispatchCombineOp, Step] = {}
 
     def free_index(self) -> int:
         """Returns the lowest memory index without an open step. If there is none, displaces the oldest step."""
@@ -118,9 +126,24 @@ class Steps:
     def add(self, step: Step) -> None:
         """Adds a dispatch that has been launched."""
         self._steps.append(step)
+        self._last[step.op] = step
+
+    def expect_rows(self, step: Step) -> None:
+        """Checks that no later dispatch has overwritten a step's rows in its op's memory before the step's combine.
+
+        Raises:
+            StateError: one has. What the experts made of these rows may be anything.
+        """
+        if step.is_displaced and self._last[step.op] is not step:
+            raise StateError(
+                f"at most {self.max_open_steps} dispatches to wait for their combine (max_open_steps)",
+                "the combine of one whose rows a later dispatch has overwritten",
+                "Combine it earlier, or create the Buffer with a larger max_open_steps on every rank.",
+            )  # fmt: skip
 
     def clear(self) -> None:
         """Removes all steps; their ops must be closed."""
         for step in self._steps:
             step.close()
         self._steps.clear()
+        self._last.clear()
