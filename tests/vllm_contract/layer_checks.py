@@ -109,6 +109,14 @@ def experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
         steps(context, Layer(reduce=kind, topk=1, weight_on_input=True))
 
 
+def experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
+    """As TensorRT-LLM's of MXFP4: vLLM pads the hidden size for them."""
+    for halves in ("", "halves"):
+        with mock.patch.dict(os.environ, {"EP_A2A_SHARED_EXPERTS": halves}):
+            for kind in ("NoOP", "Contiguous"):
+                steps(context, Layer(dropped=48, reduce=kind), Layer(dropped=48, reduce=kind, seed=1, tokens=(0, 2)))
+
+
 def rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:
     case = Layer(tokens=(2, 1), num_experts=7)
     (seen,) = steps(context, case)
@@ -446,7 +454,8 @@ LAYER_CHECKS = {
         bf16, fp8_per_token, fp8_per_block, fp8_per_block_with_scales_that_are_powers_of_two,
         fp8_by_whole_tensor_ignores_rows_without_a_token, router_weights_on_the_input, ids_of_padding_rows,
         ids_beside_valid_ones, a_rank_that_receives_nothing, ranks_without_tokens, uneven_experts,
-        experts_that_leave_the_sum_to_finalize, rows_without_a_token_name_another_ranks_expert,
+        experts_that_leave_the_sum_to_finalize, experts_that_drop_the_columns_of_padding,
+        rows_without_a_token_name_another_ranks_expert,
         the_rows_that_experts_see_are_bounded_by_the_step, the_experts_rows_are_sent_from_where_they_lie,
         too_many_tokens_are_an_error_on_all_ranks, layers_share_one_op, layers_built_again_keep_their_op,
         waits_are_bounded_by_the_groups_timeout_at_first, a_variable_that_one_rank_cannot_read_is_an_error_on_all,

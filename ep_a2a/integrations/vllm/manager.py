@@ -171,8 +171,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     def _by_vllm(self, method: str, *args: Any, **kwargs: Any) -> Any:
         warn_once(
-            "a MoE layer does not run as a modular kernel (see its quantisation method), so that its tokens travel by "
-            "vLLM's allgather_reducescatter instead of ep_a2a"
+            "a MoE layer does not run as a modular kernel of ep_a2a (its quantisation method has none, or it belongs "
+            "to a draft model with a configuration of its own): its tokens travel by vLLM's allgather_reducescatter"
         )
         return getattr(self._vllm_manager, method)(*args, **kwargs)
 

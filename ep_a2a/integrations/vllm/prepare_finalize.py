@@ -261,7 +261,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         """Combines the experts' rows into output [T, H].
 
         Args:
-            output: overwritten with the sums for the tokens that this rank dispatched.
+            output: overwritten with the sums for the tokens that this rank dispatched; [T, less than H] where the
+                experts drop the columns that pad H (vLLM's output_hidden_dim, from 0.33).
             fused_expert_output: the experts' rows, one per received row or one per slot.
             topk_weights, topk_ids: [W * t, K], of the received rows.
             apply_router_weight_on_input: the weights have been applied already.
@@ -271,7 +272,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             rows = self._reduced(
                 fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
             )
-            self._ready().combine(rows, None, None, out=output)
+            combined = self._combined_rows(output)
+            self._ready().combine(rows, None, None, out=combined)
+            _fill(output, combined)
 
     def finalize_async(
         self,
@@ -291,27 +294,45 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             rows = self._reduced(
                 fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
             )
-            exchange.combine_send(rows, None, None, out=output)
+            combined = self._combined_rows(output)
+            exchange.combine_send(rows, None, None, out=combined)
 
         def receive() -> None:
             with self._closing_op_on_error():
                 exchange.combine_recv()
+                _fill(output, combined)
 
         return receive
 
-    @staticmethod
     def _reduced(
-        fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        self, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns one row per received token: the sum over its experts here, unless the experts have added them."""
+        """Returns a row [H] per received token: the sum over its experts here, unless the experts have added them.
+
+        Experts may leave out the last columns, which only pad H (TensorRT-LLM's of MXFP4). They become zeros.
+        """
+        from torch.nn import functional
+
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         rows: torch.Tensor = weight_and_reduce_impl.apply(
             output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )  # fmt: skip
-        return rows
+        missing = self._moe.hidden_dim - rows.shape[-1]
+        return functional.pad(rows, (0, missing)) if missing else rows
+
+    def _combined_rows(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns memory [T, H] for combine: output, or new memory where output is without the columns that pad H."""
+        hidden_dim = self._moe.hidden_dim
+        return output if output.shape[-1] == hidden_dim else output.new_empty(output.shape[0], hidden_dim)
+
+
+def _fill(output: torch.Tensor, combined: torch.Tensor) -> None:
+    """Copies as many columns of the combined rows as output has, unless combine has written to output."""
+    if combined is not output:
+        output.copy_(combined[:, : output.shape[-1]])
 
 
 def agreed_max_tokens(most: int, sequence_parallel_size: int) -> int:
