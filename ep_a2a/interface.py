@@ -87,6 +87,8 @@ class DispatchCombineOp(Protocol):
     def expert_recv_count(self) -> Tensor: """[E] int32, rows per expert in layout expert_major."""
     @property
     def has_open_step(self) -> bool: """Whether a call has begun a step that no call has ended."""
+    @property
+    def closed(self) -> bool: """Whether `close` has been called."""
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor:
         """Memory for combine's input, [R, H] for M tokens, expert_major [E * R, H]."""
     def get_dispatch_src_token_pos(self) -> Tensor: """[total_recv] int32: source rank * (W * M) + token. Host waits."""

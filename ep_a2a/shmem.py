@@ -59,12 +59,13 @@ def default_arena() -> Arena:
 def shmem_finalize() -> int:
     """Gives all memory of the world back, as Arena.close does, and returns 0. A second call does nothing."""
     global _arena
-    if _arena is not None:
-        _arena.close()
-        _arena = None
-    for memory in _allocations.values():
-        memory.close()
+    memories = tuple(_allocations.values())
     _allocations.clear()
+    if _arena is not None:
+        _arena.close(also=memories)
+        _arena = None
+    for memory in memories:
+        memory.close()  # those of an arena that its user has closed
     return 0
 
 

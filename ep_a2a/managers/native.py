@@ -258,6 +258,20 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._step = None
         return result
 
+    def combine_into_output(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """Writes the result of `combine` into `output` [T, H] of any floating dtype, and returns it.
+
+        Raises:
+            ShapeError: output has another shape; combine can be repeated. Otherwise as `combine`.
+        """
+        if self._step is not None:
+            shape = (self._step.num_tokens, self._step.op.config.hidden_dim)
+            if tuple(output.shape) != shape:
+                raise ShapeError(f"output of shape {shape}", str(tuple(output.shape)))
+        return super().combine_into_output(hidden_states, output, is_sequence_parallel)
+
     def reset(self) -> None:
         """Makes dispatch usable again after a step that failed. Collective; the step in progress is lost."""
         self._require_open()

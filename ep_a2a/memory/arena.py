@@ -25,7 +25,7 @@ from ep_a2a.memory.use_order import Slot
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -301,7 +301,7 @@ class Arena:
         failed = any(int(memory.record[0]) for memory in self._memory.values())
         return not failed and not any(slot.spoilt or slot.in_use for slot in self._slots.values())
 
-    def close(self, *, alone: bool = False) -> None:
+    def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
         """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
 
         Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS; the log names
@@ -310,6 +310,7 @@ class Arena:
 
         Args:
             alone: waits for nobody. Other ranks that use what they mapped of this memory can go on.
+            also: memory of all ranks that no op uses, to be given back with the arena's.
         """
         if self.closed:
             return
@@ -319,13 +320,13 @@ class Arena:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            meets = not alone and bool(self._memory) and self.healthy
+            meets = not alone and bool(self._memory or also) and self.healthy
             if meets and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
                 logger.info("rank %d closes alone: %s", self.rendezvous.rank, absence)
         finally:
             if self.liveness is not None:
                 self.liveness.close()
-            for block in self._all_symmetric():
+            for block in (*self._all_symmetric(), *also):
                 block.close()
             self._slots.clear()
             self._memory.clear()

@@ -11,6 +11,8 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     import torch.distributed as dist
 
@@ -60,9 +62,9 @@ class NodeArena(Arena):
         addresses = tuple(by_rank.get(rank, 0) for rank in range(everyone.world_size))
         return replace(memory, peer_addresses=addresses, elements=tuple(range(everyone.world_size)))
 
-    def close(self, *, alone: bool = False) -> None:
+    def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
         """Gives all memory back, and the groups of the node and between nodes; see Arena.close."""
         if not self.closed:
-            super().close(alone=alone)
+            super().close(alone=alone, also=also)
             self.between_nodes.close()
             destroy_subgroup(self._node.group)

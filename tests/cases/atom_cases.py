@@ -95,6 +95,10 @@ def our_manager_by_the_setter(context: RankContext, backend: str) -> None:
         assert op.native.config.kernel_type.name == "IntraNode"
         for seed in range(2):
             round_trip(context, op, seed)
+        op.close()
+        again = manager.get_handle(aiter_kwargs(context))
+        assert again is not op
+        round_trip(context, again, 0)
         communicator.destroy()
         with pytest.raises(ClosedError):
             manager.get_handle(aiter_kwargs(context))

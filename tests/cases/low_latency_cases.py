@@ -305,4 +305,34 @@ def construction(context: RankContext, case: Case) -> None:
     shmem.shmem_finalize()
 
 
-BODIES = {body.__name__: body for body in (zero_copy, two_open_steps, refusals, a_rank_without_combine, construction)}
+def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
+    """That rank's next call would use another set of buffers than the others' next call; reset brings them together."""
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena)
+        run_step(case, layer, 0, context)
+        for buffers in layer.dispatch_ctx.phases:
+            buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
+        op = layer.dispatch_ctx.buffers.op
+        if context.rank == 0:
+            tokens = torch.ones(1, case.hidden_dim, dtype=torch.float64, device=context.device)
+            ids = torch.zeros(1, case.topk, dtype=torch.int32, device=context.device)
+            raised(errors.DtypeError, lambda: layer.dispatch(tokens, None, ids))
+        else:
+            LayerStep.dispatch(case, layer, 1, context)
+        synchronize(context)
+        arena.rendezvous.barrier("the others have given up")
+        if context.rank != 0:
+            raised(errors.RankTimeoutError, op.check, "rank 0")
+        for buffers in layer.dispatch_ctx.phases:
+            buffers.op.set_timeout(ENOUGH_SECS)
+        layer.reset()
+        for number in range(3):
+            run_step(case, layer, number, context)
+
+
+BODIES = {
+    body.__name__: body
+    for body in (
+        zero_copy, two_open_steps, refusals, a_rank_without_combine, a_call_that_one_rank_refuses, construction,
+    )
+}  # fmt: skip

@@ -164,6 +164,8 @@ def steps_that_fail(context: RankContext) -> None:
         with pytest.raises(DtypeError):
             manager.combine(rows.float())
         # what combine refuses can be repeated, and combine_into_output ends a step, too
+        with pytest.raises(ShapeError, match="output of shape"):
+            manager.combine_into_output(rows, torch.ones(len(hidden) + 1, HIDDEN_DIM))
         output = torch.ones(len(hidden), HIDDEN_DIM, dtype=torch.float32)
         assert manager.combine_into_output(torch.zeros_like(rows), output) is output
         assert not output.any()

@@ -7,7 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from ep_a2a import shmem
 from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import arena as arena_module
@@ -52,6 +54,23 @@ def close_an_unused_arena(context: RankContext) -> bool:
         Arena(context.group, context.device)
         return True
     return timed_close(Arena(context.group, context.device)) < AT_ONCE_SECS
+
+
+def finalize_a_world_of_allocations(context: RankContext) -> float:
+    torch._C._distributed_c10d._register_process_group("world of allocations", context.group)
+    shmem.shmem_torch_process_group_init("world of allocations", context.device)
+    shmem.shmem_malloc(64)
+    if context.rank == LATE_RANK:
+        time.sleep(LATE_SECS)
+    start = time.monotonic()
+    shmem.shmem_finalize()
+    torch._C._distributed_c10d._unregister_process_group("world of allocations")
+    return time.monotonic() - start
+
+
+def test_all_wait_where_only_the_program_has_allocated(ranks):
+    for rank, seconds in enumerate(ranks(finalize_a_world_of_allocations, 3)):
+        assert (seconds > LATE_SECS / 2) == (rank != LATE_RANK), seconds
 
 
 def one_never_closes(context: RankContext) -> tuple[float, list[str], bool]:

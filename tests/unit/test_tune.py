@@ -130,6 +130,21 @@ def test_each_size_is_a_line_of_progress(fails, monkeypatch, tmp_path, capsys):
     assert "round trips" in out
 
 
+@pytest.mark.parametrize("size", [4, 128, 4096])
+def test_a_program_per_unit_of_work_stays_one_for_larger_steps(size):
+    """A number that equals the work at the tuned size would bound the steps of more tokens that take its entry."""
+    small, large = (config_of(max_num_inp_token_per_rank=tokens) for tokens in (size, 3 * size // 2))
+    analytic = tune.chosen_launches(small, H200_SMS)
+    found = tune.open_ended(small, analytic, H200_SMS)
+    assert tune.effect_of(small, found, H200_SMS) == tune.effect_of(small, analytic, H200_SMS)
+    if dispatch_phase(small, size) is dispatch_phase(large, 3 * size // 2):
+        assert tune.effect_of(large, found, H200_SMS) == tune.effect_of(
+            large, tune.chosen_launches(large, H200_SMS), H200_SMS
+        )
+    chosen = analytic | {"combine": replace(analytic["combine"], num_senders=3)}
+    assert tune.open_ended(small, chosen, H200_SMS)["combine"].num_senders == 3
+
+
 def test_outcomes_become_entries_and_a_table_on_the_terminal(tmp_path, capsys):
     workload = Workload(4, 512, 512, quant_type="fp8_per_1x128")
     default = tune.chosen_launches(config_of(max_num_inp_token_per_rank=512), H200_SMS)

@@ -57,7 +57,7 @@ class _LowLatencySession(_DeepEPSession):
     def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
         super().__init__(workload, context, contender)
         experts = workload.num_experts
-        self._tokens = max(1, workload.num_tokens)
+        self._tokens = max(1, workload.max_num_tokens)
         self._buffer = low_latency_buffer(
             self._deep_ep, context.group, max_num_tokens=self._tokens, hidden_dim=workload.hidden_dim,
             world_size=context.world_size, num_experts=experts,
@@ -95,8 +95,8 @@ class _ElasticSession(_DeepEPSession):
         if workload.quant_type != QuantType.NONE:
             self._sent = quantize(self._x, workload.quant_type)
         self._buffer = elastic_buffer(
-            self._deep_ep, context.group, max_num_tokens=max(1, workload.num_tokens), hidden_dim=workload.hidden_dim,
-            topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
+            self._deep_ep, context.group, max_num_tokens=max(1, workload.max_num_tokens),
+            hidden_dim=workload.hidden_dim, topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
         )  # fmt: skip
         dispatched = self.dispatch()
         received = dispatched[0]
@@ -144,7 +144,7 @@ class DeepEPContender(Contender):
                 "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
             })
         )  # fmt: skip
-        if reason is None and self._takes_v1() and workload.num_tokens > LOW_LATENCY_MAX_TOKENS:
+        if reason is None and self._takes_v1() and workload.max_num_tokens > LOW_LATENCY_MAX_TOKENS:
             reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
         return reason
 

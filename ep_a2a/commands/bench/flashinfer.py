@@ -32,7 +32,8 @@ class OneSidedExchange:
     Args:
         payloads: named tensors `[T, n]` that travel with each token, rows of any number of bytes; among them "ids",
             global expert ids int32 `[T, K]`, none of them dropped.
-        workload: T, the experts and the rows that combine sums.
+        workload: T, the experts and the rows that combine sums. The workspace is sized for its max_num_tokens; each
+            step is bounded to T, as engines bound it.
         context: this rank and its group.
         fp8_combine: cast combine rows to fp8 on the wire; they then lie outside the workspace and are staged.
 
@@ -49,7 +50,7 @@ class OneSidedExchange:
         hidden_dim, dtype, device = workload.hidden_dim, workload.dtype, self._ids.device
         self._native = NVLinkOneSided(
             {name: (each.shape[1], each.dtype) for name, each in payloads.items()},
-            num_experts=workload.num_experts, topk=workload.topk, max_num_tokens=self._max_num_tokens,
+            num_experts=workload.num_experts, topk=workload.topk, max_num_tokens=max(1, workload.max_num_tokens),
             combine_row_bytes=hidden_dim * dtype.itemsize, group=context.group, rank=context.rank,
             world_size=context.world_size,
         )  # fmt: skip

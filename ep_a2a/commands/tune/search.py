@@ -163,6 +163,20 @@ def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: Tuned
     return launches
 
 
+def open_ended(config: EpDispatchCombineConfig, launches: Launches, num_sms: int) -> Launches:
+    """Returns the launches with 0 for each number of programs that a program per unit of work would be, too.
+
+    A table's 0 means that. A number of the tuned size would bound steps of more tokens, which take the same entry.
+    """
+    result = dict(launches)
+    for phase in launches:
+        for name in (name for name in LAUNCH_FIELDS[phase] if name not in VALUES):
+            open_one = result | {phase: replace(result[phase], **{name: 0})}
+            if effect_of(config, open_one, num_sms) == effect_of(config, result, num_sms):
+                result = open_one
+    return result
+
+
 def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int) -> tuple[Any, ...]:
     """Returns the launches that the policy makes of these on a device; equal results need only one trial."""
     size, tables = config.max_num_inp_token_per_rank, tables_of(config, launches)
@@ -205,7 +219,7 @@ def search_point(
         raise CheckFailedError("right results with analytic launches", "wrong ones", "Run ep-a2a bench; it says more.")
     if best_us >= default_us:
         best, best_us = default, default_us
-    best = chosen_launches(config, num_sms, tables_of(config, best))
+    best = open_ended(config, chosen_launches(config, num_sms, tables_of(config, best)), num_sms)
     session.close()
     arch = arch_name((properties.major, properties.minor))
     return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)

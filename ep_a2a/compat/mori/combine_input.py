@@ -128,9 +128,8 @@ class CombineInput:
         if self._lost_rows is not None:
             self._lost_rows.check()
 
-    def reset(self) -> None:
-        """Forgets the dispatch and rows that were missing. Local."""
-        self.end()
+    def forget_lost_rows(self) -> None:
+        """Forgets rows that were missing in an earlier combine. Local."""
         if self._lost_rows is not None:
             self._lost_rows.clear()
 

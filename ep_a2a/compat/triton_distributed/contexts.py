@@ -54,6 +54,10 @@ class _PhasedContext:
         self.phase = (self.phase + 1) % self.num_phases
         self.call_count += 1
 
+    def restart(self) -> None:
+        """Makes the next call use the first set of buffers, as in a new layer; must be called on every rank."""
+        self.phase = self.call_count = 0
+
     def finalize(self) -> None:
         """Ends this context's use of the buffers. Local and idempotent; the second context to end closes the ops."""
         if not self._finalized:

@@ -188,6 +188,9 @@ class EPLowLatencyAllToAllLayer:
         """Makes the layer usable again after an error or unfinished steps. Collective; open steps are lost."""
         for buffers in self._phases:
             buffers.op.reset()
+        # a rank whose last call was refused is behind the others
+        self.dispatch_ctx.restart()
+        self.combine_ctx.restart()
         for profiler in self._profilers:
             profiler.clear()
 

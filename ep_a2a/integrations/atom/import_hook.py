@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def on_import(name: str, *, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
-    """Calls `before()` and `after(module)` around the first execution of module `name` in this process.
+    """Calls `before()` and `after(module)` around the first execution of module `name` that ends well.
 
-    If the module is imported already, both are called now. Each name is watched once: later callbacks are dropped.
+    `before` is called again where an execution has raised. If the module is imported already, both are called now. Each
+    name is watched once: later callbacks are dropped.
     """
     present = sys.modules.get(name)
     if present is not None:
@@ -61,11 +62,12 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Executes the module by the wrapped loader, between the two callbacks."""
-        if self._watcher in sys.meta_path:
-            sys.meta_path.remove(self._watcher)
         self._watcher.before()
         self._loader.exec_module(module)
         self._watcher.after(module)
+        # only now: a program may catch an error, and import again
+        if self._watcher in sys.meta_path:
+            sys.meta_path.remove(self._watcher)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -206,9 +206,10 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self.native.combine_recv()
 
     def reset(self) -> None:
-        """Resets the op if its kernels have recorded an error, else does nothing, as MORI's.
+        """Resets the op if its kernels have recorded an error, as MORI's; a step that is well goes on.
 
-        The reset is collective. An error that one rank has recorded reaches all ranks.
+        The reset is collective. An error that one rank has recorded reaches all ranks. The error of a combine that was
+        given too few rows, which `check` repeats, is forgotten in either case.
         """
         try:
             self.native.check()
@@ -216,12 +217,18 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             raise
         except EpA2AError:
             self._sent = None
+            self._combine_input.end()
             self.native.reset()
-        self._combine_input.reset()
+        self._combine_input.forget_lost_rows()
 
     def close(self) -> None:
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
         self.native.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the op has been closed, here or as `native`. Not MORI's."""
+        return self.native.closed
 
     @property
     def local_expert_count(self) -> torch.Tensor:
