@@ -8,13 +8,12 @@ announces that the peer has begun its combine, which bounds how far ranks can ru
 import triton.language as tl
 
 from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, clear_results
-from ep_a2a.kernels.combine_send_kernels import first_unit, push_results
+from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unlike_dispatch
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     NOBODY,
-    NUM_TOKENS,
     POISON,
     STATE,
     WEIGHTS_MISSING,
@@ -148,12 +147,10 @@ def receive_results(
 
 
 @portable
-def begin_combine(table, state, num_tokens, S: tl.constexpr, FORM: tl.constexpr):
-    """The step's epoch, and what is not 0 when the calls come out of order or with other tokens than dispatch had."""
+def begin_combine(table, state, num_tokens, stride, S: tl.constexpr, FORM: tl.constexpr):
+    """The step's epoch, and what is not 0 when the calls come out of order or do not fit the dispatch before."""
     epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
-    # a graph of another number of tokens would leave rows behind that nobody takes
-    sent_tokens = tl.load(state + NUM_TOKENS)
-    return epoch, out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    return epoch, out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
 
 
 @portable(
@@ -193,7 +190,7 @@ def combine_kernel(
     is_speaker = program == SPEAKER
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_combine(table, state, num_tokens, S, FORM)
+    epoch, out_of_order = begin_combine(table, state, num_tokens, stride, S, FORM)
     answer = ask_poison(poison_word, WEIGHTS.GROUP)
     sender = program - 1
     is_sender = (sender >= 0) & (sender < num_senders)

@@ -22,6 +22,7 @@ from ep_a2a.kernels.primitives import (
     STATE,
     address,
     like,
+    next_poll,
     overdue,
     pause,
     reduce_max,
@@ -215,7 +216,7 @@ def take_block(
         pause(pause_ns)
         now_seen = read_block(rows, scales, slots, own_line, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
         missing, total = judge_block(now_seen, slots, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)
-        polls += 1
+        polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < WORLD_SIZE):
             poison, deadline = overdue(table, polls, deadline, missing, rank, WORLD_SIZE, 1)
     empty_block(rows, scales, slots, first, rank, B, WORLD_SIZE, OWN_IN_PLACE)

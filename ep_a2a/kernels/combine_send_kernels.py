@@ -6,12 +6,13 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
 from ep_a2a.kernels.jit import portable
-from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import EMPTY, address, like, reduce_max, reduce_sum
+from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, like, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
+LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 
 LARGEST_INT16 = tl.constexpr((1 << 15) - 1)
 LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
@@ -172,3 +173,16 @@ def push_results(
                 target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
                 tl.store(target + topk_slots, never_empty(weights), mask=mask, cache_modifier=".wt")
         aim, places, values = next_aim, next_places, next_values
+
+
+@portable
+def unlike_dispatch(state, num_tokens, stride, IS_COMPACT: tl.constexpr):
+    """Not 0 where a combine does not fit the dispatch before, as of a graph that was captured for other steps.
+
+    With another number of tokens rows would be left behind that nobody takes. With another stride, which says where
+    rows lie in layouts other than compact, other rows would be read.
+    """
+    difference = tl.load(state + NUM_TOKENS) - num_tokens
+    if not IS_COMPACT:
+        difference = difference | (tl.load(state + LAST_STRIDE) - stride)
+    return tl.cast(difference, tl.int64)

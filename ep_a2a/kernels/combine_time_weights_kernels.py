@@ -7,11 +7,11 @@ weights of received rows to where dispatch would have put them.
 
 import triton.language as tl
 
+from ep_a2a.kernels.combine_send_kernels import unlike_dispatch
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
-    NUM_TOKENS,
     POISON,
     POLLS_PER_CLOCK,
     STATE,
@@ -22,6 +22,7 @@ from ep_a2a.kernels.primitives import (
     fail,
     flagged,
     may_go_on,
+    next_poll,
     overdue,
     pause,
     payload_of,
@@ -64,7 +65,7 @@ def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.con
         pause(0)
         words = tl.load(words_at, mask=wanted, other=0, volatile=True)
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
-        polls += 1
+        polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
     return words, poison
@@ -116,9 +117,8 @@ def exchange_weights_kernel(
     begin_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)
     peer = tl.program_id(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
-    # other weights than those of this step's tokens would leave peers waiting
-    sent_tokens = tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS)
-    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     inbox_words = tl.cast(tokens_per_rank, tl.int64) * S.TOPK

@@ -12,6 +12,7 @@ from ep_a2a.kernels.primitives import (
     address,
     epoch_of,
     like,
+    next_poll,
     overdue,
     pause,
     payload_of,
@@ -110,7 +111,7 @@ def take_row_block(
             if SPARSE_POLLS:
                 words = tl.load(rows + words_at, mask=inside, other=0, volatile=True)
             num_late = judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS, ALWAYS_FLAGGED)
-        polls += 1
+        polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
             poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
     if not ALWAYS_FLAGGED:

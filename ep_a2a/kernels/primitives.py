@@ -65,6 +65,7 @@ POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
 
 # Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
 POLLS_PER_CLOCK = tl.constexpr(32)
+MANY_POLLS = tl.constexpr(1 << 30)
 
 # An interpreted poll costs a millisecond of Python; ranks that share cores sleep longer than they poll.
 INTERPRETER_PAUSE_SECS = 2e-3
@@ -286,6 +287,12 @@ def late_lanes(flags, epoch, present, ORDERS: tl.constexpr):
 
 
 @portable
+def next_poll(polls):
+    """The number of polls after another one; it never comes back to POLLS_PER_CLOCK, as a sum would after 2^32."""
+    return tl.where(polls == MANY_POLLS, MANY_POLLS // 2, polls + 1)
+
+
+@portable
 def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PATIENCE: tl.constexpr):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
@@ -329,7 +336,7 @@ def wait_all(
         pause(0)
         late = late_lanes(flags, epoch, present, ORDERS)
         num_late = reduce_sum(late, 0)
-        polls += 1
+        polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
             poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)

@@ -18,6 +18,7 @@ from ep_a2a.kernels.primitives import (
     fail,
     flagged,
     like,
+    next_poll,
     overdue,
     pause,
     payload_of,
@@ -121,7 +122,7 @@ def wait_counts(
         pause(0)
         late, counts = look_at_counts(words, epoch, lanes, rank, WORLD_SIZE, WITHIN)
         num_late = reduce_sum(late, 0)
-        polls += 1
+        polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes // (WORLD_SIZE + 1), WORLD_SIZE), 0)
             poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)

@@ -14,7 +14,7 @@ import triton.language as tl
 from ep_a2a.kernels import ring_shape
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, like, overdue, pause, reduce_min, reduce_sum
+from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, like, next_poll, overdue, pause, reduce_min, reduce_sum
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
 
@@ -219,7 +219,7 @@ def idle(table, moved, polls, deadline, waiting, epoch, rank, S: tl.constexpr, R
             time is up a rank is accused that has sent no counts in this step, else the first of those.
     """
     poison = tl.full((), 0, tl.int32)
-    polls = tl.where(moved > 0, 0, polls + 1)
+    polls = tl.where(moved > 0, 0, next_poll(polls))
     if moved == 0:
         pause(0)
         if polls % POLLS_PER_CLOCK == 0:

@@ -3,12 +3,11 @@
 import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import post_to_peers
-from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places
+from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places, unlike_dispatch
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
-    NUM_TOKENS,
     POISON,
     STATE,
     address,
@@ -50,9 +49,8 @@ def offer_results_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
-    # a graph of another number of tokens would leave rows behind that nobody takes
-    sent_tokens = tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS)
-    out_of_order = out_of_order | tl.cast(sent_tokens - num_tokens, tl.int64)
+    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)

@@ -69,10 +69,12 @@ class ExpertMajorKernels:
         width = config.num_scales * config.scale_bytes if has_scales else 0
         in_words = width % WORD_BYTES == 0
         width = width // WORD_BYTES if in_words else width
+        # no block has more rows, and a larger number would overflow the kernel's
+        alignment = min(config.expert_alignment, config.world_size * config.max_num_inp_token_per_rank)
         values = {
             "ROW_WORDS": self._row_words, "BLOCK_WORDS": min(padded(self._row_words), MAX_EXPAND_WORDS),
             "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": config.expert_alignment,
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": alignment,
         }  # fmt: skip
         return constants(Expand, values)
 

@@ -119,7 +119,7 @@ class Failure:
         return AlternationError(
             "dispatch and combine to alternate on the device",
             f"two in a row at {where} (first seen by rank {self.accused}); a graph may have been replayed that "
-            "holds one without the other, or a combine of another number of tokens",
+            "holds one without the other, or a combine of another number of tokens or max_num_tokens",
             f"{AlternationError.remedy} {RESET}",
         )
 

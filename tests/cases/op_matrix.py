@@ -113,6 +113,7 @@ def _expert_major() -> dict[str, Case]:
     cases |= {
         "aligned": replace(base, options={"expert_alignment": 8}),
         "aligned-beyond-the-block": replace(base, options={"expert_alignment": 48}, topk=12, world_size=2),
+        "aligned-beyond-int32": replace(base, options={"expert_alignment": 1 << 29}, world_size=2),
         "aligned-cast": replace(cast, quant_type="fp8_per_1x128", options={"expert_alignment": 4}),
         "max-num-tokens": replace(
             base, tokens=small, max_num_tokens=(3, None, 1, 4), num_steps=8, options={"expert_alignment": 4}

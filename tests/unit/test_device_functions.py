@@ -19,11 +19,14 @@ from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.primitives import (
+    MANY_POLLS,
+    POLLS_PER_CLOCK,
     begin_stage,
     epoch_of,
     finish_stage,
     flagged,
     late_lanes,
+    next_poll,
     payload_of,
     post_all,
     wait_all,
@@ -726,3 +729,19 @@ def test_kernels_of_others_stay_compiled_ones():
     assert type(an_engines_kernel) is JITFunction
     assert type(triton.jit(an_engines_kernel.fn)) is JITFunction
     assert isinstance(double, JITFunction)
+
+
+@portable
+def count_poll(polls):
+    tl.store(polls, next_poll(tl.load(polls)))
+
+
+def test_the_number_of_polls_never_comes_back_to_where_time_begins():
+    """After 2^32 polls a sum would, and a wait of an hour would begin anew."""
+    polls = torch.tensor([MANY_POLLS.value - 1], dtype=torch.int32)
+    seen = []
+    for _ in range(3):
+        count_poll.interpret((1,), polls)
+        seen.append(int(polls))
+    assert seen == [MANY_POLLS.value, MANY_POLLS.value // 2, MANY_POLLS.value // 2 + 1]
+    assert all(number % POLLS_PER_CLOCK.value == 0 and number > POLLS_PER_CLOCK.value for number in seen[:2])
