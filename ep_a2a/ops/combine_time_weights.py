@@ -33,7 +33,8 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
     """EpDispatchCombineOp whose dispatch may be given None for weights; combine is given them then.
 
     All ranks give a step's weights at the same place. Given to combine they take one hop more: they travel to the
-    ranks of the experts, which need them before rows travel back. Otherwise, and in its arguments, as its base.
+    ranks of the experts, which need them before rows travel back: combine_send waits for all ranks' weights then.
+    Otherwise, and in its arguments, as its base.
 
     Raises:
         ConfigError: the layout is not expert_major.

@@ -7,6 +7,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
+from ep_a2a.log_once import log_once
+
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
@@ -37,6 +39,11 @@ def warn_of_max_sms(op_name: str, max_sms: int) -> None:
     """Warns of a bound that was set on an op."""
     if max_sms:
         _warn_once(op_name, ("set_max_sms",))
+
+
+def warn_of_warps(given: str) -> None:
+    """Warns of warps that were asked for of kernels between nodes."""
+    log_once(logger, logging.WARNING, f"without effect between nodes: {given}; those kernels have a fixed number")
 
 
 @functools.cache

@@ -148,6 +148,16 @@ def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) 
         )  # fmt: skip
 
 
+def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
+    """Refuses tensors in what dispatch returned, where peers may write the next step's rows already."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() in addresses and tensor.numel():
+            raise InputError(
+                f"{name} outside of what dispatch returned, which peers overwrite with the next step", "an overlap",
+                f"Copy it before combine (clone), or pass memory of your own as {name}.",
+            )  # fmt: skip
+
+
 def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous rows [N, n] as elements of a dtype of another size, in a shape that means nothing.
 

@@ -62,7 +62,9 @@ def _fitted(launch: Launch, phase: Phase, variant: CompiledKernel, num_sms: int,
     """The launch cut down to what the registers of its kernel leave room for, once they are known."""
     if variant.programs_per_sm is None:
         return launch
-    most = min(filter(None, (max_sms, num_sms * variant.programs_per_sm)))
+    most = num_sms * variant.programs_per_sm
+    if 0 < max_sms < num_sms:
+        most = min(most, max_sms)
     return launch if launch.num_programs <= most else fit(launch, phase, most)
 
 

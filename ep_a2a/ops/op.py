@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_a2a.config import Layout
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ClosedError, StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
@@ -28,6 +29,7 @@ from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.front import ValidatedOp
 from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
+from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
@@ -101,6 +103,8 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         inputs.check_launch(block_num, warp_per_block)
+        if warp_per_block > 0 and self.config.uses_rings:
+            warn_of_warps(f"warp_per_block={warp_per_block}")
 
     def _prepare_dispatch(self, step: StepInputs) -> None:
         """Checks a dispatch and begins its step."""
@@ -110,6 +114,7 @@ class EpDispatchCombineOp(ValidatedOp):
         if prepared is None:
             prepared = add_to_cache(self._prepared_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
+        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
         self.memory.acquired.slot.enter(self)
         self._prepared = prepared
         self._sent = DispatchArguments(
@@ -155,6 +160,7 @@ class EpDispatchCombineOp(ValidatedOp):
         result = self._result
         if out is not None:
             inputs.check_out(self.config, self.device, out, num_tokens)
+            inputs.check_outside(self.memory.dispatch_addresses, out=out)
             result = out
         inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
@@ -163,6 +169,11 @@ class EpDispatchCombineOp(ValidatedOp):
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
             weights, more = self._out_of_reach(weights, "combine_weights")
             copies += more
+        for place, bias in enumerate(biases):
+            if bias is not None:
+                bias, more = self._out_of_reach(bias, f"combine_bias_{place}")
+                biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
+                copies += more
         self._sent = CombineArguments(
             rows if self._reduced_rows is None else self._reduced_rows, weights, ids, result, num_tokens,
             prepared.max_num_tokens, None if self._reduced_rows is None else rows, biases, copies,
@@ -212,8 +223,12 @@ class EpDispatchCombineOp(ValidatedOp):
         return self.engine.full_sized_launch(is_dispatch, block_num, warp_per_block)
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings."""
-        self.engine.limit_sms(max_sms)
+        """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings.
+
+        Raises:
+            ConfigError: max_sms is no integer >= 0.
+        """
+        self.engine.limit_sms(checked_integer("max_sms", max_sms, 0))
 
     def warmup_split(self) -> None:
         """Compiles the split calls, now and whenever launches change, so that they can be captured. Local."""

@@ -18,6 +18,7 @@ from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel, number_rows_ke
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.ops.arguments import RECEIVE, SEND, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
@@ -49,7 +50,7 @@ class InterNodeKernels(IntraNodeKernels):
     A dispatch is three launches: row numbers, the exchange of chunks, and the receiving stage of IntraNode. A combine
     is two: results are offered to the node, and the exchange of sums. In split calls, an op whose rings hold a whole
     step sends its chunks in the first half; else only row numbers and results travel in the first half. A call's
-    block_num bounds the programs that exchange nothing.
+    block_num, else with launch="manual" the config's, bounds the programs that exchange nothing.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
@@ -59,6 +60,8 @@ class InterNodeKernels(IntraNodeKernels):
         self._linked: dict[str, Any] = {}
         if self._rings.by_puts and not self._interpreted:
             self._linked = linked_with_nvshmem(device)
+        if config.launch == "manual" and config.warp_num_per_block != RING_WARPS:
+            warn_of_warps(f"warp_num_per_block={config.warp_num_per_block}")
         self._holds_a_step = config.kernel_type in WHOLE_RING_KERNEL_TYPES
         self.sends_late = not self._holds_a_step
 
@@ -123,7 +126,18 @@ class InterNodeKernels(IntraNodeKernels):
         if num_remote:
             yield self._variants[key], (self.table, self.config.rank), num_remote
 
+    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+        """(programs that exchange nothing, those of channels, warps per program) of a call with as many tokens as there
+        may be."""
+        tokens = self.config.max_num_inp_token_per_rank
+        num_programs = self._num_programs(tokens, block_num)
+        if not is_dispatch:
+            num_programs = self._num_programs(self.config.world_size * tokens, block_num, OFFERING_PROGRAMS_PER_SM)
+        return num_programs, self.num_channel_programs, RING_WARPS
+
     def _num_programs(self, num_rows: int, block_num: int, per_sm: int = 1) -> int:
+        if block_num <= 0 and self.config.launch == "manual":
+            block_num = self.config.block_num
         most = self._most_programs(per_sm) or INTERPRETED_PROGRAMS
         return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 

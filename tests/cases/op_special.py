@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 import weakref
 from dataclasses import replace
@@ -45,6 +46,8 @@ from tests.cases.op_steps import STEP_BODIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ep_a2a.ops import EpDispatchCombineOp
 
 
 def late_rank(context: RankContext, case: Case) -> None:
@@ -288,6 +291,63 @@ def device_failures(context: RankContext, case: Case) -> None:
         for _ in range(1 if step.ran_at_capture else 2):
             step.replay()
         expect(errors.AlternationError, "graph")
+
+
+def graphs_of_other_steps(context: RankContext, case: Case) -> None:
+    """A combine graph of another max_num_tokens than the dispatch graph before it: rows lie elsewhere."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        inputs = make_inputs(case, 0, context.rank)
+        tokens, weights, ids = (each.to(context.device) for each in (inputs.tokens, inputs.weights, inputs.ids))
+        most_rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+        dispatches, combines = [], []
+        for most in (max(case.tokens[0]), case.max_tokens):
+
+            def dispatch(_: Any, most: int = most) -> None:
+                op.dispatch(tokens, weights, None, ids, max_num_tokens=most)
+
+            run_step(case, op, 0, context.device)
+            dispatches.append(CapturedStep(op, dispatch))
+            combines.append(CapturedStep(op, lambda _: op.combine(rows_of_step(op, most_rows), None, ids)))
+            arena.rendezvous.barrier("captured")
+        dispatches[0].replay()
+        combines[1].replay()
+        synchronize(context)
+        arena.rendezvous.barrier("failure seen")
+        raised(errors.AlternationError, op.check, "max_num_tokens")
+        op.reset()
+        run_step(case, op, 1, context.device)
+
+
+def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
+    """As many rows of a buffer as the combine of the op's open dispatch takes."""
+    return rows[: math.prod(op._prepared.lead)]
+
+
+def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
+    """What dispatch returned holds the next step's rows once a peer has gone on: it is copied, or refused."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        num_tokens = case.tokens[0][context.rank]
+        x = torch.full((num_tokens, case.hidden_dim), 1.0 + context.rank, device=context.device).to(op.config.data_type)
+        # each token goes to all ranks
+        ids = torch.arange(case.topk, dtype=torch.int32, device=context.device).repeat(num_tokens, 1)
+        received = op.dispatch(x, None, None, ids).tokens
+        rows, inside = torch.ones_like(received), received[0, :num_tokens]
+        raised(errors.InputError, lambda: op.combine(rows, None, None, out=inside), "out outside of what dispatch")
+        out = op.combine_send(rows, None, None, bias_0=inside, bias_1=x)[0]
+        synchronize(context)
+        arena.rendezvous.barrier("sent")
+        inside.fill_(77.0)
+        op.combine_recv()
+        expected = torch.full_like(x, case.world_size + 1.0 + (1.0 + context.rank))
+        same_bits(out[:num_tokens], expected, "sums and biases")
+        raised(errors.InputError, lambda: op.dispatch(inside, None, None, ids), "input outside of what dispatch")
+        op.dispatch(x, None, None, ids)
+        op.combine(rows, None, None)
+        op.check()
+        for wrong in (-1, 2.5, True):
+            raised(errors.ConfigError, lambda wrong=wrong: op.set_max_sms(wrong), "max_sms")
 
 
 def cap_overflow(context: RankContext, case: Case) -> None:
@@ -559,6 +619,15 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
         Case(tokens=((8, 5, 0, 3), (3, 3, 4, 9)), layout="expert_major", topk=3, options={"expert_alignment": 4}),
     ),
     "device-failures": (device_failures, Case(tokens=((9,),))),
+    "graphs-of-other-steps": (graphs_of_other_steps, Case(world_size=2, tokens=((3, 2),), layout="rank_major")),
+    "graphs-of-other-steps-expert-major": (
+        graphs_of_other_steps,
+        Case(world_size=2, tokens=((3, 2),), layout="expert_major", options=DIRECT),
+    ),
+    "memory-that-peers-overwrite": (
+        memory_that_peers_overwrite,
+        Case(world_size=2, tokens=((3, 2),), num_experts=2, topk=2, layout="rank_major"),
+    ),
     "cap-overflow": (cap_overflow, Case()),
     "host-checks": (host_checks, Case(tokens=((9,),))),
     "construction-mismatches": (construction_mismatches, Case()),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
+from ep_a2a.log_once import log_once
 from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import ignored_options
 from ep_a2a.ops.introspection import rows_from_other_nodes
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
 from tests.cases.op_matrix import CASES, UNEVEN
+from tests.messages import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,11 +133,19 @@ def other_numbers_of_programs(context: RankContext, case: Case) -> None:
         # fixed by what ranks agree on, whatever a call asks for
         _, num_channel_programs, _ = op.get_launch_config()
         assert 0 < num_channel_programs <= case.options["rdma_block_num"]
-        assert op.get_launch_config(True, 2 + context.rank, 2)[1] == num_channel_programs
+        # programs that exchange nothing are as many as the call, else the config says
+        for is_dispatch in (True, False):
+            assert op.get_launch_config(is_dispatch) == (2, num_channel_programs, 8)
+            assert op.get_launch_config(is_dispatch, 1 + context.rank, 2) == (
+                1 + context.rank, num_channel_programs, 8,
+            )  # fmt: skip
         everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
         tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
-        got = op.dispatch(tokens, weights, None, ids, 2 + context.rank)
+        with messages_of(ignored_options.logger, logging.WARNING) as texts:
+            log_once.cache_clear()
+            got = op.dispatch(tokens, weights, None, ids, 2 + context.rank, warp_per_block=4)
+        assert ["warp_per_block=4" in text for text in texts] == [True]
         check_dispatched(case, op, got, reference_of(case, 0, everyone)[context.rank])
         op.combine(got[0], None, ids, 3 - context.rank)
         synchronize(context)

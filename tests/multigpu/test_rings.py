@@ -56,7 +56,7 @@ def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
     case = replace(
         REPLAYED,
         tokens=((8, 8),),
-        options=rings(1, 1, 4),
+        options=rings(1, 1, 4) | {"block_num": 2},
     )
     ranks(other_numbers_of_programs, 2, case, device="cuda")
 

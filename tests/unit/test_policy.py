@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_a2a.ops import launch_plan
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
     INTERPRETED_PROGRAMS,
@@ -280,3 +282,12 @@ def test_a_launch_is_cut_down_to_what_fits(phase, bound, work, num_programs):
         assert fitted.num_receivers <= receivers
         if num_programs is None and wished <= bound:
             assert fitted == wish
+
+
+def test_a_bound_of_all_multiprocessors_bounds_nothing():
+    """A compiled launch is cut to what its registers leave room for, not to one program for each multiprocessor."""
+    variant = SimpleNamespace(programs_per_sm=4)
+    launch = Launch(528, 4, "analytic", 200, 327)
+    for max_sms, most in ((0, 528), (H200_SMS, 528), (H200_SMS + 9, 528), (24, 24)):
+        fitted = launch_plan._fitted(launch, Phase.COMBINE, variant, H200_SMS, max_sms)
+        assert fitted.num_programs == most
