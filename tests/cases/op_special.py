@@ -340,7 +340,7 @@ def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
         arena.rendezvous.barrier("sent")
         inside.fill_(77.0)
         op.combine_recv()
-        expected = torch.full_like(x, case.world_size + 1.0 + (1.0 + context.rank))
+        expected = torch.full(x.shape, case.world_size + 1.0 + (1.0 + context.rank), dtype=x.dtype)
         same_bits(out[:num_tokens], expected, "sums and biases")
         raised(errors.InputError, lambda: op.dispatch(inside, None, None, ids), "input outside of what dispatch")
         op.dispatch(x, None, None, ids)
