@@ -57,7 +57,10 @@ def default_arena() -> Arena:
 
 
 def shmem_finalize() -> int:
-    """Gives all memory of the world back, as Arena.close does, and returns 0. A second call does nothing."""
+    """Gives all memory of the world back, as Arena.close does, and returns 0. A second call does nothing.
+
+    Where one rank has freed all of its memory before, the others wait CLOSE_PATIENCE_SECS for it.
+    """
     global _arena
     memories = tuple(_allocations.values())
     _allocations.clear()

@@ -96,7 +96,7 @@ BY_ADDRESS = "Pass shmem_ptr_p2p(tensor.data_ptr(), my_pe, peer) to a kernel."
 MORI = (
     Row("mori", "ops.EpDispatchCombineConfig", "block_num warp_num_per_block rdma_block_num", WARNED,
         "not default, without launch=\"manual\"",
-        "Tuned tables decide; launch=\"manual\" takes these numbers, but between nodes no warps."),
+        "Tuned tables decide; launch=\"manual\" takes these numbers. Between nodes the warps are fixed."),
     Row("mori", "ops.EpDispatchCombineConfig", "num_qp_per_pe", WARNED, "other than 1",
         "NCCL and NVSHMEM have settings of their own."),
     Row("mori", "ops.EpDispatchCombineConfig", "kernel_type", WARNED, "other than IntraNode, on one node",

@@ -94,8 +94,8 @@ class EpDispatchCombineConfig:
         max_num_inp_token_per_rank: M, the most tokens that any rank brings.
         num_experts_per_rank: E, experts on this rank.
         num_experts_per_token: K, 1 to 32.
-        warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual". Kernels between nodes
-            have a number of warps of their own.
+        warp_num_per_block, block_num, rdma_block_num: launch numbers, used with launch="manual". Between nodes
+            warps are fixed, and block_num bounds programs that exchange nothing.
         max_total_recv_tokens: cap on received rows (layout compact only), rounded up to a multiple of W as in MORI;
             0 = none.
         use_external_inp_buf: MORI's; without effect, since combine sends from any memory.

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.jit import portable
-from ep_a2a.kernels.layout import Region, Span
-from ep_a2a.kernels.primitives import address, like, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.layout import Region, Span, State
+from ep_a2a.kernels.primitives import STATE, address, like, reduce_max, reduce_sum, running_sum
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -28,6 +28,7 @@ EXPERT_SCALES = tl.constexpr(Region.EXPERT_SCALES.value)
 EXPERT_WEIGHTS = tl.constexpr(Region.EXPERT_WEIGHTS.value)
 EXPERT_SLOTS = tl.constexpr(Region.EXPERT_SLOTS.value)
 REDUCED_ROWS = tl.constexpr(Region.REDUCED_ROWS.value)
+LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
 NUMBER_ROWS = tl.constexpr(Span.NUMBER_ROWS.value)
 COPY_ROWS = tl.constexpr(Span.COPY_ROWS.value)
 WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
@@ -182,7 +183,8 @@ def clear_padding(table, stride, rank, num_local_experts, program, num_programs,
     """Writes this program's share of the zeros behind each expert's rows."""
     recv_count = address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32)
     block_rows = S.WORLD_SIZE * stride
-    for unit in range(program, num_local_experts * (E.ALIGNMENT - 1), num_programs):
+    most = tl.minimum(E.ALIGNMENT - 1, block_rows)
+    for unit in range(program, num_local_experts * most, num_programs):
         expert = unit % num_local_experts
         count = tl.load(recv_count + expert)
         index = count + unit // num_local_experts
@@ -238,6 +240,9 @@ def reduce_experts_kernel(
     begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    # slots of another stride may lie beyond rows_in; combine, launched behind this, records the mistake
+    if tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + LAST_STRIDE) != stride:
+        total = total * 0
     counts = source_counts(table, rank, S)
     slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
     weights_at = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32)

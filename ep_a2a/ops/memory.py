@@ -168,14 +168,13 @@ class BoundMemory:
         config = self.config
         return self._local("combine_input", (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype)
 
-    def copy_target(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_target(self, role: str, tensor: torch.Tensor, most_rows: int) -> torch.Tensor:
         """Memory of this rank alone in the shape of a tensor that combine is given, allocated when first needed.
 
         Raises:
             StateError: it does not exist yet and a graph is being captured.
         """
-        most = self.config.max_num_expert_rows * tensor.shape[-1]
-        return self._local(role, (most,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        return self._local(role, (most_rows * tensor.shape[-1],), tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = self._locals.get(role)

@@ -164,14 +164,14 @@ class EpDispatchCombineOp(ValidatedOp):
             result = out
         inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        rows, copies = self._out_of_reach(rows, "combine_rows")
+        rows, copies = self._out_of_reach(rows, "combine_rows", self.config.max_num_expert_rows)
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            weights, more = self._out_of_reach(weights, "combine_weights")
+            weights, more = self._out_of_reach(weights, "combine_weights", self.config.max_num_expert_rows)
             copies += more
         for place, bias in enumerate(biases):
             if bias is not None:
-                bias, more = self._out_of_reach(bias, f"combine_bias_{place}")
+                bias, more = self._out_of_reach(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
                 biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
                 copies += more
         self._sent = CombineArguments(
@@ -179,11 +179,11 @@ class EpDispatchCombineOp(ValidatedOp):
             prepared.max_num_tokens, None if self._reduced_rows is None else rows, biases, copies,
         )  # fmt: skip
 
-    def _out_of_reach(self, tensor: torch.Tensor, role: str) -> tuple[torch.Tensor, Copies]:
-        """The tensor, or where peers may overwrite it memory to copy it to first, with the pair to copy."""
+    def _out_of_reach(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
+        """The tensor; where peers may overwrite it, memory for `most_rows` to copy it to first and the pair to copy."""
         if tensor.data_ptr() not in self.memory.dispatch_addresses:
             return tensor, ()
-        target = self.memory.copy_target(role, tensor)
+        target = self.memory.copy_target(role, tensor, most_rows)
         return target, ((target, tensor),)
 
     def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:

@@ -236,6 +236,12 @@ class StagedKernels(InterNodeKernels):
     def _failure_variant(self) -> CompiledKernel:
         return self._variant("post failure", post_failure_kernel, {"S": self._op_shape})
 
+    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+        """(programs that share the chunks, 0 of channels, warps per program) of a call with as many tokens as there may
+        be."""
+        num_nodes = None if is_dispatch else 1
+        return self._programs(self.config.max_num_inp_token_per_rank, block_num, num_nodes), 0, RING_WARPS
+
     def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""
         num_nodes = self._rings.num_nodes if num_nodes is None else num_nodes

@@ -310,18 +310,19 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
             dispatches.append(CapturedStep(op, dispatch))
             combines.append(CapturedStep(op, lambda _: op.combine(rows_of_step(op, most_rows), None, ids)))
             arena.rendezvous.barrier("captured")
-        dispatches[0].replay()
-        combines[1].replay()
-        synchronize(context)
-        arena.rendezvous.barrier("failure seen")
-        raised(errors.AlternationError, op.check, "max_num_tokens")
-        op.reset()
-        run_step(case, op, 1, context.device)
+        for dispatched, combined in ((0, 1), (1, 0)):
+            dispatches[dispatched].replay()
+            combines[combined].replay()
+            synchronize(context)
+            arena.rendezvous.barrier("failure seen")
+            raised(errors.AlternationError, op.check, "max_num_tokens")
+            op.reset()
+            run_step(case, op, 1, context.device)
 
 
 def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
-    """As many rows of a buffer as the combine of the op's open dispatch takes."""
-    return rows[: math.prod(op._prepared.lead)]
+    """Rows of their own, as many as the combine of the op's open dispatch takes."""
+    return rows[: math.prod(op._prepared.lead)].clone()
 
 
 def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:

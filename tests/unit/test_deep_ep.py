@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ep_a2a.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, uti
 from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
 from ep_a2a.compat.deep_ep.layouts import dispatch_layout, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import OpShape
-from ep_a2a.compat.deep_ep.steps import Hook, Steps
+from ep_a2a.compat.deep_ep.steps import Hook, Step, Steps
 from ep_a2a.compat.deep_ep.streams import CommStream, tensors_of
 from ep_a2a.compat.deep_ep_sizes import CURRENT, hidden_bytes_of, known_ranks
 from ep_a2a.config import Layout
@@ -236,6 +237,24 @@ def test_a_hook_receives_on_the_stream_of_the_send(monkeypatch):
 def test_the_number_of_multiprocessors_may_be_assigned(monkeypatch):
     monkeypatch.setattr(Buffer, "num_sms", 24)
     assert Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms == 24
+
+
+def test_rows_are_overwritten_by_any_low_latency_op_of_their_index():
+    """Ops of one index share the memory of rows by expert, of whatever dtype and size they are."""
+    op, other = (SimpleNamespace(config=SimpleNamespace(combined_dtype=torch.bfloat16), device=CPU) for _ in range(2))
+    for each in (op, other):
+        each.combine = lambda *_: None
+    for keeps_rows in (True, False):
+        steps = Steps(1)
+        first = Step(op, steps.free_index(), (1, 1, 8))
+        steps.add(first, keeps_rows=True)
+        steps.expect_rows(first)
+        second = Step(other, steps.free_index(), (1, 1, 8))
+        assert first.is_displaced
+        steps.expect_rows(first)
+        steps.add(second, keeps_rows=keeps_rows)
+        with pytest.raises(StateError, match="max_open_steps") if keeps_rows else contextlib.nullcontext():
+            steps.expect_rows(first)
 
 
 def test_a_buffer_keeps_a_step_at_least():

@@ -96,7 +96,7 @@ CASES = {
     "alternation": (
         failure(ALTERNATION, 2, DISPATCH),
         AlternationError,
-        ("two in a row at dispatch 7 on rank 1", "first seen by rank 2", "graph", "(kwargs, index)", "op.reset()"),
+        ("two in a row", "at dispatch 7 on rank 1", "first seen by rank 2", "graph", "(kwargs, index)", "op.reset()"),
     ),
     "mismatch": (
         failure(MISMATCH, NOBODY, DISPATCH, STRIDES[1], STRIDES),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ep_a2a.tuning.tables import TunedLaunch
 
 
+PROGRAMS = ("num_programs", "num_senders", "num_receivers")
+
+
 def default_output(note: str = "") -> Path:
     """Returns the folder for tables: EP_A2A_TUNING_DIR, else configs/ of the checkout.
 
@@ -61,4 +64,9 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 
 def _text(launch: TunedLaunch, phase: str) -> str:
-    return " ".join(f"{name.removeprefix('num_')} {getattr(launch, name)}" for name in LAUNCH_FIELDS[phase])
+    """Its numbers; "each" for one program for each unit of work."""
+    parts = []
+    for name in LAUNCH_FIELDS[phase]:
+        number = getattr(launch, name)
+        parts.append(f"{name.removeprefix('num_')} {'each' if name in PROGRAMS and number == 0 else number}")
+    return " ".join(parts)

@@ -225,7 +225,7 @@ class Buffer(BufferBase):
             round_scale: round scales up to powers of two.
             use_ue8m0: with round_scale, pack the scales' exponents, four to an int32; H a multiple of 512.
             async_finish: run on the communication stream; the returned event marks the end.
-            return_recv_hook: only send; the hook receives.
+            return_recv_hook: only send; the hook receives, on the stream of this call.
             topk_weights: not DeepEP's. float32 [T, K], to travel with the tokens. low_latency_combine may then be given
                 None, which saves a small exchange.
 
@@ -238,7 +238,7 @@ class Buffer(BufferBase):
               anything.
 
             Rows and counts lie in the op's memory. They are valid until the combine of this dispatch, or until
-            max_open_steps further dispatches, if they come before.
+            max_open_steps further dispatches, if they come before. A combine whose dispatch is over counts as one.
 
         Raises:
             InputError: an argument does not fit.
@@ -282,7 +282,7 @@ class Buffer(BufferBase):
             zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x. Saves no time: no
                 combine copies its input.
             async_finish: run on the communication stream; the returned event marks the end.
-            return_recv_hook: only send rows (and exchange weights); the hook receives.
+            return_recv_hook: only send rows (and exchange weights); the hook receives, on the stream of this call.
             out: [T, H] to write to.
 
         Returns:
@@ -290,8 +290,8 @@ class Buffer(BufferBase):
 
         Raises:
             InputError, ForeignIndicesError: an argument does not fit.
-            StateError: the hook of low_latency_dispatch has not been called, or another dispatch has overwritten the
-                rows of this one.
+            StateError: the hook of low_latency_dispatch has not been called. Or a later dispatch has overwritten the
+                rows of this one; that is an error also where the experts had read them before.
             UnsupportedError: use_logfmt, or statistics of waits.
         """
         self._require_open()

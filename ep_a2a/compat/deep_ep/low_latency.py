@@ -76,7 +76,7 @@ class LowLatencyMode:
         step = handle.step = self._step(shape)
         op = step.op
         got = (op.dispatch_send if in_halves else op.dispatch)(given.x, weights, None, ids)
-        self._steps.add(step)
+        self._steps.add(step, keeps_rows=True)
         scales = None if got[2] is None else _column_major_like(got[2])
         received = LowLatencyReceived(got[0], scales, op.expert_recv_count)
 
@@ -149,7 +149,7 @@ class LowLatencyMode:
         step, shape = self._step(handle.shape), handle.shape
         zeros = torch.zeros(handle.ids.shape[0], shape.hidden_dim, dtype=shape.dtype, device=handle.ids.device)
         step.op.dispatch(zeros, topk_weights, None, handle.ids)
-        self._steps.add(step)
+        self._steps.add(step, keeps_rows=True)
         handle.step = step
         return step
 
@@ -206,6 +206,8 @@ def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
     inputs.check_alignment("input", given.rows)
     if given.out is not None:
         inputs.check_out(op.config, op.device, given.out, num_tokens)
+        inputs.check_outside(op.memory.dispatch_addresses, out=given.out)
+        inputs.check_apart("out", given.out, given.rows, "the rows to be combined")
 
 
 def _column_major_like(scales: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ class NormalMode:
         scales = None if scales is None else scales.contiguous()
         got = op.dispatch(x, weights, scales, routing.ids, max_num_tokens=routing.max_num_tokens)
         step = Step(op, index, (op.num_rows(routing.max_num_tokens), shape.hidden_dim))
-        self._steps.add(step)
+        self._steps.add(step, keeps_rows=False)
         routing.shape, routing.step = shape, step
         return got
 

@@ -71,12 +71,14 @@ class Step:
         rows_shape: shape of the rows that its combine takes.
         is_open: whether the op still holds this dispatch.
         is_displaced: whether it was ended unasked, before its combine.
+        number: counts the buffer's dispatches.
         dispatch_hook, combine_hook: the receiving halves of split calls.
     """
 
     def __init__(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> None:
         self.op, self.index, self.rows_shape = op, index, rows_shape
         self.is_open, self.is_displaced = True, False
+        self.number = 0
         self.dispatch_hook: Hook | None = None
         self.combine_hook: Hook | None = None
 
@@ -113,7 +115,8 @@ class Steps:
             raise ConfigError("max_open_steps >= 1", str(max_open_steps))
         self.max_open_steps = max_open_steps
         self._steps: list[Step] = []
-        self._last: dict[EpDispatchCombineOp, Step] = {}
+        self._num_added = 0
+        self._newest_rows: dict[int, int] = {}
 
     def free_index(self) -> int:
         """Returns the lowest memory index without an open step. If there is none, displaces the oldest step."""
@@ -123,18 +126,27 @@ class Steps:
         used = {step.index for step in self._steps}
         return next(index for index in range(self.max_open_steps) if index not in used)
 
-    def add(self, step: Step) -> None:
-        """Adds a dispatch that has been launched."""
+    def add(self, step: Step, *, keeps_rows: bool) -> None:
+        """Adds a dispatch that has been launched.
+
+        Args:
+            step: of the dispatch.
+            keeps_rows: whether the caller reads the received rows in the memory of the step's index, as in low-latency
+                mode. All ops of an index keep them in the same memory.
+        """
+        self._num_added += 1
+        step.number = self._num_added
         self._steps.append(step)
-        self._last[step.op] = step
+        if keeps_rows:
+            self._newest_rows[step.index] = step.number
 
     def expect_rows(self, step: Step) -> None:
-        """Checks that no later dispatch has overwritten a step's rows in its op's memory before the step's combine.
+        """Checks that no later dispatch has overwritten a step's rows before the step's combine.
 
         Raises:
-            StateError: one has. What the experts made of these rows may be anything.
+            StateError: one has. Nobody knows whether the experts had read the rows by then.
         """
-        if step.is_displaced and self._last[step.op] is not step:
+        if step.is_displaced and self._newest_rows[step.index] != step.number:
             raise StateError(
                 f"at most {self.max_open_steps} dispatches to wait for their combine (max_open_steps)",
                 "the combine of one whose rows a later dispatch has overwritten",
@@ -146,4 +158,4 @@ class Steps:
         for step in self._steps:
             step.close()
         self._steps.clear()
-        self._last.clear()
+        self._newest_rows.clear()

@@ -82,6 +82,11 @@ class LowlatencyCombineContext(_PhasedContext):
         super().__init__(phases, online_quant_fp8, fp8_gsize)
         self._asked_phases: set[int] = set()
 
+    def restart(self) -> None:
+        """Makes the next call use the first set of buffers, whose rows for zero_copy are to be written anew."""
+        super().restart()
+        self._asked_phases.clear()
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of combine's rows and of its result."""

@@ -321,12 +321,12 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             apply_router_weight_on_input=apply_router_weight_on_input,
         )  # fmt: skip
         missing = self._moe.hidden_dim - rows.shape[-1]
-        return functional.pad(rows, (0, missing)) if missing else rows
+        return functional.pad(rows, (0, missing)) if missing > 0 else rows
 
     def _combined_rows(self, output: torch.Tensor) -> torch.Tensor:
         """Returns memory [T, H] for combine: output, or new memory where output is without the columns that pad H."""
         hidden_dim = self._moe.hidden_dim
-        return output if output.shape[-1] == hidden_dim else output.new_empty(output.shape[0], hidden_dim)
+        return output if output.shape[-1] >= hidden_dim else output.new_empty(output.shape[0], hidden_dim)
 
 
 def _fill(output: torch.Tensor, combined: torch.Tensor) -> None:
