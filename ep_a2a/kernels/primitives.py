@@ -65,6 +65,7 @@ POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
 
 # Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
 POLLS_PER_CLOCK = tl.constexpr(32)
+# From here on polls are counted from half of it; both are multiples of POLLS_PER_CLOCK (see next_poll).
 MANY_POLLS = tl.constexpr(1 << 30)
 
 # An interpreted poll costs a millisecond of Python; ranks that share cores sleep longer than they poll.

@@ -26,6 +26,8 @@ LAUNCH_FIELDS = {
     "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns"),
 }
 """Fields of a launch, by phase."""
+PROGRAM_FIELDS = ("num_programs", "num_senders", "num_receivers")
+"""Those that count programs; 0 stands for one for each unit of work."""
 
 Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 

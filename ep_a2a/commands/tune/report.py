@@ -11,16 +11,13 @@ from ep_a2a.commands.messages import output
 from ep_a2a.commands.tables import new_table
 from ep_a2a.errors import ConfigError
 from ep_a2a.tuning import tables
-from ep_a2a.tuning.parse import LAUNCH_FIELDS
+from ep_a2a.tuning.parse import LAUNCH_FIELDS, PROGRAM_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ep_a2a.commands.tune.search import Outcome
     from ep_a2a.tuning.tables import TunedLaunch
-
-
-PROGRAMS = ("num_programs", "num_senders", "num_receivers")
 
 
 def default_output(note: str = "") -> Path:
@@ -68,5 +65,5 @@ def _text(launch: TunedLaunch, phase: str) -> str:
     parts = []
     for name in LAUNCH_FIELDS[phase]:
         number = getattr(launch, name)
-        parts.append(f"{name.removeprefix('num_')} {'each' if name in PROGRAMS and number == 0 else number}")
+        parts.append(f"{name.removeprefix('num_')} {'each' if name in PROGRAM_FIELDS and number == 0 else number}")
     return " ".join(parts)

@@ -17,7 +17,7 @@ from ep_a2a.commands.files import check_folder
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
-from ep_a2a.tuning.parse import LAUNCH_FIELDS, MAX_PROGRAMS
+from ep_a2a.tuning.parse import LAUNCH_FIELDS, MAX_PROGRAMS, PROGRAM_FIELDS
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
 from ep_a2a.tuning.tables import (
     Evidence,
@@ -170,7 +170,7 @@ def open_ended(config: EpDispatchCombineConfig, launches: Launches, num_sms: int
     """
     result = dict(launches)
     for phase in launches:
-        for name in (name for name in LAUNCH_FIELDS[phase] if name not in VALUES):
+        for name in (name for name in LAUNCH_FIELDS[phase] if name in PROGRAM_FIELDS):
             open_one = result | {phase: replace(result[phase], **{name: 0})}
             if effect_of(config, open_one, num_sms) == effect_of(config, result, num_sms):
                 result = open_one
