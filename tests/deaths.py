@@ -193,8 +193,9 @@ def body(context: RankContext, run: Run, folder: str) -> None:
     Path(folder, f"{rank}.part").write_text(json.dumps(seen))
     Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.json"))
     for other in range(case.world_size):
-        if other != rank and not Path(folder, f"struck {other}").exists():
-            await_file(Path(folder, f"{other}.json"))
+        if other != rank:
+            # it may be struck while this rank waits for it
+            await_file(Path(folder, f"{other}.json"), Path(folder, f"struck {other}"))
     for other in run.faults:
         if Path(folder, f"struck {other}").exists():
             with contextlib.suppress(ProcessLookupError):

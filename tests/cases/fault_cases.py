@@ -220,11 +220,12 @@ def run_without(context: RankContext, case: Case, absent: int, *, store: dist.St
     destroy_subgroup(group)
 
 
-def await_file(path: Path) -> None:
+def await_file(*paths: Path) -> None:
+    """Waits until one of the files exists."""
     deadline = time.monotonic() + MARKER_TIMEOUT_SECS
-    while not path.exists():
+    while not any(path.exists() for path in paths):
         if time.monotonic() > deadline:
-            raise AssertionError(f"no {path}")
+            raise AssertionError(f"no {' or '.join(map(str, paths))}")
         time.sleep(0.01)
 
 
