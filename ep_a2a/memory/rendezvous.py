@@ -28,6 +28,8 @@ SHOWN_CHARACTERS = 40
 EXIT_SECS = 0.1
 """A process that ends closes its connections a little before its other files."""
 LOCALHOST = "127.0.0.1"
+WITHDRAWN = "-"
+"""Stands in place of a message whose rank has given up the meeting."""
 
 
 def is_like(message: Any, own: Any) -> bool:
@@ -153,6 +155,16 @@ class Rendezvous:
                 "See above.",
             )
 
+    def withdraw(self) -> None:
+        """Undoes this rank's part in a first exchange that has failed: its next object can meet those who still come.
+
+        Local, the last call of this object. Without it, each object of a rank meets the object of the same number on
+        other ranks, also where they have made fewer, since they came later. Does nothing where the store has ended.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key(self._sequence, self.rank), WITHDRAWN)
+            self._store.add(f"generation/{self.rank}", -1)
+
     def leave(self, patience_secs: float) -> str | None:
         """Holds the last meeting: waits until the others leave, too, for patience_secs at most.
 
@@ -200,8 +212,11 @@ class Rendezvous:
         return ()
 
     def _absent(self, keys: list[str]) -> tuple[int, ...]:
-        """Returns the members whose keys are missing."""
-        return tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
+        """Returns the members whose keys are missing or withdrawn."""
+        return tuple(member for member, key in zip(self.members, keys) if not self._stands(key))
+
+    def _stands(self, key: str) -> bool:
+        return bool(self._store.check([key])) and bytes(self._store.get(key)) != WITHDRAWN.encode()
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
@@ -210,27 +225,44 @@ class Rendezvous:
         """Returns every member's message of this exchange."""
         deadline = time.monotonic() + self.timeout_secs
         keys = [self._key(self._sequence, place) for place in range(self.world_size)]
+        texts = []
         for key in keys:
             try:
-                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                texts.append(self._text(key, deadline))
             except dist.DistNetworkError:
                 raise
             except RuntimeError as error:
                 raise self._not_all_came(keys, label) from error
-        return [bytes(self._store.get(key)) for key in keys]
+        return texts
+
+    def _text(self, key: str, deadline: float) -> bytes:
+        """Returns a member's message; RuntimeError where there is none before the deadline."""
+        while True:
+            self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            text = bytes(self._store.get(key))
+            if text != WITHDRAWN.encode():
+                return text
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{key} was withdrawn")
+            time.sleep(LEAVERS_POLL_SECS)
 
     def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
         """Returns the error for members whose keys are missing."""
         absent = self._absent(keys)
-        _, late = ((), ()) if self.tell_apart is None else self.tell_apart(absent, self.timeout_secs)
+        missing, late = self.missing_and_late(absent)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
             f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
             + (f"; the processes of ranks {list(late)} run" if late else ""),
             "Check that these ranks are alive and make the same calls in the same order.",
-            missing_ranks=tuple(rank for rank in absent if rank not in late),
+            missing_ranks=missing,
             late_ranks=late,
         )
+
+    def missing_and_late(self, absent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Parts ranks that did not come: into those that may be gone, and those whose processes run."""
+        _, late = ((), ()) if self.tell_apart is None else self.tell_apart(absent, self.timeout_secs)
+        return tuple(rank for rank in absent if rank not in late), late
 
     @contextlib.contextmanager
     def _store_must_answer(self, label: str) -> Iterator[None]:

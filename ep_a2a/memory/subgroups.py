@@ -44,7 +44,8 @@ def make_subgroup(
     Args:
         parent: a registered group that this process belongs to; any backend.
         ranks: ranks of `parent`, this one among them; `ranks[i]` becomes rank i. Equal on all members, which make
-            the groups of these ranks in the same order. Disjoint groups may be made at the same time.
+            the groups of these ranks in the same order; a call that raises RankTimeoutError makes none and can be
+            repeated. Disjoint groups may be made at the same time.
         timeout_secs: how long to wait for the last member, and the default bound of the group's collectives.
         store: where the members meet, from now on; None is the parent's. Survivors of the process that held the
             parent's need another, a TCPStore of one of them.
@@ -67,9 +68,20 @@ def make_subgroup(
     meeting = Rendezvous(parent, timeout_secs, members=ranks, store=store)
     if liveness is not None:
         meeting.tell_apart = liveness.tell_apart
+    try:
+        return _meet_and_connect(meeting, parent, ranks, store)
+    except RankTimeoutError:
+        meeting.withdraw()
+        raise
+
+
+def _meet_and_connect(
+    meeting: Rendezvous, parent: dist.ProcessGroup, ranks: tuple[int, ...], store: distributed_c10d.Store | None
+) -> dist.ProcessGroup:
     # A random name is new even after a restart of this job with the same store or the same numbers. torch keeps a
     # group's symmetric memory by name, beyond the end of the group.
     name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
+    timeout_secs = meeting.timeout_secs
     deadline = time.monotonic() + timeout_secs + CONNECT_PATIENCE_SECS
     try:
         return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs), store)
@@ -77,10 +89,12 @@ def make_subgroup(
         if not is_rank_gone(error):
             raise
         # gloo does not say which connection failed; a member that lives fails, too, and says so
-        missing = meeting.call("could not connect", deadline)
+        missing, late = meeting.missing_and_late(meeting.call(f"could not connect {name}", deadline))
         raise RankTimeoutError(
-            f"ranks {list(ranks)} to connect within {timeout_secs:g} s", f"rank {own} failed: {error}",
-            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).", missing_ranks=missing,
+            f"ranks {list(ranks)} to connect within {timeout_secs:g} s",
+            f"rank {dist.get_rank(parent)} failed: {error}",
+            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
+            missing_ranks=missing, late_ranks=late,
         ) from error  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ep_a2a import survivors
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.subgroups import make_subgroup
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from tests.cases.fault_cases import TIMEOUT_SECS, combine, settle, store_of, timed
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, run_step
@@ -94,20 +94,27 @@ def go_on(context: RankContext, case: Case, left: Survivors, num_nodes: int = 1,
 
 
 def one_is_late(context: RankContext, case: Case) -> list[tuple[int, ...]]:
-    """Rank 2 counts as gone; rank 1 comes to the meeting when rank 0 has given up. Whom rank 0's error names."""
+    """Rank 2 counts as gone; rank 1 comes to the meeting when rank 0 has given up. Whom rank 0's error names.
+
+    Then both try again, and go on.
+    """
     manager = create_manager("ep_a2a", context.group)
     manager.get_handle(kwargs_of(case, context.rank))
     meeting = Rendezvous(context.group)
     meeting.barrier("ops are made")
     found: list[tuple[int, ...]] = []
+    error = RankTimeoutError("x", "y", missing_ranks=(2,))
     if context.rank == 0:
-        error = RankTimeoutError("x", "y", missing_ranks=(2,))
         late = raised(
             RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
         )
         assert isinstance(late, RankTimeoutError)
         found = [late.missing_ranks, late.late_ranks]
     meeting.barrier("rank 0 has given up")
+    if context.rank < 2:
+        left = survivors(error, manager, experts_of_ranks(case))
+        go_on(context, case, left)
+        destroy_subgroup(left.group)
     manager.destroy()
     return found
 

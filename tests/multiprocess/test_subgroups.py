@@ -204,6 +204,28 @@ def test_a_member_that_does_not_come_is_named():
             assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + SLACK_SECS
 
 
+def meet_at_last(context: RankContext) -> list[str]:
+    """Rank 0 gives up twice before rank 1 comes; then rank 1 gives up; at last both are there. What rank 0 saw."""
+    everyone, seen = Rendezvous(context.group), []
+    for number, comers in enumerate(((0,), (0,), (1,), (0, 1), (0, 1))):
+        everyone.barrier(f"try {number}")
+        if context.rank not in comers:
+            continue
+        try:
+            group = make_subgroup(context.group, (0, 1), SHORT_TIMEOUT_SECS / 4 if len(comers) == 1 else 60.0)
+        except RankTimeoutError as error:
+            seen.append(f"missed {error.missing_ranks}")
+        else:
+            use(group, (0, 1), context.rank)
+            destroy_subgroup(group)
+            seen.append("met")
+    return seen
+
+
+def test_members_that_missed_each_other_meet_later(ranks):
+    assert ranks(meet_at_last, 2) == [["missed (1,)", "missed (1,)", "met", "met"], ["missed (0,)", "met", "met"]]
+
+
 def die_between_meeting_and_connecting(context: RankContext) -> None:
     if context.rank == 1:
         Rendezvous.exchange = exchange_and_die

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
-from ep_a2a.memory.rendezvous import Rendezvous, is_like
+from ep_a2a.memory.rendezvous import WITHDRAWN, Rendezvous, is_like
 from ep_a2a.topology.facts import VERSION_KEY, with_version
 
 LABEL = "a meeting"
@@ -78,6 +78,23 @@ def test_who_did_not_come_and_lives_is_late(group):
     with pytest.raises(RankTimeoutError, match="no sign of ranks 1, 2; the processes of ranks \\[1\\] run") as caught:
         meeting.barrier(LABEL)
     assert (caught.value.missing_ranks, caught.value.late_ranks) == ((2,), (1,))
+
+
+def test_what_was_withdrawn_is_not_read(group):
+    store = dist.HashStore()
+    gone = Rendezvous(group, 0.01, members=(0, 1), store=store)
+    with pytest.raises(RankTimeoutError, match="no sign of rank 1"):
+        gone.exchange(LABEL, "given up")
+    gone.withdraw()
+    place, own = f"ep_a2a/of/0,1/{(1 << 32) + 1}", with_version({"label": LABEL, "message": "here"})
+    assert store.get(f"{place}/0") == WITHDRAWN.encode()
+    store.set(f"{place}/1", WITHDRAWN)
+    again = Rendezvous(group, 0.05, members=(0, 1), store=store)
+    with pytest.raises(RankTimeoutError, match="no sign of rank 1"):
+        again.exchange(LABEL, "here")
+    again.withdraw()
+    store.set(f"{place}/1", json.dumps(own))
+    assert Rendezvous(group, 1.0, members=(0, 1), store=store).exchange(LABEL, "here") == ["here", "here"]
 
 
 def test_a_store_that_has_ended_is_named_before_anything_is_said(group):
