@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 PATIENCE_SECS = 2.0
 """How long whoever gives up waits for the others to do so; kernels that wait learn of it in a fraction of that."""
 LOOK_SECS = 0.005
+STANDSTILL_SECS = 0.25
+"""A longer time between two looks was no waiting: this process stood still, and heard nothing of the others."""
 HOST_HEAD_START_SECS = 0.3
 """How much earlier than others the host judges that has the lowest living rank, so that the others take its verdict."""
 
@@ -69,6 +71,23 @@ def with_verdict(error: RankTimeoutError, verdict: Verdict) -> RankTimeoutError:
     return RankTimeoutError(error.expected, got, remedy, verdict.missing, late_ranks=verdict.late)
 
 
+class _AwakeClock:
+    """time.monotonic() without the time for which this process stood still.
+
+    Whoever had stood still for the whole of its patience would judge by what it had heard before.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._still_secs = 0.0
+
+    def look(self) -> float:
+        now = time.monotonic()
+        self._still_secs += max(0.0, now - self._last - STANDSTILL_SECS)
+        self._last = now
+        return now - self._still_secs
+
+
 class Agreement:
     """What the ranks of an op agree on when one of its steps fails; made on all ranks in the same order.
 
@@ -111,7 +130,8 @@ class Agreement:
     def _agree(self, liveness: Liveness, own: GivenUp, bound_secs: float, left_secs: float) -> tuple[Fate, ...]:
         """See `verdict`; of several hosts, that with the lowest living rank judges, the others where it is silent."""
         liveness.give_up(self._failure, own.lacked, began=own.began)
-        start = time.monotonic()
+        clock = _AwakeClock()
+        start = clock.look()
         expiry = start + left_secs
         patience_secs = PATIENCE_SECS - (HOST_HEAD_START_SECS if liveness.others is not None else 0.0)
         ready: float | None = None
@@ -121,7 +141,7 @@ class Agreement:
             elsewhere = liveness.gave_up_since(start - 2 * bound_secs)
             given_up = dict.fromkeys(elsewhere, GivenUp((), began=True)) | liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
-            now = time.monotonic()
+            now = clock.look()
             # on one host a kernel hears of this failure at once; on another host its own wait must end
             is_apart = liveness.others is not None and any(each in FATES_OF for each in seen.values())
             waits_for_some = Presence.RUNS in silent and now < expiry + patience_secs + bound_secs * is_apart

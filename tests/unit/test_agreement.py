@@ -12,6 +12,7 @@ import pytest
 
 from ep_a2a.memory import host_shm, liveness
 from ep_a2a.memory.liveness import UNKNOWN_PROCESS, Fate, GivenUp, Liveness, Presence
+from ep_a2a.ops import agreement as agreement_module
 from ep_a2a.ops.agreement import Agreement, Verdict, judge
 
 RUNS, PAUSED, STOPPED, ENDED, UNSEEN = Presence.RUNS, Presence.PAUSED, Presence.STOPPED, Presence.ENDED, Presence.UNSEEN
@@ -222,6 +223,26 @@ def test_a_failure_before_its_bound_waits_for_those_who_wait_longer(own, peer):
     agreement = begun(own)
     verdict = agreement.verdict(GivenUp((1, 2), began=True), BOUND_SECS, left_secs=4.0)
     assert (verdict.missing, verdict.late) == ((2,), ())
+
+
+def test_whoever_stood_still_looks_again_before_it_judges(own, peer, monkeypatch):
+    """What this rank saw before is older than its patience."""
+    monkeypatch.setattr(agreement_module, "PATIENCE_SECS", 1.0)
+    peer(2, "gives up")
+    peer(1).kill()
+    assert becomes(own, 1, ENDED)
+    look, looks = own.presence, []
+
+    def stand_still(rank: int, stopped_secs: float) -> Presence:
+        looks.append(rank)
+        if looks != [0, 1]:
+            return look(rank, stopped_secs)
+        time.sleep(1.5)
+        return RUNS
+
+    monkeypatch.setattr(own, "presence", stand_still)
+    verdict = begun(own).verdict(GivenUp((1,), began=True), BOUND_SECS)
+    assert (verdict.missing, verdict.late) == ((1,), ())
 
 
 def test_without_shared_memory_the_hint_is_all_there_is():
