@@ -213,25 +213,30 @@ class _Mouth:
     ) -> None:  # fmt: skip
         self.socket, self.peers, self.token, self._rank, self._own_report = own, peers, token, rank, own_report
         self._turn = 0
+        self._leaves = False
+        self._one_at_a_time = threading.Lock()
 
     def speak(self, *, leaves: bool = False) -> bool:
-        """Tells all peers; whether there still is somebody who reports."""
+        """Tells all peers; whether there still is somebody who reports. Whoever leaves says so ever after."""
         return self._send(self.peers, leaves=leaves)
 
     def speak_in_turn(self) -> bool:
         """Tells the peers whose turn it is; whether there still is somebody who reports."""
         self._turn += 1
         # ranks of one host take different turns, so that a peer hears from each host all the time
-        return self._send(list(self.peers)[(self._turn + self._rank) % NUM_TURNS :: NUM_TURNS], leaves=False)
+        return self._send(list(self.peers)[(self._turn + self._rank) % NUM_TURNS :: NUM_TURNS])
 
-    def _send(self, peers: Iterable[int], *, leaves: bool) -> bool:
+    def _send(self, peers: Iterable[int], *, leaves: bool = False) -> bool:
         report = self._own_report()
         if report is None:
             return False
-        text = json.dumps([self.token, self._rank, report()._replace(leaves=leaves).to_json()]).encode()
-        for address in [self.peers[peer] for peer in peers]:
-            with contextlib.suppress(OSError):
-                self.socket.sendto(text, address)
+        # the listener speaks beside the thread that says goodbye: no other report may come behind that
+        with self._one_at_a_time:
+            self._leaves = self._leaves or leaves
+            text = json.dumps([self.token, self._rank, report()._replace(leaves=self._leaves).to_json()]).encode()
+            for address in [self.peers[peer] for peer in peers]:
+                with contextlib.suppress(OSError):
+                    self.socket.sendto(text, address)
         return True
 
 

@@ -196,6 +196,23 @@ def test_a_socket_beyond_the_descriptors_of_select_is_heard(ranks):
     assert list(heard) == [1]
 
 
+def test_nothing_undoes_a_goodbye():
+    """The listener may be about to speak when the thread that closes says goodbye."""
+    report = Report({1: Seen(1, 0.0)}, (), {})
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer,
+    ):
+        peer.bind(("127.0.0.1", 0))
+        peer.settimeout(PATIENCE_SECS)
+        mouth = other_hosts._Mouth(own, {1: peer.getsockname()}, "token", 0, lambda: lambda: report)
+        mouth.speak()
+        mouth.speak(leaves=True)
+        mouth.speak()
+        said = [Report.from_json(json.loads(peer.recv(5000))[2], WORLD_SIZE).leaves for _ in range(3)]
+    assert said == [False, True, True]
+
+
 def test_foreign_datagrams_change_nothing(ranks):
     port = ranks[0].others._mouth.socket.getsockname()[1]
     token = ranks[0].others._mouth.token
