@@ -9,13 +9,13 @@ from importlib import metadata
 COMMAND_SECS = 20.0
 
 
-def command_output(*command: str) -> str:
-    """Returns what a program prints; "" where it is missing, fails or takes too long."""
+def command_output(*command: str, timeout_secs: float = COMMAND_SECS) -> str:
+    """Returns what a program prints; "" where it is missing, fails or takes longer than `timeout_secs`."""
     if shutil.which(command[0]) is None:
         return ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_SECS, check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_secs, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):

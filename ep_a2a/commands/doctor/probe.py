@@ -11,13 +11,10 @@ from ep_a2a.commands.doctor.checks_backend import stands_on_library
 from ep_a2a.commands.doctor.probe_host import find_host, find_rdma_ports
 from ep_a2a.commands.doctor.probe_nvidia import add_nvidia_smi
 from ep_a2a.commands.doctor.probe_packages import find_atom, find_installation, find_vllm
-from ep_a2a.commands.doctor.subprocess_probe import run_probe
+from ep_a2a.commands.doctor.subprocess_probe import PROBE_SECS, run_probe
 from ep_a2a.commands.doctor.system_info import Backend, Driver, Gpu, Sharing, SystemInfo, Torch, Triton
 from ep_a2a.errors import EnvironmentVariableError
 from ep_a2a.managers.capabilities import Capabilities
-
-PROBE_SECS = 120.0
-"""Seconds that a library may take to import: the first import of torch from a network drive is slow."""
 
 
 def find_system_info(probe_secs: float = PROBE_SECS, backend: str = "") -> SystemInfo:

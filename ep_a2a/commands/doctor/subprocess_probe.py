@@ -12,6 +12,9 @@ from typing import Any
 from ep_a2a.commands.doctor.probe_programs import MARK
 from ep_a2a.commands.programs import command_output
 
+PROBE_SECS = 120.0
+"""Seconds that a program may take which imports libraries: the first import of torch from a network drive is slow."""
+
 
 def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
     """Returns the facts that a probe prints, with tuples for lists; where it prints none, `problem` says why.
@@ -43,7 +46,8 @@ def plan_bytes(num_ranks: int, max_tokens: int, hidden_dim: int | None, quant: s
     options = {"ranks": num_ranks, "max-tokens": max_tokens, "hidden": hidden_dim, "quant": quant}
     named = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     # -P: `python -m` would put the current folder on the import path, and run what lies there
-    printed = command_output(sys.executable, "-P", "-m", "ep_a2a.cli", "plan", "--json", *named)
+    command = [sys.executable, "-P", "-m", "ep_a2a.cli", "plan", "--json", *named]
+    printed = command_output(*command, timeout_secs=PROBE_SECS)
     return int(json.loads(printed)["bytes_per_gpu"]["total"]) if printed else None
 
 
