@@ -82,6 +82,8 @@ def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 COMPILE_WHEN_USED = "EP_A2A_TEST_COMPILE_WHEN_USED"
 """With 1, ops of tests on GPUs compile a kernel when a call first needs it, which are far fewer kernels."""
+POOL_SECS = 240.0
+"""Bound of a call of a pool's ranks; on two cores the longest takes a minute."""
 MPS = "EP_A2A_TEST_MPS"
 """With 0, ranks of tests that share a GPU take turns: compute-sanitizer refuses clients of MPS."""
 
@@ -100,7 +102,9 @@ class _Pools:
         if key not in self._pools:
             while self._pools and world_size + sum(size for size, _ in self._pools) > MAX_RANKS:
                 self._pools.popitem(last=False)[1].close()
-            self._pools[key] = RankPool(world_size, device=device, mps=os.environ.get(MPS) != "0")
+            self._pools[key] = RankPool(
+                world_size, device=device, timeout_secs=POOL_SECS, mps=os.environ.get(MPS) != "0"
+            )
         self._pools.move_to_end(key)
         if device == "cuda" and os.environ.get(COMPILE_WHEN_USED) == "1":
             return self._pools[key].run(compiled_when_used, function, *args, **kwargs)

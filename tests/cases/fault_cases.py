@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, Rank
 from ep_a2a.kernels import combine_send_kernels, ll_dispatch_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
-from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
+from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
@@ -47,9 +48,9 @@ SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
 SHORT_STOP_SECS = 1.5
 LATE_SECS = 1.5
-LOCAL_SECS = CLOSE_PATIENCE_SECS - 0.5
-"""A close that waits for a rank in vain takes longer than this, one that waits for nobody far less."""
 MARKER_TIMEOUT_SECS = 60.0
+LOCAL_SECS = 30.0
+"""A close under `patient_closes` that waits for a rank in vain takes longer than this, another one far less."""
 
 Place = tuple[str, Any, int]
 """A call of an op, and in it a device function and which of its calls in this process."""
@@ -151,6 +152,17 @@ def timed(work: Callable[[], Any]) -> float:
     return time.monotonic() - start
 
 
+def patient_closes() -> contextlib.AbstractContextManager[Any]:
+    """Within, a close waits for other ranks for so long that it can be told from one that waits for nobody."""
+    return mock.patch.object(arena_module, "CLOSE_PATIENCE_SECS", 2 * LOCAL_SECS)
+
+
+def close_secs(op: EpDispatchCombineOp, arena: Arena) -> float:
+    """Closes both under `patient_closes`."""
+    with patient_closes():
+        return timed(op.close) + timed(arena.close)
+
+
 # --- kill -9 ---
 
 
@@ -175,7 +187,7 @@ def killed(context: RankContext, case: Case, place_name: str, folder: str, regro
     seen = steps_until_error(case, op, 1, {call: lambda: await_file(marker)} if waits == "waiting in" else {})
     raised(RankTimeoutError, op.check, f"rank {VICTIM}")
     raised(RankTimeoutError, lambda: run_step(case, op, 2, context.device), f"rank {VICTIM}")
-    seen["close_secs"] = timed(op.close) + timed(arena.close)
+    seen["close_secs"] = close_secs(op, arena)
     seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
     if regroups:
         run_without(context, case, VICTIM)
@@ -194,7 +206,7 @@ def host_of_the_store_killed(context: RankContext, case: Case, folder: str) -> N
     if context.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     seen = steps_until_error(case, op, 1, {})
-    seen["close_secs"] = timed(op.close) + timed(arena.close)
+    seen["close_secs"] = close_secs(op, arena)
     own = store_of(context.rank == 0, Path(folder, "second store"))
     run_without(replace(context, group=group), case, VICTIM, store=own)
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
@@ -340,7 +352,11 @@ def raises_between(context: RankContext, case: Case) -> dict[str, Any]:
     """An exception leaves op and arena on one rank, which waits for nobody; the others name it, and all begin anew."""
     seen: dict[str, Any] = {}
     try:
-        with Arena(context.group, context.device) as arena, make_op(context, case, arena, index=0) as op:
+        with (
+            patient_closes(),
+            Arena(context.group, context.device) as arena,
+            make_op(context, case, arena, index=0) as op,
+        ):
             run_step(case, op, 0, context.device)
             op.set_timeout(TIMEOUT_SECS)
             arena.rendezvous.barrier("before the exception")
@@ -420,7 +436,8 @@ def store_dies(context: RankContext, folder: str) -> None:
     if context.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     seen = {"barrier": timed(lambda: meet_without_store(arena))}
-    seen["close"] = timed(arena.close)
+    with patient_closes():
+        seen["close"] = timed(arena.close)
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
 
 
@@ -437,7 +454,7 @@ def no_memory(context: RankContext, case: Case, kind: str, number: int) -> dict[
     """One rank's `number`-th allocation for an op fails: every rank gets an error at once; the next op is built."""
     with Arena(context.group, context.device) as arena:
         # as the first op of an arena does before it allocates anything for itself
-        arena.liveness = Liveness.meet(arena.rendezvous)
+        arena.liveness, arena._has_met = Liveness.meet(arena.rendezvous), True
         with failing(kind, number) if context.rank == VICTIM else contextlib.nullcontext():
             start = time.monotonic()
             error = raised(EpA2AError, lambda: make_op(context, case, arena))

@@ -232,6 +232,7 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         if context.rank == last:
             time.sleep(2 * BRIEF_TIMEOUT_SECS)
         run_step(case, op, 0, context.device)
+        arena.rendezvous.barrier("before one stays away")
         if context.rank != last:
             inputs = make_inputs(case, 1, context.rank)
             op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
@@ -239,17 +240,19 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
             raised(errors.RankTimeoutError, op.check, f"rank {last}", f" timeout_secs = {BRIEF_TIMEOUT_SECS:g}")
         arena.rendezvous.barrier("the others have given up")
         op.reset()
+        op.set_timeout(ENOUGH_SECS)
         run_step(case, op, 2, context.device)
 
 
 def dropped_in_a_step(context: RankContext, case: Case) -> None:
     """One rank forgets its op after a dispatch, the other's combine sends to it: the next op there begins clean."""
     with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, index=0, timeout_secs=BRIEF_TIMEOUT_SECS)
+        op = make_op(context, case, arena, index=0, timeout_secs=ENOUGH_SECS)
         step = Step.dispatch(case, op, 0, context.device)
         if context.rank == 1:
             del step, op
         else:
+            op.set_timeout(BRIEF_TIMEOUT_SECS)
             op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype).fill_(3.0), None, None)
             synchronize(context)
             raised(errors.RankTimeoutError, op.check, "rank 1")

@@ -28,10 +28,10 @@ from tests.cases.fault_cases import (
     TIMEOUT_SECS,
     VICTIM,
     await_file,
+    close_secs,
     echo_of,
     settle,
     steps_until_error,
-    timed,
 )
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
 from tests.cases.op_checks import raised, synchronize
@@ -46,6 +46,8 @@ FLAGGED, DIRECT = 128, 0
 GPU_TIMEOUT_SECS = 3.0
 SECS_INTO_WAIT = 1.5
 """From before a call of the rank that dies to its death: what it sends has gone, and it has not given up."""
+VICTIM_SECS = 60.0
+"""Bound of the wait in which a rank is killed: it must not give up before."""
 NUM_QUEUED_REPLAYS = 3
 
 
@@ -100,7 +102,7 @@ def killed_in_a_call(context: RankContext, fault: Fault, case: Case, folder: str
     op = make_op(context, case, arena)
     run_step(case, op, 0, context.device)
     settle(op)
-    op.set_timeout(timeout_of(context.device))
+    op.set_timeout(timeout_of(context.device) if rank != VICTIM else VICTIM_SECS)
     arena.rendezvous.barrier("before the kill")
     if rank == VICTIM:
         if fault.call == "dispatch":
@@ -137,7 +139,7 @@ def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: s
         synchronize(context)
         same_bits(results[-1][: len(x)], echo_of(case, 0, rank), f"replay {number}")
     settle(op)
-    op.set_timeout(timeout_of(device))
+    op.set_timeout(timeout_of(device) if rank != VICTIM else VICTIM_SECS)
     arena.rendezvous.barrier("before the kill")
     if rank == VICTIM:
         kill_soon(marker)
@@ -165,7 +167,7 @@ def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: s
 def _leave(op: EpDispatchCombineOp, arena: Arena, seen: dict[str, Any], report: Path) -> None:
     """The op stays failed and closes alone; the rest of the report."""
     raised(RankTimeoutError, op.check, f"rank {VICTIM}")
-    seen["close_secs"] = timed(op.close) + timed(arena.close)
+    seen["close_secs"] = close_secs(op, arena)
     seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
     report.write_text(json.dumps(seen))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ep_a2a.parallel.survivors import Survivors
     from ep_a2a.testing import RankContext
 
-NO_STORE_SECS = 5.0
+NO_STORE_SECS = 20.0
 """Bound for the error that a store has ended, far below that of a meeting."""
 MEETING_SECS = 2.0
 

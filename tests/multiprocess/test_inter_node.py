@@ -16,7 +16,7 @@ from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
-from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, raised
+from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES
 from tests.cases.op_steps import built_under_another_default_device, cast_before
@@ -225,7 +225,10 @@ def late_in_the_first_step(context: RankContext) -> None:
             if is_late:
                 time.sleep(1.5 * BRIEF_TIMEOUT_SECS)
             call()
+        op.set_timeout(ENOUGH_SECS)
         run_step(LATE, op, 1, context.device)
+        op.set_timeout(BRIEF_TIMEOUT_SECS)
+        arena.rendezvous.barrier("before one stays away")
         if not is_late:
             start = time.monotonic()
             error = raised(

@@ -12,7 +12,7 @@ from ep_a2a.errors import ForkedProcessError, RankTimeoutError, StateError
 from ep_a2a.kernels.jit import PortableFunction
 from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, Step, make_op, run_step
-from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, raised
+from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,10 +81,11 @@ def interrupting(function: str) -> Iterator[None]:
 
 def interrupt_a_call(context: RankContext, case: Case, call: str) -> None:
     with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS)
+        op = make_op(context, case, arena, timeout_secs=ENOUGH_SECS)
         run_step(case, op, 0, context.device)
         if context.rank:
             step = Step.dispatch(case, op, 1, context.device)
+            op.set_timeout(BRIEF_TIMEOUT_SECS)
             with contextlib.suppress(RankTimeoutError):
                 op.combine(step.before_combine()[0], None, None)
         else:
@@ -96,6 +97,7 @@ def interrupt_a_call(context: RankContext, case: Case, call: str) -> None:
             for again in (lambda: Step.dispatch(case, op, 1, context.device), op.dispatch_recv, op.combine_recv):
                 raised(StateError, again, f"a {call} that Ctrl-C", "torn", "op.reset()")
         op.reset()
+        op.set_timeout(ENOUGH_SECS)
         assert not op.has_open_step
         run_step(case, op, 2, context.device)
 
