@@ -15,6 +15,8 @@ from ep_a2a.testing import RankFailure, run_ranks
 from ep_a2a.topology import classify, facts, gather_report, in_the_same_node_as
 from tests.messages import messages_of
 
+PATIENCE_SECS = 10.0
+
 
 def subgroup(context, members):
     """The group of `members` (global ranks), or None on other ranks. Collective over all ranks."""
@@ -61,14 +63,20 @@ def modes_of_offered_files(context):
     return mode, offer.name
 
 
-def die_while_probing(context, dying_rank):
+def die_while_probing(context, dying_rank, has_offers):
+    try_to_open = facts._try_to_open
+
+    def say_and_try(offer):
+        has_offers.touch()
+        return try_to_open(offer)
+
     def die(_offer):
         # The survivor must have read the offers before this process is gone.
-        time.sleep(0.5)
+        while not has_offers.exists():
+            time.sleep(0.01)
         os._exit(3)
 
-    if context.rank == dying_rank:
-        facts._try_to_open = die
+    facts._try_to_open = die if context.rank == dying_rank else say_and_try
     gather_report(context.group)
 
 
@@ -81,7 +89,8 @@ def report_without_shared_memory(context):
         facts.SHM_DIRECTORY = shm
 
 
-def our_files():
+def probe_files():
+    """Those of all processes of this machine: other tests probe, too."""
     return set(Path("/dev/shm").glob("ep_a2a_probe_*"))
 
 
@@ -143,9 +152,14 @@ def test_source_rank_is_checked(ranks):
     assert {type(error) for error in caught.value.errors.values()} == {ConfigError}
 
 
-def test_a_rank_that_dies_while_probing_leaves_nothing():
-    before = our_files()
+def test_a_rank_that_dies_while_probing_leaves_nothing(tmp_path):
+    before = probe_files()
     with pytest.raises(RankFailure, match="exit code 3") as caught:
-        run_ranks(die_while_probing, 2, 1)
+        run_ranks(die_while_probing, 2, 1, tmp_path / "has offers")
     assert "in gather_report" in caught.value.tracebacks[0]
-    assert our_files() <= before
+    new = probe_files() - before
+    # another process removes the files of its probe at once
+    deadline = time.monotonic() + PATIENCE_SECS
+    while (left := [path.name for path in new if path.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
