@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ClosedError, ConfigError, ShapeError
-from ep_a2a.testing import RankFailure, RankPool, run_ranks
+from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks
 
 HANG_SECS = 5
 """Long enough for a fresh rank to import this module on a busy machine."""
@@ -33,6 +33,8 @@ def return_view(context):
 
 
 def raise_on(context, failing_rank):
+    # all ranks are in here when one fails
+    dist.barrier(group=context.group)
     if context.rank == failing_rank:
         raise ShapeError("two dimensions", "three")
     dist.barrier(group=context.group)
@@ -74,7 +76,9 @@ def running(process_ids):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2, timeout_secs=60, grace_secs=1) as pool:
+    with RankPool(2, timeout_secs=60) as pool:
+        # the first call of fresh ranks imports this module, sooner on one than on another
+        pool.run(process_id)
         yield pool
 
 
@@ -93,7 +97,10 @@ def test_tensors_travel_by_value(pool):
         assert result["fp8"].dtype == torch.float8_e4m3fn
 
 
-def test_one_rank_raising_names_it_and_does_not_wait_for_the_others(pool):
+def test_one_rank_raising_names_it_and_does_not_wait_for_the_others(pool, monkeypatch):
+    monkeypatch.setattr(pool, "grace_secs", 1)
+    # on a busy machine the rank that waits may take longer to write its stack
+    monkeypatch.setattr(launch, "STACKS_TIMEOUT_SECS", 20)
     start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1 of 2 failed") as caught:
         pool.run(raise_on, 1)
@@ -150,8 +157,11 @@ def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
 
 
 def test_a_dying_rank_is_named():
-    with pytest.raises(RankFailure, match="exit code -9") as caught:
-        run_ranks(die_on, 2, 0, grace_secs=1)
+    with RankPool(2) as dying:
+        # the rank that lives must end its call while it is waited for, so it imports this module before
+        dying.run(process_id)
+        with pytest.raises(RankFailure, match="exit code -9") as caught:
+            dying.run(die_on, 0)
     assert sorted(caught.value.tracebacks) == [0]
 
 
