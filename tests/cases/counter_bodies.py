@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 LATE_SECS = 2.0
+LONG_SECS = 0.9 * LATE_SECS
+"""A wait for the late rank is longer; one for nobody is far shorter."""
+SIGN_PATIENCE_SECS = 60.0
 WAITS = ("dispatch_wait_us", "combine_wait_us")
 CAST_SCALE_BYTES = 4
 
@@ -186,28 +189,45 @@ def counted_replays(context: RankContext, case: Case) -> None:
 
 
 def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
-    """Those who wait for the late rank say so, and the late one does not."""
+    """Those who wait for the late rank say so, and the late one does not.
+
+    It sleeps from when the others have begun to wait, so their waits are at least that long. What they send to it has
+    left by then.
+    """
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         exchange = InstrumentedOp(op, StepCounters(context.device, 4))
         given = _on(context, inputs_of(case, 0, context.rank))
         late = case.world_size - 1
-        for place in ("", "dispatch", "combine"):
-            if place == "dispatch" and context.rank == late:
+        start_wait = exchange.engine.start_wait
+
+        def before(call: str, place: str) -> None:
+            def start_and_say() -> None:
+                start_wait()
+                arena.rendezvous.call(f"waits in {place}", 0.0)
+
+            exchange.engine.start_wait = start_wait
+            if call == place and context.rank != late:
+                exchange.engine.start_wait = start_and_say
+            elif call == place:
+                assert not arena.rendezvous.call(f"waits in {place}", time.monotonic() + SIGN_PATIENCE_SECS)
                 time.sleep(LATE_SECS)
+
+        for place in ("", "dispatch", "combine"):
+            before("dispatch", place)
             tokens = exchange.dispatch(*given)[0]
             rows = torch.zeros(tokens.shape, dtype=op.config.combined_dtype, device=context.device)
             synchronize(context)
-            if place == "combine" and context.rank == late:
-                time.sleep(LATE_SECS)
+            before("combine", place)
             exchange.combine(rows, None, None)
             synchronize(context)
             arena.rendezvous.barrier("step ended")
         got = exchange.counters.read(op.config)
         for name, step in zip(WAITS, got["latest_steps"][1:]):
             waited_secs = step[name] / 1e6
-            assert (waited_secs < LATE_SECS / 2) == (context.rank == late), (name, waited_secs)
-            assert got[f"max_{name}"] == step[name] or context.rank == late
+            assert (waited_secs < LONG_SECS) == (context.rank == late), (name, waited_secs)
+            # which step that is depends on the machine, too
+            assert got[f"max_{name}"] == max(each[name] for each in got["latest_steps"])
 
 
 THREE = {"world_size": 3, "num_experts": 7, "topk": 3}
