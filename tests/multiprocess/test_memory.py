@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 NUM_BYTES = 100_000
 GIB = 1 << 30
-SHORT_TIMEOUT_SECS = 2.0
+SHORT_TIMEOUT_SECS = 6.0
+"""Longer than ranks of a busy machine are apart that left a barrier together."""
+DEAD_TIMEOUT_SECS = 2.0
+"""In a step that one rank does not live to."""
 SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
 
 
@@ -307,8 +310,10 @@ def process_id(_context: RankContext) -> int:
 
 def die_after_a_step(context: RankContext, case: Case, dying_rank: int) -> None:
     with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
+        arena.rendezvous.barrier("before the kill")
+        op.set_timeout(DEAD_TIMEOUT_SECS)
         if context.rank == dying_rank:
             os.kill(os.getpid(), signal.SIGKILL)
         inputs = make_inputs(case, 1, context.rank)
@@ -341,7 +346,10 @@ def die_while_allocating(context: RankContext, dying_rank: int, step: str) -> An
 
     if context.rank == dying_rank:
         setattr(host_shm, step, die)
-    allocate_symmetric(Rendezvous(context.group, SHORT_TIMEOUT_SECS), context.device, NUM_BYTES)
+    rendezvous = Rendezvous(context.group)
+    rendezvous.barrier("all are here")
+    rendezvous.timeout_secs = SHORT_TIMEOUT_SECS
+    allocate_symmetric(rendezvous, context.device, NUM_BYTES)
 
 
 @pytest.mark.parametrize(("step", "label"), [("_create", "creating shared memory"), ("_map", "mapping shared memory")])
@@ -353,7 +361,7 @@ def test_a_rank_killed_while_allocating_is_named_and_leaves_nothing(step, label)
     error = caught.value.errors[1]
     assert isinstance(error, RankTimeoutError)
     assert error.missing_ranks == (0,)
-    assert f"'{label}' within 2 s" in str(error)
+    assert f"'{label}' within {SHORT_TIMEOUT_SECS:g} s" in str(error)
     assert files_of(*processes) == []
 
 
@@ -508,9 +516,8 @@ def meet(context: RankContext) -> dict[str, Any]:
     rendezvous = Rendezvous(context.group, timeout_secs=20)
     seen: dict[str, Any] = {"exchange": [rendezvous.exchange("numbers", context.rank + n) for n in range(20)]}
     seen["labels"] = error_of(lambda: rendezvous.barrier("left" if context.rank else "right"))
-    rendezvous.timeout_secs = 1.0
-    if context.rank == 1:
-        time.sleep(1.5)
+    rendezvous.barrier("all are here")
+    rendezvous.timeout_secs = SHORT_TIMEOUT_SECS
     seen["missing"] = error_of(lambda: rendezvous.barrier("late")) if context.rank != 1 else None
     return seen
 
@@ -524,7 +531,7 @@ def test_rendezvous(ranks):
         if rank != 1:
             kind, message = seen["missing"]
             assert kind is RankTimeoutError
-            assert "all 3 ranks at 'late' within 1 s; got no sign of rank 1." in message
+            assert f"all 3 ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1." in message
 
 
 # --- MORI's shmem functions ---
