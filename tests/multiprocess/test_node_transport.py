@@ -13,6 +13,7 @@ import torch
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.memory import transport_choice
 from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, NodeAllToAll
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_choice import choose_transport, make_transport
 from ep_a2a.testing import RankFailure, RankPool
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 TIMEOUT_SECS = 30.0
-SHORT_TIMEOUT_SECS = 2.0
+SHORT_TIMEOUT_SECS = 6.0
+"""Longer than ranks of a busy machine are apart that left a barrier together."""
+LATE_SECS = 2.0
 SLACK_SECS = 8.0
 CPU = torch.device("cpu")
 
 
-def transport_of(
-    context: RankContext, num_nodes: int, gpus_per_node: int, timeout_secs: float = TIMEOUT_SECS
-) -> NodeAllToAll:
-    return NodeAllToAll(context.group, grid_of(num_nodes, gpus_per_node, context.rank), timeout_secs)
+def transport_of(context: RankContext, num_nodes: int, gpus_per_node: int) -> NodeAllToAll:
+    return NodeAllToAll(context.group, grid_of(num_nodes, gpus_per_node, context.rank), TIMEOUT_SECS)
 
 
 # --- every byte ---
@@ -119,17 +120,21 @@ def test_tensors_that_do_not_fit(ranks):
 
 
 def wait_in_vain(context: RankContext, absent: int) -> tuple[tuple[int, ...], str, float] | None:
-    transport = transport_of(context, 3, 2, SHORT_TIMEOUT_SECS)
+    transport, everyone = transport_of(context, 3, 2), Rendezvous(context.group)
     exchange_and_check(transport, context.rank, 0, 256, CPU)
+    everyone.barrier("before the exchange that one does not come to")
     if context.rank == absent:
         # it must not leave before the others have looked
-        time.sleep(SHORT_TIMEOUT_SECS + 3)
+        everyone.barrier("all have looked")
         return None
+    transport.timeout_secs = SHORT_TIMEOUT_SECS
     start = time.monotonic()
     if context.rank % 2 != absent % 2:
         exchange_and_check(transport, context.rank, 1, 256, CPU)
         transport.close()
-        return (), "", time.monotonic() - start
+        secs = time.monotonic() - start
+        everyone.barrier("all have looked")
+        return (), "", secs
     with pytest.raises(RankTimeoutError) as caught:
         exchange_and_check(transport, context.rank, 1, 256, CPU)
     secs = time.monotonic() - start
@@ -139,13 +144,14 @@ def wait_in_vain(context: RankContext, absent: int) -> tuple[tuple[int, ...], st
     transport.close()
     del transport
     assert time.monotonic() - start < GLOO_PATIENCE_SECS + SLACK_SECS
+    everyone.barrier("all have looked")
     return caught.value.missing_ranks, str(caught.value), secs
 
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
     """By its rank in the whole group; other transports go on."""
-    with RankPool(6, timeout_secs=60) as pool:
+    with RankPool(6) as pool:
         answers = pool.run(wait_in_vain, absent)
     for rank, answer in enumerate(answers):
         if answer is None:
@@ -161,30 +167,41 @@ def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
             assert secs < SHORT_TIMEOUT_SECS
 
 
+def process_id(_context: RankContext) -> int:
+    return os.getpid()
+
+
 def die_before_the_second(context: RankContext) -> None:
     transport = transport_of(context, 3, 1)
     exchange_and_check(transport, context.rank, 0, 256, CPU)
     if context.rank == 1:
+        # an error names all that have not come to the exchange by then
+        while transport._arrivals.missing(2) != (1,):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     exchange_and_check(transport, context.rank, 1, 256, CPU)
 
 
 def test_a_killed_peer_is_named_at_once():
-    start = time.monotonic()
-    with RankPool(3, timeout_secs=60, grace_secs=20) as pool, pytest.raises(RankFailure) as caught:
-        pool.run(die_before_the_second)
+    with RankPool(3, timeout_secs=60, grace_secs=20) as pool:
+        # imports what the ranks need
+        pool.run(process_id)
+        start = time.monotonic()
+        with pytest.raises(RankFailure) as caught:
+            pool.run(die_before_the_second)
+        seconds = time.monotonic() - start
     assert caught.value.unfinished == ()
     for rank in (0, 2):
         error = caught.value.errors[rank]
         assert isinstance(error, RankTimeoutError)
         assert error.missing_ranks == (1,)
-    assert time.monotonic() - start < TIMEOUT_SECS
+    assert seconds < TIMEOUT_SECS
 
 
 def come_late(context: RankContext) -> None:
-    transport = transport_of(context, 2, 1, TIMEOUT_SECS)
+    transport = transport_of(context, 2, 1)
     if context.rank == 1:
-        time.sleep(SHORT_TIMEOUT_SECS)
+        time.sleep(LATE_SECS)
     exchange_and_check(transport, context.rank, 0, 256, CPU)
     transport.timeout_secs = 0.2
     if context.rank == 1:
