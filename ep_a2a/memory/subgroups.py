@@ -70,8 +70,8 @@ def make_subgroup(
         meeting.tell_apart = liveness.tell_apart
     try:
         return _meet_and_connect(meeting, parent, ranks, store)
-    except RankTimeoutError:
-        meeting.withdraw()
+    except RankTimeoutError as error:
+        meeting.withdraw(error.missing_ranks + error.late_ranks)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -85,16 +86,29 @@ def test_what_was_withdrawn_is_not_read(group):
     gone = Rendezvous(group, 0.01, members=(0, 1), store=store)
     with pytest.raises(RankTimeoutError, match="no sign of rank 1"):
         gone.exchange(LABEL, "given up")
-    gone.withdraw()
+    gone.withdraw([1])
     place, own = f"ep_a2a/of/0,1/{(1 << 32) + 1}", with_version({"label": LABEL, "message": "here"})
-    assert store.get(f"{place}/0") == WITHDRAWN.encode()
-    store.set(f"{place}/1", WITHDRAWN)
+    assert store.get(f"{place}/0") == f"{WITHDRAWN}[1]".encode()
+    store.set(f"{place}/1", f"{WITHDRAWN}[0]")
     again = Rendezvous(group, 0.05, members=(0, 1), store=store)
     with pytest.raises(RankTimeoutError, match="no sign of rank 1"):
         again.exchange(LABEL, "here")
-    again.withdraw()
+    again.withdraw([1])
     store.set(f"{place}/1", json.dumps(own))
     assert Rendezvous(group, 1.0, members=(0, 1), store=store).exchange(LABEL, "here") == ["here", "here"]
+
+
+@pytest.mark.parametrize(("lacked", "missing"), [("[2]", (2,)), ("[0, 2]", (1, 2)), ("2", (1, 2)), ("[", (1, 2))])
+def test_whoever_gives_up_a_moment_before_is_not_blamed(group, lacked, missing):
+    """It is where it had gone before this rank came."""
+    store = dist.HashStore()
+    meeting = Rendezvous(group, 0.5, members=(0, 1, 2), store=store)
+    word = f"ep_a2a/of/0,1,2/{(1 << 32) + 1}/1"
+    store.set(word, json.dumps(with_version({"label": LABEL, "message": None})))
+    threading.Timer(0.2, store.set, (word, WITHDRAWN + lacked)).start()
+    with pytest.raises(RankTimeoutError) as caught:
+        meeting.barrier(LABEL)
+    assert caught.value.missing_ranks == missing
 
 
 def test_a_store_that_has_ended_is_named_before_anything_is_said(group):
