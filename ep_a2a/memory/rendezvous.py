@@ -28,8 +28,6 @@ SHOWN_CHARACTERS = 40
 EXIT_SECS = 0.1
 """A process that ends closes its connections a little before its other files."""
 LOCALHOST = "127.0.0.1"
-WITHDRAWN = "withdrawn "
-"""Begins what stands in place of a message whose rank has given up the meeting; then come the ranks that it lacked."""
 
 
 def is_like(message: Any, own: Any) -> bool:
@@ -155,19 +153,6 @@ class Rendezvous:
                 "See above.",
             )
 
-    def withdraw(self, lacked: Sequence[int]) -> None:
-        """Undoes this rank's part in a first exchange that has failed: its next object can meet those who still come.
-
-        Local, the last call of this object. Without it, each object of a rank meets the object of the same number on
-        other ranks, also where they have made fewer, since they came later. Does nothing where the store has ended.
-
-        Args:
-            lacked: the members that did not come.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key(self._sequence, self.rank), WITHDRAWN + json.dumps(list(lacked)))
-            self._store.add(f"generation/{self.rank}", -1)
-
     def leave(self, patience_secs: float) -> str | None:
         """Holds the last meeting: waits until the others leave, too, for patience_secs at most.
 
@@ -215,24 +200,8 @@ class Rendezvous:
         return ()
 
     def _absent(self, keys: list[str]) -> tuple[int, ...]:
-        """Returns the members whose keys are missing or withdrawn."""
-        return tuple(member for member, key in zip(self.members, keys) if not self._stands(key))
-
-    def _stands(self, key: str) -> bool:
-        return bool(self._store.check([key])) and not _is_withdrawn(bytes(self._store.get(key)))
-
-    def _has_met(self, key: str) -> bool:
-        """Whether a member that has withdrawn had seen this rank."""
-        if not self._store.check([key]):
-            return False
-        text = bytes(self._store.get(key))
-        if not _is_withdrawn(text):
-            return False
-        try:
-            lacked = json.loads(text[len(WITHDRAWN) :])
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(lacked, list) and self.members[self.rank] not in lacked
+        """Returns the members whose keys are missing."""
+        return tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
@@ -241,32 +210,20 @@ class Rendezvous:
         """Returns every member's message of this exchange."""
         deadline = time.monotonic() + self.timeout_secs
         keys = [self._key(self._sequence, place) for place in range(self.world_size)]
-        texts = []
         for key in keys:
             try:
-                texts.append(self._text(key, deadline))
+                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except dist.DistNetworkError:
                 raise
             except RuntimeError as error:
                 raise self._not_all_came(keys, label) from error
-        return texts
-
-    def _text(self, key: str, deadline: float) -> bytes:
-        """Returns a member's message; RuntimeError where there is none before the deadline."""
-        while True:
-            self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            text = bytes(self._store.get(key))
-            if not _is_withdrawn(text):
-                return text
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{key} was withdrawn")
-            time.sleep(LEAVERS_POLL_SECS)
+        return [bytes(self._store.get(key)) for key in keys]
 
     def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
-        """Returns the error for members whose keys are missing or withdrawn."""
-        absent = self._absent(keys)
-        # whoever gave up a moment ago, and had seen this rank, has waited for the others, too
-        absent = tuple(member for member in absent if not self._has_met(keys[self.members.index(member)])) or absent
+        """Returns the error for members whose keys are missing."""
+        return self._did_not_come(self._absent(keys), label)
+
+    def _did_not_come(self, absent: tuple[int, ...], label: str) -> RankTimeoutError:
         missing, late = self.missing_and_late(absent)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
@@ -298,10 +255,6 @@ class Rendezvous:
                 "another store: ep_a2a.survivors(..., store=) or memory.subgroups.make_subgroup(..., store=).",
                 missing_ranks=gone,
             ) from error  # fmt: skip
-
-
-def _is_withdrawn(text: bytes) -> bool:
-    return text.startswith(WITHDRAWN.encode())
 
 
 def _host_of(store: distributed_c10d.Store) -> str:

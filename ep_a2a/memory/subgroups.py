@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ep_a2a.errors import ConfigError, RankTimeoutError, UnsupportedError
+from ep_a2a.errors import ConfigError, ConfigMismatchError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.device_groups import is_rank_gone
-from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
+from ep_a2a.memory.muster import Muster
+from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +44,9 @@ def make_subgroup(
     Args:
         parent: a registered group that this process belongs to; any backend.
         ranks: ranks of `parent`, this one among them; `ranks[i]` becomes rank i. Equal on all members, which make
-            the groups of these ranks in the same order; a call that raises RankTimeoutError makes none and can be
-            repeated. Disjoint groups may be made at the same time.
+            the groups of these ranks in the same order. A call that raises RankTimeoutError can be repeated, on any
+            member as often as it likes: those who are there at the same time meet. Disjoint groups may be made at
+            the same time.
         timeout_secs: how long to wait for the last member, and the default bound of the group's collectives.
         store: where the members meet, from now on; None is the parent's. Survivors of the process that held the
             parent's need another, a TCPStore of one of them.
@@ -53,6 +54,7 @@ def make_subgroup(
             missing.
 
     Raises:
+        ConfigMismatchError: a member's package has another wire format.
         ConfigError: `ranks` is not a list of distinct ranks of `parent` with this rank among them.
         RankTimeoutError: members did not come, or did not connect within CONNECT_PATIENCE_SECS more; the error names
             them by their ranks in `parent`.
@@ -65,33 +67,37 @@ def make_subgroup(
             f"distinct ranks below {world_size}, rank {own} among them", str(list(ranks)),
             "Call make_subgroup on the ranks of the subgroup only.",
         )  # fmt: skip
-    meeting = Rendezvous(parent, timeout_secs, members=ranks, store=store)
+    muster = Muster(parent, timeout_secs, ranks, store)
     if liveness is not None:
-        meeting.tell_apart = liveness.tell_apart
+        muster.tell_apart = liveness.tell_apart
     try:
-        return _meet_and_connect(meeting, parent, ranks, store)
-    except RankTimeoutError as error:
-        meeting.withdraw(error.missing_ranks + error.late_ranks)
+        group = _meet_and_connect(muster, parent, ranks, store)
+    except ConfigMismatchError:
         raise
+    except BaseException:
+        muster.end()
+        raise
+    # whoever is connected to all knows that all have met
+    muster.end()
+    return group
 
 
 def _meet_and_connect(
-    meeting: Rendezvous, parent: dist.ProcessGroup, ranks: tuple[int, ...], store: distributed_c10d.Store | None
+    muster: Muster, parent: dist.ProcessGroup, ranks: tuple[int, ...], store: distributed_c10d.Store | None
 ) -> dist.ProcessGroup:
-    # A random name is new even after a restart of this job with the same store or the same numbers. torch keeps a
-    # group's symmetric memory by name, beyond the end of the group.
-    name = f"ep_a2a_{meeting.exchange('name of a subgroup', secrets.token_hex(8))[0]}"
-    timeout_secs = meeting.timeout_secs
-    deadline = time.monotonic() + timeout_secs + CONNECT_PATIENCE_SECS
+    # The name is new even after a restart of this job with the same store. torch keeps a group's symmetric memory by
+    # name, beyond the end of the group.
+    name = f"ep_a2a_{muster.meet('name of a subgroup')}"
+    deadline = time.monotonic() + muster.timeout_secs + CONNECT_PATIENCE_SECS
     try:
-        return _make_group(parent, ranks, name, timedelta(seconds=timeout_secs), store)
+        return _make_group(parent, ranks, name, timedelta(seconds=muster.timeout_secs), store)
     except RuntimeError as error:
         if not is_rank_gone(error):
             raise
         # gloo does not say which connection failed; a member that lives fails, too, and says so
-        missing, late = meeting.missing_and_late(meeting.call(f"could not connect {name}", deadline))
+        missing, late = muster.missing_and_late(muster.call(f"could not connect {name}", deadline))
         raise RankTimeoutError(
-            f"ranks {list(ranks)} to connect within {timeout_secs:g} s",
+            f"ranks {list(ranks)} to connect within {muster.timeout_secs:g} s",
             f"rank {dist.get_rank(parent)} failed: {error}",
             "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
             missing_ranks=missing, late_ranks=late,

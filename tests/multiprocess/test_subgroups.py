@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -20,7 +19,6 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
-from ep_a2a.topology.facts import with_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,16 +230,9 @@ def test_members_that_missed_each_other_meet_later(ranks):
 def die_between_meeting_and_connecting(context: RankContext) -> None:
     Rendezvous(context.group).barrier("all are here")
     if context.rank == 1:
-        Rendezvous.exchange = exchange_and_die
+        subgroups._make_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     subgroups.CONNECT_PATIENCE_SECS = SHORT_TIMEOUT_SECS
     make_subgroup(context.group, (0, 1, 2), timeout_secs=SHORT_TIMEOUT_SECS)
-
-
-def exchange_and_die(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
-    answer = json.dumps(with_version({"label": label, "message": message}))
-    rendezvous._store.set(rendezvous._key(rendezvous._sequence + 1, rendezvous.rank), answer)
-    os.kill(os.getpid(), signal.SIGKILL)
-    return []
 
 
 def test_a_member_that_dies_while_connecting():
