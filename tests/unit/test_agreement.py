@@ -118,6 +118,12 @@ def peer(own):
         process.stdout.close()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Verdicts whose patience is longer than this file's: one that waits it out is too late, a slow machine is not."""
+    monkeypatch.setattr(agreement_module, "PATIENCE_SECS", 1.5 * PATIENCE_SECS)
+
+
 def begun(own: Liveness) -> Agreement:
     """Rank 0's agreement on a first failure."""
     agreement = Agreement(own, 0, 3)
@@ -127,9 +133,11 @@ def begun(own: Liveness) -> Agreement:
 
 def becomes(own: Liveness, rank: int, presence: Presence, stopped_secs: float = BOUND_SECS) -> bool:
     deadline = time.monotonic() + PATIENCE_SECS
-    while own.presence(rank, stopped_secs) is not presence and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if own.presence(rank, stopped_secs) is presence:
+            return True
         time.sleep(0.01)
-    return own.presence(rank, stopped_secs) is presence
+    return False
 
 
 def test_presence(own, peer):
@@ -151,7 +159,7 @@ def test_a_rank_in_another_namespace_of_processes_is_known_by_its_beats(own, pee
     process = peer(1)
     # what Linux says of the holder of a lock whose number this namespace does not have
     monkeypatch.setattr(own, "_holder", lambda rank: UNKNOWN_PROCESS)
-    assert own.presence(1, 2.0) is RUNS
+    assert becomes(own, 1, RUNS, 60.0)
     process.send_signal(signal.SIGSTOP)
     assert becomes(own, 1, PAUSED, 60.0)
     assert becomes(own, 1, Presence.SILENT, 2.0)
@@ -175,6 +183,7 @@ def test_a_rank_that_has_left_runs_until_it_ends(own, peer):
     assert becomes(own, 1, ENDED)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer):
     peer(1, "gives up")
     peer(2).kill()
@@ -182,7 +191,7 @@ def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer)
     agreement = begun(own)
     start = time.monotonic()
     verdict = agreement.verdict(GivenUp((), began=True), BOUND_SECS)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < PATIENCE_SECS
     assert (verdict.missing, verdict.late) == ((2,), ())
     assert str(verdict) == "rank 2 is gone (its process has ended)"
     assert own.record(1, (Fate.LATE,) * 3) == verdict == own.verdict(1)
@@ -191,22 +200,28 @@ def test_a_verdict_waits_for_those_who_may_give_up_and_counts_for_all(own, peer)
     assert own.given_up(2) == {}
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
     peer(2, "gives up")
     peer(1).send_signal(signal.SIGSTOP)
     agreement = begun(own)
     start = time.monotonic()
     assert agreement.verdict(GivenUp((1,), began=True), 3.0).missing == (1,)
-    assert 1.0 < time.monotonic() - start < 5.0
+    end = time.monotonic()
+    assert end - start < PATIENCE_SECS
+    # a stop is counted from the last beat, which came before it or while it came
+    assert end - own._lines[1]["beat"] >= 3.0
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_waits_in_another_op_is_not_late(own, peer):
     peer(2).kill()
     assert becomes(own, 2, ENDED)
     peer(1, "gives up in another op")
     start = time.monotonic()
-    verdict = begun(own).verdict(GivenUp((1, 2), began=True), BOUND_SECS)
-    assert time.monotonic() - start < 1.0
+    # a rank that gave up within the last two bounds still waits
+    verdict = begun(own).verdict(GivenUp((1, 2), began=True), 60.0)
+    assert time.monotonic() - start < PATIENCE_SECS
     assert (verdict.missing, verdict.late) == ((2,), ())
 
 
@@ -217,11 +232,11 @@ def test_a_rank_that_was_late_in_another_op_is_late_here(own, peer):
 
 
 def test_a_failure_before_its_bound_waits_for_those_who_wait_longer(own, peer):
-    peer(1, "gives up after 3 s")
     peer(2).kill()
     assert becomes(own, 2, ENDED)
+    peer(1, "gives up after 3 s")
     agreement = begun(own)
-    verdict = agreement.verdict(GivenUp((1, 2), began=True), BOUND_SECS, left_secs=4.0)
+    verdict = agreement.verdict(GivenUp((1, 2), began=True), BOUND_SECS, left_secs=30.0)
     assert (verdict.missing, verdict.late) == ((2,), ())
 
 
