@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -35,6 +36,14 @@ MARKED_FOLDERS = ("multiprocess", "multigpu", "netns", "integration")
 # What one folder or file has to itself when several workers run tests: GPUs, a network, what its fixtures have built.
 ONE_WORKER = {"multigpu": "GPUs", "netns": "networks"}
 ONE_WORKER_PER_FILE = ("integration",)
+
+# a machine that has come for the GPU tests alone may lack it
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # a loaded machine makes any example slow, and drawing it, too
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

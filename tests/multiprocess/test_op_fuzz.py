@@ -109,7 +109,6 @@ def fuzz(max_examples: int) -> settings:
         max_examples=max_examples,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=(Phase.explicit, Phase.generate),
     )
 

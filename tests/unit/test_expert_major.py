@@ -30,7 +30,7 @@ AMPERE, HOPPER = 80, 90
 
 
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_by_definition(case: Case) -> None:
     """Each local expert has the tokens that name it, by source and token; what is behind them is zeros."""
     for rank, got in enumerate(case.dispatch("expert_major")):
@@ -59,7 +59,7 @@ def test_rows_by_definition(case: Case) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_expert_parallel_equals_dense(case: Case) -> None:
     w1, w2 = make_experts(case.num_experts)
     received = case.dispatch("expert_major")

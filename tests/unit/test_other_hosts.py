@@ -160,7 +160,7 @@ def test_a_rank_of_another_host_that_waits_for_one_that_is_gone_is_not_late(rank
     assert [(each.missing, each.late) for each in verdicts] == [((2,), ())] * 2, verdicts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=JSON)
 def test_any_report_is_read_or_refused(value):
     try:

@@ -223,7 +223,7 @@ def test_a_rack_of_72_ranks():
         assert THREADS_PER_SM[phase] * H200_SMS * 0.9 <= threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
 
 
-@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(
     phase=st.sampled_from(Phase),
     max_num_tokens=st.integers(1, 1 << 20),
@@ -259,7 +259,7 @@ def test_no_grid_exceeds_what_fits(
     assert chosen == choose_launch(config, *arguments)
 
 
-@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(
     phase=st.sampled_from(Phase),
     bound=st.integers(1, 2000),

@@ -305,7 +305,7 @@ def test_weight_blocks(shape: tuple[int, int], scale_format: str) -> None:
     exponent=st.integers(-20, 12),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_round_trip_error_is_bounded(
     num_tokens: int, num_groups: int, dtype: torch.dtype, scale_format: str, quant_type: str, exponent: int, seed: int
 ) -> None:

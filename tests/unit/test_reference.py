@@ -115,7 +115,7 @@ def check_dispatch(case: Case, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_dispatch_by_definition(layout: str, case: Case) -> None:
     check_dispatch(case, layout)
 
@@ -216,7 +216,7 @@ def test_all_dropped_combines_to_zeros() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_identity_experts_give_tokens_times_distinct_ranks(layout: str, case: Case) -> None:
     received = case.dispatch(layout)
     # Small integers: sums are exact, so equality is exact too.
@@ -330,7 +330,7 @@ def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor, dtype: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_expert_parallel_equals_dense(layout: str, case: Case) -> None:
     w1, w2 = make_experts(case.num_experts)
     for source, out in enumerate(run_moe(case, layout, w1, w2, torch.float32)):

@@ -66,7 +66,7 @@ def test_ids_beyond_int32_are_dropped() -> None:
 
 
 @given(data=st.data(), world_size=st.sampled_from(WORLD_SIZES), topk=st.integers(1, 32), num_tokens=st.integers(0, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_masks_and_traffic_by_counting(data: st.DataObject, world_size: int, topk: int, num_tokens: int) -> None:
     num_experts = data.draw(st.integers(1, 3 * world_size + 1))
     expert = st.one_of(
@@ -150,7 +150,7 @@ def test_softmax_topk_edges() -> None:
     world_size=st.sampled_from(WORLD_SIZES),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_routing_has_shape_dtype_and_range(
     name: str, num_tokens: int, topk: int, num_experts: int, world_size: int, seed: int
 ) -> None:

@@ -79,7 +79,7 @@ def test_a_limit_on_nodes_is_kept():
         assert sum(chunk.num_records for node in source for chunk in node) <= 2 * 1000
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_nodes=st.integers(1, 4), gpus=st.integers(1, 4), tokens=st.integers(1, 60), topk=st.integers(1, 4),
     chunk_tokens=st.integers(1, 16), num_credits=st.integers(1, 4), copies=st.sampled_from(list(Copies)),
