@@ -74,9 +74,9 @@ def offenders(rule: Callable[[str], Any]) -> dict[str, Any]:
 
 TIMED_IMPORT = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import ep_a2a
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 print([name for name in sys.modules if name.split(".")[0] in ("torch", "triton", "numpy", "rich", "typer")])
 """
 
@@ -89,13 +89,13 @@ def run_python(program: str) -> list[str]:
 
 
 def test_importing_the_package_costs_nothing():
-    # other work on this machine only ever adds time, so the best of a few attempts counts
+    # time of the processor, to which other work on this machine only ever adds: the best of a few attempts counts
     for _ in range(5):
         secs, modules = run_python(TIMED_IMPORT)
         assert modules == "[]"
         if float(secs) < MAX_IMPORT_SECS:
             return
-    pytest.fail(f"import ep_a2a took {secs} s")
+    pytest.fail(f"import ep_a2a took {secs} s of the processor")
 
 
 def test_importing_the_registry_and_the_groups_loads_no_triton_and_no_cuda():

@@ -14,8 +14,9 @@ from ep_a2a.topology import facts
 
 
 @pytest.fixture
-def stale_name():
-    """A name as of a file of a dead process."""
+def stale_name(tmp_path, monkeypatch):
+    """A name as of a file of a dead process, in a folder where no other test removes it."""
+    monkeypatch.setattr(host_shm, "SHM_DIRECTORY", tmp_path)
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     name = f"{host_shm.NAME_PREFIX}{host_shm.process_namespace()}_{process.pid}_{secrets.token_hex(4)}"
@@ -24,24 +25,18 @@ def stale_name():
 
 def test_a_directory_is_left_alone(stale_name):
     stale_name.mkdir()
-    try:
-        host_shm.remove_stale_files()
-        assert stale_name.is_dir()
-    finally:
-        stale_name.rmdir()
+    host_shm.remove_stale_files()
+    assert stale_name.is_dir()
 
 
 def test_a_file_of_another_user_is_left_alone(stale_name, monkeypatch):
     stale_name.touch()
-    try:
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "geteuid", lambda: 12345)
         host_shm.remove_stale_files()
         assert stale_name.exists()
-        monkeypatch.undo()
-        host_shm.remove_stale_files()
-        assert not stale_name.exists()
-    finally:
-        stale_name.unlink(missing_ok=True)
+    host_shm.remove_stale_files()
+    assert not stale_name.exists()
 
 
 @pytest.mark.parametrize("name", ["../victim", "/victim", "victim", "ep_a2a_probe_../victim"])
