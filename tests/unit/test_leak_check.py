@@ -17,6 +17,11 @@ def test_files_of_this_worker_and_of_the_dead_count():
     assert _is_ours_or_dead(str(child.pid))
 
 
-def test_files_of_another_worker_do_not():
-    # the parent of this process is alive, and not below it
-    assert not _is_ours_or_dead(str(os.getppid()))
+def test_files_of_another_worker_do_not(monkeypatch):
+    # two workers of one parent, which is this process: in a container its own parent may be process 1
+    workers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    monkeypatch.setattr(os, "getpid", lambda: workers[0].pid)
+    assert _is_ours_or_dead(str(workers[0].pid))
+    assert not _is_ours_or_dead(str(workers[1].pid))
+    for worker in workers:
+        worker.communicate(b"\n")

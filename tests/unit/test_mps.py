@@ -65,6 +65,14 @@ def goes(path: Path) -> bool:
     return not path.exists()
 
 
+def line_of(log: Path) -> str:
+    """The log once it has a whole line: what asks a daemon to end does not wait for the daemon."""
+    deadline = time.monotonic() + PATIENCE_SECS
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return log.read_text()
+
+
 def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     daemon = MpsDaemon()
@@ -101,7 +109,8 @@ def test_a_killed_owner_leaves_nothing(log: Path) -> None:
 
 
 FORKED_OWNER = OWNER.replace(
-    "time.sleep(60)", "if os.fork() == 0:\n    time.sleep(40)\n    os._exit(0)\ntime.sleep(60)"
+    "time.sleep(60)",
+    "if os.fork() == 0:\n    print('forked', flush=True)\n    time.sleep(40)\n    os._exit(0)\ntime.sleep(60)",
 )
 
 
@@ -109,7 +118,7 @@ def test_a_forked_child_does_not_keep_it(log: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", FORKED_OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
-    time.sleep(0.5)
+    assert owner.stdout.readline() == "forked\n"
     owner.kill()
     owner.wait()
     owner.stdout.close()
@@ -126,7 +135,7 @@ def test_a_killed_watchdog_leaves_an_orphan_that_the_next_daemon_removes(log: Pa
     assert not first.folder.exists()
     # those whose watchdog lives stay
     assert other.folder.is_dir()
-    assert log.read_text() == "quit -t 5\n"
+    assert line_of(log) == "quit -t 5\n"
     for daemon in (other, third):
         daemon.close()
 
