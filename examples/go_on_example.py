@@ -29,7 +29,7 @@ from ep_a2a.testing import positive, rank_count
 
 NUM_LOGICAL, TOPK, HIDDEN, NUM_TOKENS = 8, 2, 64, 6
 STEPS_BEFORE, STEPS_AFTER = 2, 3
-TIMEOUT_SECS = 5.0
+TIMEOUT_SECS = 15.0
 
 
 def placement(num_ranks: int) -> list[list[int]]:

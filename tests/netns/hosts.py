@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 START_SECS = 100.0
 TIMEOUT_SECS = 30.0
-SHORT_TIMEOUT_SECS = 3.0
+SHORT_TIMEOUT_SECS = 10.0
 CUT_SECS = 2.0
 SLACK_SECS = 8.0
 
@@ -24,7 +24,16 @@ def cut(network: Network, directory: Path, host: int, secs: float | None = None)
     for rank in range(network.num_hosts):
         wait_for_file(directory / f"ready_{rank}", START_SECS)
     network.cut(host)
-    signal(directory, "cut")
+    partial = directory / "cut.partial"
+    partial.write_text(str(time.monotonic()))
+    partial.rename(directory / "cut")
     if secs is not None:
         time.sleep(secs)
         network.cut()
+
+
+def wait_for_cut(directory: Path, rank: int) -> float:
+    """Says that this rank is ready; the time.monotonic() of the cut, which the hosts of one machine share."""
+    signal(directory, f"ready_{rank}")
+    wait_for_file(directory / "cut", START_SECS)
+    return float((directory / "cut").read_text())

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.transport_arrivals import ASK_SECS
 from ep_a2a.ops.agreement import PATIENCE_SECS
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.deaths import calls_of
-from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
-from tests.netns.launch import run_on_hosts, signal, wait_for_file
+from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
+from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network, why_impossible
 
 if TYPE_CHECKING:
@@ -61,21 +62,23 @@ def test_over_a_slow_and_lossy_network(num_hosts, ranks_per_host, tmp_path):
 def take_steps_across_a_cut(
     context: RankContext, directory: Path, timeout_secs: float
 ) -> tuple[tuple[int, ...] | None, str, float]:
-    """A step, then more once the link is cut: the ranks that were missed, the error, the seconds until then."""
+    """A step, then more once the link is cut: the ranks that were missed, the error, the seconds until then.
+
+    Without an error they count from the cut, of which this rank may hear late.
+    """
     case = case_of(context, context.world_size)
     with node_arena(context, context.world_size) as arena:
         op = make_op(context, case, arena)
-        op.set_timeout(timeout_secs)
         run_step(case, op, 0, context.device)
-        signal(directory, f"ready_{context.rank}")
-        wait_for_file(directory / "cut", START_SECS)
+        op.set_timeout(timeout_secs)
+        cut_at = wait_for_cut(directory, context.rank)
         start = time.monotonic()
         try:
             for step in range(1, 4):
                 run_step(case, op, step, context.device)
         except RankTimeoutError as error:
             return error.missing_ranks, str(error), time.monotonic() - start
-        return None, "", time.monotonic() - start
+        return None, "", time.monotonic() - cut_at
 
 
 @pytest.mark.parametrize("host", [0, 2])
@@ -103,8 +106,9 @@ def lose_a_rank(context: RankContext, directory: Path, num_hosts: int, victim: i
     case = case_of(context, num_hosts)
     with node_arena(context, num_hosts) as arena:
         op = make_op(context, case, arena)
-        op.set_timeout(SHORT_TIMEOUT_SECS)
         run_step(case, op, 0, context.device)
+        op.set_timeout(SHORT_TIMEOUT_SECS)
+        Rendezvous(context.group).barrier("before the kill")
         if context.rank == victim:
             Path(directory, f"result_{victim}").write_bytes(pickle.dumps(("value", None)))
             os.kill(os.getpid(), signals.SIGKILL)

@@ -11,11 +11,12 @@ import torch
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.node_transport import NodeAllToAll
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.memory.transport_arrivals import ASK_SECS
 from tests.cases.exchange_cases import exchange_and_check, grid_of
-from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, START_SECS, TIMEOUT_SECS, cut
-from tests.netns.launch import run_on_hosts, signal, wait_for_file
+from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
+from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network, why_impossible
 
 if TYPE_CHECKING:
@@ -67,17 +68,20 @@ def test_over_a_slow_and_lossy_network(num_hosts, tmp_path):
 def exchange_across_a_cut(
     context: RankContext, directory: Path, timeout_secs: float
 ) -> tuple[tuple[int, ...] | None, str, float]:
-    """An exchange, then another once the link is cut: the ranks that it missed, the error, its seconds."""
+    """An exchange, then another once the link is cut: the ranks that it missed, the error, its seconds.
+
+    Without an error they count from the cut, of which this rank may hear late.
+    """
     transport = NodeAllToAll(context.group, grid_of(context.world_size, 1, context.rank), timeout_secs)
+    Rendezvous(context.group).barrier("before the exchanges")
     exchange_and_check(transport, context.rank, 0, NUM_BYTES, CPU)
-    signal(directory, f"ready_{context.rank}")
-    wait_for_file(directory / "cut", START_SECS)
+    cut_at = wait_for_cut(directory, context.rank)
     start = time.monotonic()
     try:
         exchange_and_check(transport, context.rank, 1, NUM_BYTES, CPU)
     except RankTimeoutError as error:
         return error.missing_ranks, str(error), time.monotonic() - start
-    secs = time.monotonic() - start
+    secs = time.monotonic() - cut_at
     exchange_and_check(transport, context.rank, 2, NUM_BYTES, CPU)
     return None, "", secs
 
