@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.programs import EXAMPLES, ROOT, WITH_A_DEATH, run_example, succeeded
+from tests.integration.programs import EXAMPLES, PROGRAM_TIMEOUT_SECS, ROOT, WITH_A_DEATH, run_example, succeeded
 
 
 def test_all_examples_are_run() -> None:
@@ -24,7 +24,8 @@ def test_example(name: str) -> None:
     [(4, (1,), ()), (3, (0,), ()), (4, (1, 3), ()), (4, (2, 1), (2, 6)), (4, (0, 3), (0, 4))],
 )
 def test_the_others_go_on_after_deaths(num_ranks: int, victims: tuple[int, ...], lost: tuple[int, ...]) -> None:
-    printed = succeeded(run_example(WITH_A_DEATH, "--ranks", str(num_ranks), "--victim", *map(str, victims)))
+    options = ("--ranks", str(num_ranks), "--secs", str(PROGRAM_TIMEOUT_SECS - 20), "--victim", *map(str, victims))
+    printed = succeeded(run_example(WITH_A_DEATH, *options))
     num_left = num_ranks - len(victims)
     assert printed.count(f"ranks {sorted(victims)} are gone") == num_left
     assert printed.count(f"of {num_left}, lost experts {lost}") == num_left
