@@ -77,6 +77,11 @@ class Report(NamedTuple):
     verdicts: dict[int, tuple[int, ...]]
     leaves: bool = False
 
+    def without(self, failure: int) -> Report:
+        """This report but for what it says of a failure."""
+        said = tuple(each for each in self.said if each.failure != failure)
+        return self._replace(said=said, verdicts={n: fates for n, fates in self.verdicts.items() if n != failure})
+
     def to_json(self) -> list[Any]:
         """This report in values that JSON can hold."""
         seen = [[rank, *each] for rank, each in self.seen.items()]
@@ -214,7 +219,8 @@ class _Mouth:
         self.socket, self.peers, self.token, self._rank, self._own_report = own, peers, token, rank, own_report
         self._turn = 0
         self._leaves = False
-        self._one_at_a_time = threading.Lock()
+        # garbage collection may close an arena, and say its goodbye, in the middle of a report
+        self._one_at_a_time = threading.RLock()
 
     def speak(self, *, leaves: bool = False) -> bool:
         """Tells all peers; whether there still is somebody who reports. Whoever leaves says so ever after."""
@@ -232,12 +238,23 @@ class _Mouth:
             return False
         # the listener speaks beside the thread that says goodbye: no other report may come behind that
         with self._one_at_a_time:
-            self._leaves = self._leaves or leaves
-            text = json.dumps([self.token, self._rank, report()._replace(leaves=self._leaves).to_json()]).encode()
+            self._leaves = says_goodbye = self._leaves or leaves
+            text = self._datagram(report()._replace(leaves=says_goodbye))
             for address in [self.peers[peer] for peer in peers]:
+                if self._leaves and not says_goodbye:
+                    break
                 with contextlib.suppress(OSError):
                     self.socket.sendto(text, address)
         return True
+
+    def _datagram(self, report: Report) -> bytes:
+        """A report as bytes, without its oldest failures where they do not fit."""
+        while True:
+            text = json.dumps([self.token, self._rank, report.to_json()]).encode()
+            failures = {said.failure for said in report.said}.union(report.verdicts)
+            if len(text) <= MAX_DATAGRAM_BYTES or not failures:
+                return text
+            report = report.without(min(failures))
 
 
 def _listen(

@@ -17,7 +17,10 @@ PATIENCE_SECS = 2.0
 """How long whoever gives up waits for the others to do so; kernels that wait learn of it in a fraction of that."""
 LOOK_SECS = 0.005
 STANDSTILL_SECS = 0.25
-"""A longer time between two looks was no waiting: this process stood still, and heard nothing of the others."""
+"""A longer time between two looks was no waiting: this process stood still, and heard nothing of the others. It
+listens for as long before it judges."""
+MAX_STANDSTILLS = 8
+"""How many count, so that a machine that is always slow comes to an end."""
 HOST_HEAD_START_SECS = 0.3
 """How much earlier than others the host judges that has the lowest living rank, so that the others take its verdict."""
 
@@ -80,11 +83,17 @@ class _AwakeClock:
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._still_secs = 0.0
+        self._num_standstills = 0
+        self.judges_from = 0.0
 
     def look(self) -> float:
+        """Seconds by this clock; whoever judges before `judges_from` has not listened since it stood still."""
         now = time.monotonic()
-        self._still_secs += max(0.0, now - self._last - STANDSTILL_SECS)
-        self._last = now
+        gap, self._last = now - self._last, now
+        if gap > STANDSTILL_SECS and self._num_standstills < MAX_STANDSTILLS:
+            self._num_standstills += 1
+            self._still_secs += gap
+            self.judges_from = now - self._still_secs + STANDSTILL_SECS
         return now - self._still_secs
 
 
@@ -100,9 +109,15 @@ class Agreement:
         self._liveness, self._rank, self._world_size = liveness, rank, world_size
         self._verdict: Verdict | None = None
         self._failure = 0
+        self._begun_at = 0.0
 
-    def begin_anew(self) -> None:
-        """Forgets a failure. On all ranks in the same order."""
+    def begin_anew(self, *, none_waits: bool = True) -> None:
+        """Forgets a failure. On all ranks in the same order.
+
+        Args:
+            none_waits: whether the ranks have met, so that whoever had given up a call before waits no more.
+        """
+        self._begun_at = time.monotonic() if none_waits else 0.0
         self._failure = 0 if self._liveness is None else self._liveness.new_failure()
         self._verdict = None
 
@@ -138,7 +153,7 @@ class Agreement:
         while (found := liveness.verdict(self._failure)) is None:
             seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
             # a rank that waits for the same one in another op is not late here
-            elsewhere = liveness.gave_up_since(start - 2 * bound_secs)
+            elsewhere = liveness.gave_up_since(max(start - 2 * bound_secs, self._begun_at))
             given_up = dict.fromkeys(elsewhere, GivenUp((), began=True)) | liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
             now = clock.look()
@@ -148,7 +163,7 @@ class Agreement:
             watches_some = Presence.PAUSED in silent and now < expiry + bound_secs + patience_secs
             # the last word of a host that has ended may be that a rank waits
             may_be_old = liveness.others is not None and Presence.WAITS in silent and now < start + patience_secs
-            if not waits_for_some and not watches_some and not may_be_old:
+            if not waits_for_some and not watches_some and not may_be_old and now >= clock.judges_from:
                 ready = ready or now
                 living = [rank for rank in seen if seen[rank] not in FATES_OF and seen[rank] is not Presence.UNSEEN]
                 if liveness.is_first_host(living) or now >= ready + HOST_HEAD_START_SECS:

@@ -40,7 +40,7 @@ def wait_for_all(work: dist.Work, device: torch.device, groups: DeviceGroups, ti
         if groups.liveness is None:
             raise
         agreement = Agreement(groups.liveness, rank, world_size)
-        agreement.begin_anew()
+        agreement.begin_anew(none_waits=False)
         lacked = tuple(other for other in range(world_size) if other != rank)
         left_secs = max(0.0, timeout_secs - (time.monotonic() - start))
         verdict = agreement.verdict(GivenUp(lacked, began=True), timeout_secs, left_secs)

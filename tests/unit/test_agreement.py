@@ -217,10 +217,11 @@ def test_a_stop_counts_once_it_has_lasted_for_the_bound(own, peer):
 def test_a_rank_that_waits_in_another_op_is_not_late(own, peer):
     peer(2).kill()
     assert becomes(own, 2, ENDED)
+    agreement = begun(own)
     peer(1, "gives up in another op")
     start = time.monotonic()
     # a rank that gave up within the last two bounds still waits
-    verdict = begun(own).verdict(GivenUp((1, 2), began=True), 60.0)
+    verdict = agreement.verdict(GivenUp((1, 2), began=True), 60.0)
     assert time.monotonic() - start < PATIENCE_SECS
     assert (verdict.missing, verdict.late) == ((2,), ())
 
@@ -258,6 +259,41 @@ def test_whoever_stood_still_looks_again_before_it_judges(own, peer, monkeypatch
     monkeypatch.setattr(own, "presence", stand_still)
     verdict = begun(own).verdict(GivenUp((1,), began=True), BOUND_SECS)
     assert (verdict.missing, verdict.late) == ((1,), ())
+
+
+def test_whoever_stood_still_at_last_listens_before_it_judges(own, peer, monkeypatch):
+    """What other hosts have said meanwhile is still to be read when this process wakes."""
+    monkeypatch.setattr(agreement_module, "PATIENCE_SECS", 1.0)
+    peer(2, "gives up")
+    peer(1).kill()
+    assert becomes(own, 1, ENDED)
+    look, start, awake_since = own.presence, time.monotonic(), []
+
+    def stand_still(rank: int, stopped_secs: float) -> Presence:
+        if rank != 1:
+            return look(rank, stopped_secs)
+        if not awake_since and time.monotonic() - start > 0.9:
+            time.sleep(2.0)
+            awake_since.append(time.monotonic())
+        is_heard = awake_since and time.monotonic() - awake_since[0] > 0.1
+        return look(rank, stopped_secs) if is_heard else RUNS
+
+    monkeypatch.setattr(own, "presence", stand_still)
+    verdict = begun(own).verdict(GivenUp((1,), began=True), BOUND_SECS)
+    assert (verdict.missing, verdict.late) == ((1,), ())
+
+
+def test_a_rank_that_waited_in_vain_before_a_reset_is_late_behind_it(own, peer):
+    agreement = begun(own)
+    peer(1, "gives up in another op")
+    peer(2, "gives up")
+    verdict = agreement.verdict(GivenUp((1,), began=True), 60.0)
+    assert (verdict.missing, verdict.late) == ((), ())
+    # the second is the number of the other op's failure
+    agreement.begin_anew()
+    agreement.begin_anew()
+    verdict = agreement.verdict(GivenUp((1,), began=True), 60.0)
+    assert (verdict.missing, verdict.late) == ((), (1,))
 
 
 def test_without_shared_memory_the_hint_is_all_there_is():

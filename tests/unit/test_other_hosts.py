@@ -220,6 +220,45 @@ def test_nothing_undoes_a_goodbye():
     assert said == [False, True, True]
 
 
+def test_a_goodbye_may_come_from_within_a_report():
+    """Garbage collection may close an arena there."""
+    report, mouths = Report({1: Seen(1, 0.0)}, (), {}), []
+
+    def close_meanwhile() -> Report:
+        if len(mouths) == 1:
+            mouths.append(None)
+            mouths[0].speak(leaves=True)
+        return report
+
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer,
+    ):
+        peer.bind(("127.0.0.1", 0))
+        mouths.append(other_hosts._Mouth(own, {1: peer.getsockname()}, "token", 0, lambda: close_meanwhile))
+        speaker = threading.Thread(target=mouths[0].speak, daemon=True)
+        speaker.start()
+        speaker.join(PATIENCE_SECS)
+        assert not speaker.is_alive()
+        peer.settimeout(PATIENCE_SECS)
+        assert Report.from_json(json.loads(peer.recv(5000))[2], WORLD_SIZE).leaves
+        peer.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            peer.recv(5000)
+
+
+def test_a_report_leaves_out_its_oldest_failures_where_it_does_not_fit():
+    everybody = tuple(range(1024))
+    said = tuple(Said(failure, rank, everybody, True) for failure in (3, 4, 5) for rank in range(8))
+    report = Report({1: Seen(1, 0.0)}, said, {3: (0,) * 1024, 5: (0,) * 1024})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        text = other_hosts._Mouth(own, {}, "token", 0, lambda: None)._datagram(report)
+    told = Report.from_json(json.loads(text)[2], 1024)
+    assert len(text) <= other_hosts.MAX_DATAGRAM_BYTES
+    assert {each.failure for each in told.said} == {5}
+    assert (told.seen, list(told.verdicts)) == (report.seen, [5])
+
+
 def test_foreign_datagrams_change_nothing(ranks):
     port = ranks[0].others._mouth.socket.getsockname()[1]
     token = ranks[0].others._mouth.token
