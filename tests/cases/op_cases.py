@@ -392,7 +392,9 @@ class Step:
             promised = op.dispatch_send(*inputs, **wishes)
             for tensor in inputs:
                 if tensor is not None:
-                    tensor.view(torch.uint8).fill_(POISON_BYTE)
+                    # a view as bytes refuses strides of 0, which a dimension of one element may have
+                    memory = tensor.untyped_storage()
+                    torch.empty(0, dtype=torch.uint8, device=device).set_(memory).fill_(POISON_BYTE)
             got = op.dispatch_recv()
             assert_same_memory(promised, got)
         else:
