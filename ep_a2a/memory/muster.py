@@ -74,8 +74,7 @@ class Muster(Rendezvous):
                     if name != said:
                         self._store.set(self._read[self.rank], name)
                         said = name
-                    read = [bytes(each).decode(errors="replace") for each in self._store.multi_get(self._read)]
-                    if set(read) == {said}:
+                    if set(self._what_all_have_read()) == {said}:
                         return name
                 if time.monotonic() > deadline:
                     raise self._did_not_come(self._to_blame(said), label)
@@ -97,12 +96,17 @@ class Muster(Rendezvous):
         return found if len(found) == self.world_size and ABSENT not in found else None
 
     def _to_blame(self, said: str) -> tuple[int, ...]:
-        """Members that have never been there; where all have, those that have not read what this rank has."""
-        places: Sequence[int] = [place for place in range(self.world_size) if place not in self._came]
-        if not places and said:
-            read = [bytes(each).decode(errors="replace") for each in self._store.multi_get(self._read)]
-            places = [place for place, each in enumerate(read) if each != said]
+        """Members that have never been there; else those that have left; else those that have read other tickets."""
+        places = [place for place in range(self.world_size) if place not in self._came]
+        if not places:
+            tickets = self._store.multi_get(self._tickets)
+            places = [place for place, ticket in enumerate(tickets) if bytes(ticket) == ABSENT]
+        if not places:
+            places = [place for place, read in enumerate(self._what_all_have_read()) if read != said]
         return tuple(self.members[place] for place in places)
+
+    def _what_all_have_read(self) -> list[str]:
+        return [bytes(each).decode(errors="replace") for each in self._store.multi_get(self._read)]
 
 
 def _parsed(ticket: bytes) -> Any:

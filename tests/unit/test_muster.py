@@ -98,6 +98,16 @@ def test_who_gives_up_a_moment_before_is_not_blamed(store):
     early.join()
 
 
+def test_of_those_who_were_never_there_together_the_absent_are_blamed(store):
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(attempt, store, 0, 3.0)
+        assert attempt(store, 1, 0.2) == (2,)
+        third = pool.submit(attempt, store, 2)
+        assert waits.result() == (1,)
+        names = {*pool.map(lambda rank: attempt(store, rank), range(2)), third.result()}
+    assert len(names) == 1
+
+
 @pytest.mark.parametrize("text", [b"\xff", b"{}", b"[" * 100_000, b"3"])
 def test_a_stranger_in_the_store_is_an_error(store, text):
     keys = dist.PrefixStore("ep_a2a/of/0,1", store)
