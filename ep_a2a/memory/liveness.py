@@ -233,6 +233,10 @@ class Liveness:
             self._lines[self.rank : self.rank + 1]["gave_up"] = time.monotonic()
         self.tell()
 
+    def wait_no_more(self) -> None:
+        """Says that this rank is in no call that it has given up, of whatever op."""
+        self._lines[self.rank : self.rank + 1]["gave_up"] = 0.0
+
     def tell(self) -> None:
         """Tells other hosts at once what is known here."""
         if self.others is not None:

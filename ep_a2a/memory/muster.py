@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 POLL_SECS_PER_MEMBER = 0.001
 LONGEST_POLL_SECS = 0.1
+SUCCEEDED = "succeeded"
 ABSENT = b""
 """The word of a member that waits no more."""
 
@@ -26,7 +27,7 @@ ABSENT = b""
 class Muster(Rendezvous):
     """A meeting of the members that are there at the same time, for one use.
 
-    Each calls `meet` and then `end`, when it knows that the others have come to the end of `meet`, or gives up.
+    Each calls `meet`, then `tell` how it went on from there, which shows that all had met, and `end` in any case.
 
     A member writes a ticket that nobody has had before. Once it has read the tickets of all, it writes what it has
     read. The members have met when all have read the same tickets. Whoever leaves takes its ticket away. Nothing is
@@ -44,8 +45,7 @@ class Muster(Rendezvous):
         store: distributed_c10d.Store | None,
     ) -> None:
         super().__init__(parent, timeout_secs, members, store)
-        # each meeting has labels of its own
-        self._generation = 0
+        self._poll_secs = min(POLL_SECS_PER_MEMBER * self.world_size, LONGEST_POLL_SECS)
         places = range(self.world_size)
         self._tickets, self._read = [f"ticket/{place}" for place in places], [f"read/{place}" for place in places]
         self._known: set[str] = set()
@@ -77,8 +77,29 @@ class Muster(Rendezvous):
                     if set(self._what_all_have_read()) == {said}:
                         return name
                 if time.monotonic() > deadline:
-                    raise self._did_not_come(self._to_blame(said), label)
-                time.sleep(min(POLL_SECS_PER_MEMBER * self.world_size, LONGEST_POLL_SECS))
+                    if blamed := self._to_blame(said):
+                        raise self._did_not_come(blamed, label)
+                    # the last one has read it this moment
+                    return said
+                time.sleep(self._poll_secs)
+
+    def tell(self, name: str, *, succeeded: bool, deadline: float) -> tuple[bool, tuple[int, ...]]:
+        """Says how this member went on from the meeting of this name, and hears the others, until a time.monotonic().
+
+        Returns:
+            Whether all have succeeded, and the members that have not said anything.
+
+        Raises:
+            RankTimeoutError: the store has ended.
+        """
+        keys = [f"{name}/{place}" for place in range(self.world_size)]
+        with self._store_must_answer("how members go on"):
+            self._store.set(keys[self.rank], SUCCEEDED if succeeded else "failed")
+            while not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    return False, self._absent(keys)
+                time.sleep(self._poll_secs)
+            return {bytes(each) for each in self._store.multi_get(keys)} == {SUCCEEDED.encode()}, ()
 
     def end(self) -> None:
         """Takes this member's ticket away; nothing happens where the store has ended."""
@@ -96,13 +117,17 @@ class Muster(Rendezvous):
         return found if len(found) == self.world_size and ABSENT not in found else None
 
     def _to_blame(self, said: str) -> tuple[int, ...]:
-        """Members that have never been there; else those that have left; else those that have read other tickets."""
+        """Members that have never been there; else those that have not read what this one has; else those that left.
+
+        Whoever gave up a moment ago has read the same. () where all have.
+        """
         places = [place for place in range(self.world_size) if place not in self._came]
-        if not places:
-            tickets = self._store.multi_get(self._tickets)
-            places = [place for place, ticket in enumerate(tickets) if bytes(ticket) == ABSENT]
-        if not places:
+        if not places and said:
             places = [place for place, read in enumerate(self._what_all_have_read()) if read != said]
+        elif not places:
+            tickets = self._store.multi_get(self._tickets)
+            left = [place for place, ticket in enumerate(tickets) if bytes(ticket) == ABSENT]
+            places = left or [place for place in range(self.world_size) if place != self.rank]
         return tuple(self.members[place] for place in places)
 
     def _what_all_have_read(self) -> list[str]:

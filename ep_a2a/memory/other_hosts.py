@@ -248,13 +248,14 @@ class _Mouth:
         return True
 
     def _datagram(self, report: Report) -> bytes:
-        """A report as bytes, without its oldest failures where they do not fit."""
+        """A report as bytes. Failures are left out until it fits: those judged first, and of them the oldest."""
         while True:
             text = json.dumps([self.token, self._rank, report.to_json()]).encode()
             failures = {said.failure for said in report.said}.union(report.verdicts)
             if len(text) <= MAX_DATAGRAM_BYTES or not failures:
                 return text
-            report = report.without(min(failures))
+            # a verdict has been told before; a failure without one is still being judged
+            report = report.without(min(failures, key=lambda number: (number not in report.verdicts, number)))
 
 
 def _listen(

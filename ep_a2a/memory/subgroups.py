@@ -77,7 +77,6 @@ def make_subgroup(
     except BaseException:
         muster.end()
         raise
-    # whoever is connected to all knows that all have met
     muster.end()
     return group
 
@@ -85,23 +84,31 @@ def make_subgroup(
 def _meet_and_connect(
     muster: Muster, parent: dist.ProcessGroup, ranks: tuple[int, ...], store: distributed_c10d.Store | None
 ) -> dist.ProcessGroup:
-    # The name is new even after a restart of this job with the same store. torch keeps a group's symmetric memory by
-    # name, beyond the end of the group.
-    name = f"ep_a2a_{muster.meet('name of a subgroup')}"
+    """Makes the group on all members, or an error on all."""
+    meeting = muster.meet("name of a subgroup")
     deadline = time.monotonic() + muster.timeout_secs + CONNECT_PATIENCE_SECS
+    group, failure = None, None
     try:
-        return _make_group(parent, ranks, name, timedelta(seconds=muster.timeout_secs), store)
+        # The name is new even after a restart of this job with the same store. torch keeps a group's symmetric memory
+        # by name, beyond the end of the group.
+        group = _make_group(parent, ranks, f"ep_a2a_{meeting}", timedelta(seconds=muster.timeout_secs), store)
     except RuntimeError as error:
         if not is_rank_gone(error):
             raise
-        # gloo does not say which connection failed; a member that lives fails, too, and says so
-        missing, late = muster.missing_and_late(muster.call(f"could not connect {name}", deadline))
-        raise RankTimeoutError(
-            f"ranks {list(ranks)} to connect within {muster.timeout_secs:g} s",
-            f"rank {dist.get_rank(parent)} failed: {error}",
-            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
-            missing_ranks=missing, late_ranks=late,
-        ) from error  # fmt: skip
+        failure = error
+    # gloo does not say which connection failed, and a member may be connected to all where others are not
+    all_are_connected, absent = muster.tell(meeting, succeeded=group is not None, deadline=deadline)
+    if group is not None and all_are_connected:
+        return group
+    if group is not None:
+        destroy_subgroup(group)
+    missing, late = muster.missing_and_late(absent)
+    raise RankTimeoutError(
+        f"ranks {list(ranks)} to connect within {muster.timeout_secs:g} s",
+        f"rank {dist.get_rank(parent)} failed: {failure}" if failure is not None else "others that had failed",
+        "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
+        missing_ranks=missing, late_ranks=late,
+    ) from failure  # fmt: skip
 
 
 def destroy_subgroup(group: dist.ProcessGroup) -> None:

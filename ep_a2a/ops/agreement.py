@@ -109,15 +109,15 @@ class Agreement:
         self._liveness, self._rank, self._world_size = liveness, rank, world_size
         self._verdict: Verdict | None = None
         self._failure = 0
-        self._begun_at = 0.0
 
     def begin_anew(self, *, none_waits: bool = True) -> None:
         """Forgets a failure. On all ranks in the same order.
 
         Args:
-            none_waits: whether the ranks have met, so that whoever had given up a call before waits no more.
+            none_waits: whether the ranks meet before and after this, so that no rank is in a call that it gave up.
         """
-        self._begun_at = time.monotonic() if none_waits else 0.0
+        if none_waits and self._liveness is not None:
+            self._liveness.wait_no_more()
         self._failure = 0 if self._liveness is None else self._liveness.new_failure()
         self._verdict = None
 
@@ -153,7 +153,7 @@ class Agreement:
         while (found := liveness.verdict(self._failure)) is None:
             seen = {rank: liveness.presence(rank, bound_secs) for rank in range(self._world_size)}
             # a rank that waits for the same one in another op is not late here
-            elsewhere = liveness.gave_up_since(max(start - 2 * bound_secs, self._begun_at))
+            elsewhere = liveness.gave_up_since(start - 2 * bound_secs)
             given_up = dict.fromkeys(elsewhere, GivenUp((), began=True)) | liveness.given_up(self._failure)
             silent = [seen[rank] for rank in seen if rank not in given_up]
             now = clock.look()
@@ -163,7 +163,10 @@ class Agreement:
             watches_some = Presence.PAUSED in silent and now < expiry + bound_secs + patience_secs
             # the last word of a host that has ended may be that a rank waits
             may_be_old = liveness.others is not None and Presence.WAITS in silent and now < start + patience_secs
-            if not waits_for_some and not watches_some and not may_be_old and now >= clock.judges_from:
+            # whoever stood still beside this process, as where a whole job is stopped, may wake a moment later
+            may_wake = any(each in (Presence.STOPPED, Presence.SILENT) for each in seen.values())
+            judges_from = max(clock.judges_from, start + STANDSTILL_SECS * may_wake)
+            if not waits_for_some and not watches_some and not may_be_old and now >= judges_from:
                 ready = ready or now
                 living = [rank for rank in seen if seen[rank] not in FATES_OF and seen[rank] is not Presence.UNSEEN]
                 if liveness.is_first_host(living) or now >= ready + HOST_HEAD_START_SECS:

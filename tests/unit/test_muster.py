@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.muster import Muster
+from ep_a2a.topology.facts import with_version
 
 LABEL = "a meeting"
 LONG_SECS = 60.0
@@ -43,12 +44,12 @@ def attempt(store: dist.Store, rank: int, timeout_secs: float = LONG_SECS) -> st
     """The name of a meeting, or whom the rank missed."""
     muster = muster_of(store, rank, timeout_secs)
     try:
-        return muster.meet(LABEL)
+        name = muster.meet(LABEL)
+        assert muster.tell(name, succeeded=True, deadline=time.monotonic() + LONG_SECS) == (True, ())
+        return name
     except RankTimeoutError as error:
         return error.missing_ranks
     finally:
-        # as where connecting ends: all have met by then
-        time.sleep(0.2)
         muster.end()
 
 
@@ -91,11 +92,26 @@ def test_the_ticket_of_a_member_that_died_meets_nobody(store):
     assert len(names) == 1
 
 
-def test_who_gives_up_a_moment_before_is_not_blamed(store):
-    early = threading.Thread(target=attempt, args=(store, 1, 0.3))
-    early.start()
-    assert attempt(store, 0, 1.0) == (2,)
-    early.join()
+@pytest.mark.parametrize("has_come", [False, True])
+def test_who_gives_up_a_moment_before_is_not_blamed(store, has_come):
+    """The third stays away, or dies before it has read the others' tickets."""
+    if has_come:
+        keys = dist.PrefixStore("ep_a2a/of/0,1,2", store)
+        keys.set("read/2", "")
+        keys.set("ticket/2", json.dumps(with_version({"ticket": "of the dead"})))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda rank: attempt(store, rank, 1.0 + 0.3 * rank), range(2))) == [(2,), (2,)]
+
+
+def test_all_hear_how_each_goes_on(store):
+    """One that has failed, and one that says nothing."""
+
+    def go_on(rank: int) -> tuple[bool, tuple[int, ...]]:
+        return muster_of(store, rank).tell("a name", succeeded=rank != 1, deadline=time.monotonic() + LONG_SECS)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(go_on, range(3))) == [(False, ())] * 3
+    assert muster_of(store, 0).tell("another", succeeded=True, deadline=time.monotonic()) == (False, (1, 2))
 
 
 def test_of_those_who_were_never_there_together_the_absent_are_blamed(store):
