@@ -95,10 +95,8 @@ class Muster(Rendezvous):
         keys = [f"{name}/{place}" for place in range(self.world_size)]
         with self._store_must_answer("how members go on"):
             self._store.set(keys[self.rank], SUCCEEDED if succeeded else "failed")
-            while not self._store.check(keys):
-                if time.monotonic() > deadline:
-                    return False, self._absent(keys)
-                time.sleep(self._poll_secs)
+            if absent := self._await(keys, deadline):
+                return False, absent
             return {bytes(each) for each in self._store.multi_get(keys)} == {SUCCEEDED.encode()}, ()
 
     def end(self) -> None:

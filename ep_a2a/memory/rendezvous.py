@@ -192,6 +192,10 @@ class Rendezvous:
     def _call(self, label: str, deadline: float) -> tuple[int, ...]:
         keys = [f"{label}/{self._generation}/{place}" for place in range(self.world_size)]
         self._store.set(keys[self.rank], "")
+        return self._await(keys, deadline)
+
+    def _await(self, keys: list[str], deadline: float) -> tuple[int, ...]:
+        """Waits for the members' keys, and returns the members whose keys are missing at a time.monotonic()."""
         # the store's own wait may take twice its bound
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -216,14 +220,11 @@ class Rendezvous:
             except dist.DistNetworkError:
                 raise
             except RuntimeError as error:
-                raise self._not_all_came(keys, label) from error
+                raise self._did_not_come(self._absent(keys), label) from error
         return [bytes(self._store.get(key)) for key in keys]
 
-    def _not_all_came(self, keys: list[str], label: str) -> RankTimeoutError:
-        """Returns the error for members whose keys are missing."""
-        return self._did_not_come(self._absent(keys), label)
-
     def _did_not_come(self, absent: tuple[int, ...], label: str) -> RankTimeoutError:
+        """Returns the error for members that did not come."""
         missing, late = self.missing_and_late(absent)
         return RankTimeoutError(
             f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
