@@ -47,57 +47,128 @@ class DispatchCombineOp(Protocol):
     (a late rank, ranks that disagree, too many rows) is raised by a later call; then `reset` mends the op.
     """
 
-    # fmt: off
     config: EpDispatchCombineConfig
     device: torch.device
+
     def dispatch(
-        self, input: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor, block_num: int = -1,
-        rdma_block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False, *,
-        max_num_tokens: int | None = None, pad_id: int = -1,
+        self,
+        input: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        indices: Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        call_local_expert_count: bool = False,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
     ) -> DispatchResult:
         """Sends input [T, H] with weights [T, K] float32, scales [T, S] and indices [T, K] int32, ids of experts.
 
         Other ids are dropped slots. Weights and scales come from all ranks or from none. max_num_tokens, default M and
         equal on all ranks, bounds every rank's T in this step. The op chooses launch numbers that are -1."""
+
     def dispatch_send(
-        self, input: Tensor, weights: Tensor | None, scales: Tensor | None, indices: Tensor, *,
-        max_num_tokens: int | None = None, pad_id: int = -1,
-    ) -> DispatchResult: """The first half: sends. dispatch_recv fills the tensors that it returns."""
-    def dispatch_recv(self) -> DispatchResult: """The second half: waits for the rows of all ranks."""
+        self,
+        input: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        indices: Tensor,
+        *,
+        max_num_tokens: int | None = None,
+        pad_id: int = -1,
+    ) -> DispatchResult:
+        """The first half: sends. dispatch_recv fills the tensors that it returns."""
+
+    def dispatch_recv(self) -> DispatchResult:
+        """The second half: waits for the rows of all ranks."""
+
     def combine(
-        self, input: Tensor, weights: Tensor | None, indices: Tensor | None, block_num: int = -1,
-        rdma_block_num: int = -1, warp_per_block: int = -1, use_external_inp_buf: int = -1, call_reset: bool = False, *,
-        out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
+        self,
+        input: Tensor,
+        weights: Tensor | None,
+        indices: Tensor | None,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        use_external_inp_buf: int = -1,
+        call_reset: bool = False,
+        *,
+        out: Tensor | None = None,
+        bias_0: Tensor | None = None,
+        bias_1: Tensor | None = None,
     ) -> CombineResult:
         """Adds the rows that distinct ranks return for a token, in float32; a token without an expert becomes zeros.
 
         input: the experts' results, combine_dtype, in shape and order of DispatchResult.tokens, weighed by the router
         (expert_major: combine weighs). weights: [*rows, K] to sum. indices: None, or this rank's own. out: [T, H] to
         write to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's."""
+
     def combine_send(
-        self, input: Tensor, weights: Tensor | None = None, indices: Tensor | None = None, *,
-        out: Tensor | None = None, bias_0: Tensor | None = None, bias_1: Tensor | None = None,
-    ) -> CombineResult: """The first half: sends rows back. Later work may overwrite `input`, but no bias."""
-    def combine_recv(self) -> CombineResult: """The second half: waits for this rank's rows and adds them."""
+        self,
+        input: Tensor,
+        weights: Tensor | None = None,
+        indices: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        bias_0: Tensor | None = None,
+        bias_1: Tensor | None = None,
+    ) -> CombineResult:
+        """The first half: sends rows back. Later work may overwrite `input`, but no bias."""
+
+    def combine_recv(self) -> CombineResult:
+        """The second half: waits for this rank's rows and adds them."""
+
     @property
-    def recv_counts(self) -> Tensor: """[W] int32, rows received per source in the last dispatch."""
+    def recv_counts(self) -> Tensor:
+        """[W] int32, rows received per source in the last dispatch."""
+
     @property
-    def local_expert_count(self) -> Tensor: """[E] int32, received slots per expert, where dispatch was asked for it."""
+    def local_expert_count(self) -> Tensor:
+        """[E] int32, received slots per expert, where dispatch was asked for it."""
+
     @property
-    def expert_recv_count(self) -> Tensor: """[E] int32, rows per expert in layout expert_major."""
+    def expert_recv_count(self) -> Tensor:
+        """[E] int32, rows per expert in layout expert_major."""
+
     @property
-    def has_open_step(self) -> bool: """Whether a call has begun a step that no call has ended."""
+    def has_open_step(self) -> bool:
+        """Whether a call has begun a step that no call has ended."""
+
     @property
-    def closed(self) -> bool: """Whether `close` has been called."""
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor:
         """Memory for combine's input, [R, H] for M tokens, expert_major [E * R, H]."""
-    def get_dispatch_src_token_pos(self) -> Tensor: """[total_recv] int32: source rank * (W * M) + token. Host waits."""
+
+    def get_dispatch_src_token_pos(self) -> Tensor:
+        """[total_recv] int32: source rank * (W * M) + token. Host waits."""
+
     def get_launch_config(
-        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1,
-    ) -> tuple[int, int, int]: """(programs, those between nodes, warps per program) of a call with M tokens."""
-    def set_max_sms(self, max_sms: int) -> None: """Bounds multiprocessors; 0 = all; equal on all ranks."""
-    def set_timeout(self, timeout_secs: float) -> None: """Bounds waits from now on, of replayed graphs, too."""
-    def warmup_split(self) -> None: """Makes the split calls ready to be captured in a graph."""
-    def check(self) -> None: """Raises what has gone wrong so far, without waiting."""
-    def reset(self) -> None: """Drops the open step and mends the op after an error. Collective."""
-    def close(self) -> None: """Ends the use of the op; idempotent."""
+        self,
+        is_dispatch: bool = True,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> tuple[int, int, int]:
+        """(programs, those between nodes, warps per program) of a call with M tokens."""
+
+    def set_max_sms(self, max_sms: int) -> None:
+        """Bounds multiprocessors; 0 = all; equal on all ranks."""
+
+    def set_timeout(self, timeout_secs: float) -> None:
+        """Bounds waits from now on, of replayed graphs, too."""
+
+    def warmup_split(self) -> None:
+        """Makes the split calls ready to be captured in a graph."""
+
+    def check(self) -> None:
+        """Raises what has gone wrong so far, without waiting."""
+
+    def reset(self) -> None:
+        """Drops the open step and mends the op after an error. Collective."""
+
+    def close(self) -> None:
+        """Ends the use of the op; idempotent."""

@@ -59,7 +59,7 @@ _MODULES = {
     ("ep_a2a.memory", "ep_a2a.memory"): """
         allocate=arena pools=allocator_isolation rail_arrivals=transport_arrivals rail_choice=transport_choice
         rails=node_transport streams=use_order""",
-}  # fmt: skip
+}
 
 MOVED = {
     f"{old_package}.{old}": f"{new_package}.{new or old}"

@@ -238,9 +238,14 @@ def dense_moe(
 
 
 def expert_mlp_rows(
-    rows: torch.Tensor, row_ids: torch.Tensor, row_weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-    first_expert: int, num_local: int,
-) -> torch.Tensor:  # fmt: skip
+    rows: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    first_expert: int,
+    num_local: int,
+) -> torch.Tensor:
     """One rank's experts on its received rows: the weighted sum over this rank's own experts, one row per row.
 
     Args:

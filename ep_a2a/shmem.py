@@ -38,9 +38,10 @@ def shmem_torch_process_group_init(group_name: str, device: torch.device | str |
         group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
     except RuntimeError as error:
         raise UnknownNameError(
-            f"a process group registered as {group_name!r}", str(error),
+            f"a process group registered as {group_name!r}",
+            str(error),
             "Call torch._C._distributed_c10d._register_process_group(name, group) first.",
-        ) from error  # fmt: skip
+        ) from error
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     _arena = Arena(group, torch.device(device))

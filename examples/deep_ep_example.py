@@ -23,9 +23,14 @@ TOPK = 2
 def prefill(buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> float:
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
     rows, _, _, _, handle, _ = buffer.dispatch(
-        x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_rdma_rank, is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=weights,
-    )  # fmt: skip
+        x,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=is_token_in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids,
+        topk_weights=weights,
+    )
     combined, _, _ = buffer.combine(rows, handle)
     expected = (x.float() * is_token_in_rank.sum(1, keepdim=True)).to(x.dtype)
     return (combined.float() - expected.float()).abs().max().item()

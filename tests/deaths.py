@@ -53,11 +53,20 @@ TO_ERROR_SECS = 0.5
 """From the verdict to the error that tells it, and from a death to where it is seen."""
 MAX_STEPS = 4
 PATHS = (
-    "IntraNode", "InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL", "InterNodeV1 by puts", "AsyncLL by puts",
-    "InterNodeV1 over torch.distributed", "InterNodeV1LL over torch.distributed",
-    "InterNodeV1 between hosts", "AsyncLL between hosts",
-    "InterNodeV1 over torch.distributed between hosts", "InterNodeV1LL over torch.distributed between hosts",
-)  # fmt: skip
+    "IntraNode",
+    "InterNode",
+    "InterNodeV1",
+    "InterNodeV1LL",
+    "AsyncLL",
+    "InterNodeV1 by puts",
+    "AsyncLL by puts",
+    "InterNodeV1 over torch.distributed",
+    "InterNodeV1LL over torch.distributed",
+    "InterNodeV1 between hosts",
+    "AsyncLL between hosts",
+    "InterNodeV1 over torch.distributed between hosts",
+    "InterNodeV1LL over torch.distributed between hosts",
+)
 BETWEEN_HOSTS = " between hosts"
 """Each virtual node has a file of liveness of its own, so its ranks hear of other nodes by the network only."""
 GPU_PATHS = PATHS[:5]
@@ -95,9 +104,17 @@ class Run:
         if transport:
             options["internode_transport"] = TRANSPORTS[transport]
         case = Case(
-            world_size=self.world_size, hidden_dim=32, num_experts=2 * self.world_size, tokens=((4, 3, 5),),
-            max_tokens=5, layout=self.layout, split=self.split, num_nodes=num_nodes, kernel=kernel, options=options,
-        )  # fmt: skip
+            world_size=self.world_size,
+            hidden_dim=32,
+            num_experts=2 * self.world_size,
+            tokens=((4, 3, 5),),
+            max_tokens=5,
+            layout=self.layout,
+            split=self.split,
+            num_nodes=num_nodes,
+            kernel=kernel,
+            options=options,
+        )
         return over_torch_distributed(case) if self.is_staged else case
 
     @property
@@ -241,8 +258,11 @@ def problems_of(run: Run) -> list[str]:
             stories = {r: text for r, text in failure.tracebacks.items() if "exit code -9" not in text}
         signs = {r: Path(folder, f"struck {r}") for r in run.faults}
         struck = {r: path.stat().st_mtime for r, path in signs.items() if path.exists()}
-        seen = {r: json.loads(path.read_text()) for r in range(run.world_size)
-                if (path := Path(folder, f"{r}.json")).exists()}  # fmt: skip
+        seen = {
+            r: json.loads(path.read_text())
+            for r in range(run.world_size)
+            if (path := Path(folder, f"{r}.json")).exists()
+        }
     found = [f"rank {r}: {text.strip().splitlines()[-1]}" for r, text in stories.items()]
     return found + (wrong_names(run, struck, seen) if struck else [])
 

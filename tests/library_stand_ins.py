@@ -42,10 +42,16 @@ class PplxAllToAll:
         return everyone
 
     def dispatch(
-        self, *, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
-        out_expert_x_scale: torch.Tensor | None, dp_x: torch.Tensor,
-        dp_x_scale: torch.Tensor | None, indices: torch.Tensor, bound_m: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        out_expert_num_tokens: torch.Tensor,
+        out_expert_x: torch.Tensor,
+        out_expert_x_scale: torch.Tensor | None,
+        dp_x: torch.Tensor,
+        dp_x_scale: torch.Tensor | None,
+        indices: torch.Tensor,
+        bound_m: torch.Tensor | None,
+    ) -> None:
         assert out_expert_x_scale is dp_x_scale is bound_m is None
         assert indices.dtype == out_expert_num_tokens.dtype == torch.uint32
         ids = indices.to(torch.int64)
@@ -68,9 +74,14 @@ class PplxAllToAll:
             self._origins.append(found)
 
     def combine(
-        self, *, out_tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, expert_y: torch.Tensor,
+        self,
+        *,
+        out_tokens: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        expert_y: torch.Tensor,
         bound_m: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert bound_m is None
         num_local = len(self._origins)
         rows = {
@@ -125,11 +136,12 @@ class PplxStandIn(StandIn):
 class MoriStandIn(StandIn):
     modules = SimpleNamespace(
         ops=SimpleNamespace(
-            EpDispatchCombineConfig=EpDispatchCombineConfig, EpDispatchCombineKernelType=EpDispatchCombineKernelType,
+            EpDispatchCombineConfig=EpDispatchCombineConfig,
+            EpDispatchCombineKernelType=EpDispatchCombineKernelType,
             EpDispatchCombineOp=InterNodeV1LLOp,
         ),
         shmem=ep_a2a.shmem,
-    )  # fmt: skip
+    )
 
 
 class PplxManager(PplxAll2AllManager):

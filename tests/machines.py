@@ -35,24 +35,41 @@ H200_HOST = SystemInfo(
         tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),
     torch=Torch(
-        version="2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS, architectures=("sm_90",), nccl="2.28.9",
-        nccl_built="2.28.9", has_gloo=True, has_symmetric_memory=True, has_nvshmem=True,
+        version="2.11.0+cu130",
+        cuda_build="13.0",
+        num_gpus=NUM_GPUS,
+        architectures=("sm_90",),
+        nccl="2.28.9",
+        nccl_built="2.28.9",
+        has_gloo=True,
+        has_symmetric_memory=True,
+        has_nvshmem=True,
     ),
     triton=Triton(version="3.6.0", cache_directory="/home/user/.triton/cache"),
     driver=Driver(
-        version="580.95", cuda=(13, 0), gpus=(H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS,
+        version="580.95",
+        cuda=(13, 0),
+        gpus=(H200,) * NUM_GPUS,
+        access=ALL,
+        atomics=ALL,
+        num_gpus_of_host=NUM_GPUS,
         links=(("X", "NV18"), ("NV18", "X")),
     ),
     sharing=Sharing("through a private MPS daemon", at_once=True),
     host=Host(
-        python=(3, 12, 3), locked_memory_bytes=None,
+        python=(3, 12, 3),
+        locked_memory_bytes=None,
         shared_memory=Folder("/dev/shm", mode=0o1777, size_bytes=64 * GIB, free_bytes=60 * GIB),
         triton_cache=Folder("/home/user/.triton/cache", size_bytes=900 * GIB, free_bytes=100 * GIB),
-        compiler="/usr/bin/gcc", python_header=True, name="gpu-1", addresses=("10.0.0.7",), gpu_direct="nvidia_peermem",
+        compiler="/usr/bin/gcc",
+        python_header=True,
+        name="gpu-1",
+        addresses=("10.0.0.7",),
+        gpu_direct="nvidia_peermem",
     ),
     rdma=(RdmaPort("mlx5_0", "1", rate="400 Gb/sec (4X NDR)"),),
     vllm=Vllm(version="0.33.0"),
-)  # fmt: skip
+)
 """Two H200s on NVLink, with vLLM: nothing to complain about."""
 
 CPU_HOST = SystemInfo(

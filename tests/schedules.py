@@ -26,25 +26,44 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 OPERATIONS = (
-    "create_load", "create_store", "create_masked_load", "create_masked_store", "create_atomic_cas",
+    "create_load",
+    "create_store",
+    "create_masked_load",
+    "create_masked_store",
+    "create_atomic_cas",
     "create_atomic_rmw",
-)  # fmt: skip
+)
 """What the interpreter calls for each access to memory."""
 PAUSE_PROBABILITY = 0.01
 SHORT_SECS, LONG_SECS, LONG_SHARE = 0.001, 0.02, 0.1
 SMALL = Case(
-    world_size=3, hidden_dim=16, topk=3, num_experts=7, max_tokens=6, routing="out_of_range", layout="rank_major",
+    world_size=3,
+    hidden_dim=16,
+    topk=3,
+    num_experts=7,
+    max_tokens=6,
+    routing="out_of_range",
+    layout="rank_major",
     tokens=((6, 2, 0), (1, 5, 6), (0, 0, 3), (4, 4, 4)),
-)  # fmt: skip
+)
 # steps of at most 3 tokens are flagged, the others not: the path changes from step to step
 SWITCHING = replace(
-    SMALL, max_num_tokens=(None, 3, 6, 2), tokens=((6, 2, 0), (1, 3, 2), (0, 5, 3), (2, 0, 2)),
+    SMALL,
+    max_num_tokens=(None, 3, 6, 2),
+    tokens=((6, 2, 0), (1, 3, 2), (0, 5, 3), (2, 0, 2)),
     options={"flagged_max_tokens": 3},
-)  # fmt: skip
+)
 BETWEEN_NODES = Case(
-    world_size=4, num_nodes=2, hidden_dim=16, topk=3, num_experts=9, tokens=UNEVEN, routing="out_of_range",
-    layout="rank_major", options=SMALL_RINGS,
-)  # fmt: skip
+    world_size=4,
+    num_nodes=2,
+    hidden_dim=16,
+    topk=3,
+    num_experts=9,
+    tokens=UNEVEN,
+    routing="out_of_range",
+    layout="rank_major",
+    options=SMALL_RINGS,
+)
 SCHEDULES: dict[str, Case] = {
     "flagged": SMALL,
     "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0}),

@@ -37,10 +37,15 @@ SOAKED = {
     "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
     "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
     "bulk": Case(
-        hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False,
+        hidden_dim=1024,
+        topk=8,
+        num_experts=64,
+        max_tokens=32,
+        layout="rank_major",
+        with_weights=False,
         options={"flagged_max_tokens": 0},
     ),
-}  # fmt: skip
+}
 
 SMALL = Case(hidden_dim=8, topk=2, num_experts=4, max_tokens=3, layout="rank_major", with_weights=False)
 SOAKED_ON_CPU = {
@@ -179,8 +184,9 @@ def sized_cases(cases: dict[str, Case], sizes: str) -> dict[str, Case]:
         return cases
     return {
         f"{name}, {size} tokens": replace(case, max_tokens=int(size))
-        for name, case in cases.items() for size in sizes.split(",")
-    }  # fmt: skip
+        for name, case in cases.items()
+        for size in sizes.split(",")
+    }
 
 
 def command(

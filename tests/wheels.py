@@ -66,9 +66,12 @@ class Release:
         what = f"{self.package} {self.version}"
         try:
             done = subprocess.run(
-                [*command, "--dest", str(folder), f"{self.package}=={self.version}"], capture_output=True, text=True,
-                timeout=DOWNLOAD_TIMEOUT_SECS, check=False,
-            )  # fmt: skip
+                [*command, "--dest", str(folder), f"{self.package}=={self.version}"],
+                capture_output=True,
+                text=True,
+                timeout=DOWNLOAD_TIMEOUT_SECS,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"the download of {what} took more than {DOWNLOAD_TIMEOUT_SECS} s") from None
         if done.returncode:

@@ -27,9 +27,21 @@ if TYPE_CHECKING:
 
 FIGURES = ("round_trip_us", "round_trip_cold_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
 CASE = (
-    "contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type", "combine_quant", "max_sms",
-    "hidden_dim", "topk", "num_experts", "dtype", "routing", "gpus_per_node",
-)  # fmt: skip
+    "contender",
+    "world_size",
+    "num_tokens",
+    "max_num_tokens",
+    "layout",
+    "quant_type",
+    "combine_quant",
+    "max_sms",
+    "hidden_dim",
+    "topk",
+    "num_experts",
+    "dtype",
+    "routing",
+    "gpus_per_node",
+)
 NAMED = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type")
 """Of a case, what its title has; the others only where they differ between the cases."""
 NAMES = ("old", "new")

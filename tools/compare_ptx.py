@@ -40,9 +40,12 @@ TRANSPORTS = {"rings": "auto", "puts": "nvshmem", "staged": "torch.distributed"}
 FP8_DISPATCH, FP8_COMBINE = {"quant_type": "fp8_per_1x128"}, {"quant_type": "fp8_blockwise"}
 FP8_GIVEN = {"data_type": "float8_e4m3fn", "scale_dim": 56, "scale_type_size": 4}
 NODE_FORMS: dict[str, dict[str, Any]] = {
-    "bf16": {}, "cast": FP8_DISPATCH | {"layout": "compact"}, "combine-fp8": FP8_COMBINE,
-    "scales": FP8_GIVEN | {"layout": "compact"}, "few": {"kernel_type": "InterNodeV1LL"},
-}  # fmt: skip
+    "bf16": {},
+    "cast": FP8_DISPATCH | {"layout": "compact"},
+    "combine-fp8": FP8_COMBINE,
+    "scales": FP8_GIVEN | {"layout": "compact"},
+    "few": {"kernel_type": "InterNodeV1LL"},
+}
 SETS = ("headline", "nodes")
 NUM_SMS = 132
 NUM_WORKERS = 2
@@ -158,7 +161,7 @@ def compiled(variant: Any, args: tuple[Any, ...], *, calls_nvshmem: bool) -> dic
     try:
         return compile_offline(
             variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
-        )  # fmt: skip
+        )
     finally:
         CUDABackend.parse_options = original
 
@@ -262,11 +265,19 @@ def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
     from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 
     values: dict[str, Any] = {
-        "data_type": torch.bfloat16, "rank": 0, "world_size": ep_size, "hidden_dim": 7168, "scale_dim": 0,
-        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 4096,
-        "num_experts_per_rank": 256 // ep_size, "num_experts_per_token": 8, "compiled_calls": "serving",
+        "data_type": torch.bfloat16,
+        "rank": 0,
+        "world_size": ep_size,
+        "hidden_dim": 7168,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": 4,
+        "max_num_inp_token_per_rank": 4096,
+        "num_experts_per_rank": 256 // ep_size,
+        "num_experts_per_token": 8,
+        "compiled_calls": "serving",
         "layout": "rank_major",
-    } | changes  # fmt: skip
+    } | changes
     if transport:
         field = "rail" if "rail" in EpDispatchCombineConfig.__dataclass_fields__ else "internode_transport"
         values[field] = TRANSPORTS[transport]
@@ -364,9 +375,10 @@ def report(before: Path, after: Path, options: argparse.Namespace) -> int:
     stage, match, tolerance, ep_sizes = options.stage, options.match, options.tolerance, options.ep or EP_SIZES
     names = [{path.stem for path in folder.glob(f"*.{stage}")} for folder in (before, after)]
     names[0] = {
-        name for name in names[0]
+        name
+        for name in names[0]
         if match in name and ep_size_of(name) in ep_sizes and set_of(name) in (options.set or SETS)
-    }  # fmt: skip
+    }
     plain = plain_ptx if stage == "ptx" else plain_ttir
     width = max((len(name) for name in names[0] | names[1]), default=10)
     print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))

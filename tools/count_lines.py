@@ -16,9 +16,14 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
     tokenize.ENDMARKER,
-}  # fmt: skip
+}
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:

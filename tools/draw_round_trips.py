@@ -22,8 +22,12 @@ TICKS_US = (10, 100, 1000)
 WORDS = {2: "two", 4: "four", 8: "eight"}
 SHAPE = {"quant_type": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
 LABELS = {
-    "nccl_agrs": "NCCL", "deepep": "DeepEP", "flashinfer": "FlashInfer", "ep_a2a": "ep_a2a", "wire_limit": "wire limit",
-}  # fmt: skip
+    "nccl_agrs": "NCCL",
+    "deepep": "DeepEP",
+    "flashinfer": "FlashInfer",
+    "ep_a2a": "ep_a2a",
+    "wire_limit": "wire limit",
+}
 LABEL_SHIFT = {"nccl_agrs": -4, "deepep": 4, "ep_a2a": 8, "wire_limit": -6}
 """Pixels by which the labels of two near lines are moved apart."""
 SUBTITLE = "DeepSeek-V3 shape, cast to fp8 inside dispatch, bf16 combine, CUDA graph; both axes logarithmic"

@@ -42,8 +42,17 @@ class Picture:
     height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
 
-    def text(self, x: float, y: float, text: str, *, size: int = 14, fill: str = "", anchor: str = "middle",
-             weight: int = 400) -> None:  # fmt: skip
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: int = 14,
+        fill: str = "",
+        anchor: str = "middle",
+        weight: int = 400,
+    ) -> None:
         """A line of text; y is its middle."""
         style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill or self.theme.text}"'
         self.parts.append(f'<text x="{x:g}" y="{y + size * 0.35:.1f}" {style}>{text}</text>')

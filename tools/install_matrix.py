@@ -86,9 +86,14 @@ def run(*command: str | Path, cwd: Path) -> str:
     """What a command prints, run where nothing of the checkout can be imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("EP_A2A_", "PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=kept | {"COLUMNS": "120"}, capture_output=True, text=True,
-        timeout=TIMEOUT_SECS, check=False,
-    )  # fmt: skip
+        [str(part) for part in command],
+        cwd=cwd,
+        env=kept | {"COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECS,
+        check=False,
+    )
     if done.returncode:
         raise StepFailedError(f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout

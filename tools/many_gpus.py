@@ -66,21 +66,25 @@ PARTS: dict[str, tuple[Command, ...]] = {
     ),
     "vllm": (
         Command(
-            "vllm_tests", 1800, "-m pytest -q -n 0 -m multigpu tests/integration/test_vllm_gpu.py",
+            "vllm_tests",
+            1800,
+            "-m pytest -q -n 0 -m multigpu tests/integration/test_vllm_gpu.py",
             (("EP_A2A_TEST_VLLM_RANKS", "{ranks}"),),
         ),
         Command(
-            "vllm_bench", 1800,
+            "vllm_bench",
+            1800,
             f"{VLLM} --ranks {{ranks}} --workloads 64x4x64,256x1x64,8x2048x4 --folder {{folder}}/vllm"
             " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
         ),
         Command(
-            "vllm_serving", 900,
+            "vllm_serving",
+            900,
             "-m tests.vllm_gpu.serving --ranks {ranks} --layers 20 --folder {folder}/serving"
             " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
         ),
     ),
-}  # fmt: skip
+}
 
 
 def run(command: Command, folder: Path, num_ranks: int) -> bool:
@@ -92,7 +96,7 @@ def run(command: Command, folder: Path, num_ranks: int) -> bool:
     with (folder / f"{command.name}.txt").open("w", encoding="utf-8") as printed:
         process = subprocess.Popen(
             words_of(command, names), cwd=PROJECT, env=environment, stdout=printed, stderr=subprocess.STDOUT
-        )  # fmt: skip
+        )
         try:
             code: int | str = process.wait(command.limit_secs)
         except subprocess.TimeoutExpired:

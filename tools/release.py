@@ -51,7 +51,7 @@ def check_tree() -> str:
         raise ReleaseError(f"the tree has changes; commit or remove them:\n{changed}")
     found = re.search(r'^__version__ = "(.+)"$', (PROJECT / "ep_a2a" / "__init__.py").read_text(), re.MULTILINE)
     if found is None:
-        raise ReleaseError("ep_a2a/__init__.py has no line __version__ = \"...\"")  # fmt: skip
+        raise ReleaseError('ep_a2a/__init__.py has no line __version__ = "..."')
     if f"## [{found[1]}]" not in (PROJECT / "CHANGELOG.md").read_text():
         raise ReleaseError(f"CHANGELOG.md has no heading [{found[1]}]; write one")
     return found[1]

@@ -196,11 +196,17 @@ def walk_of(context: RankContext, what: str) -> Walk | None:
     from ep_a2a.managers.registry import create_manager
 
     kwargs = {
-        "rank": context.rank, "num_ep_ranks": context.world_size,
-        "input_dtype": torch.bfloat16, "quant_dtype": torch.bfloat16, "token_hidden_size": HIDDEN, "scale_dim": 0,
-        "scale_type_size": 0, "max_num_tokens_per_dp_rank": MAX_TOKENS, "num_local_experts": EXPERTS_PER_RANK,
+        "rank": context.rank,
+        "num_ep_ranks": context.world_size,
+        "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.bfloat16,
+        "token_hidden_size": HIDDEN,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_num_tokens_per_dp_rank": MAX_TOKENS,
+        "num_local_experts": EXPERTS_PER_RANK,
         "num_experts_per_token": TOPK,
-    }  # fmt: skip
+    }
     tokens = torch.ones(MAX_TOKENS // 2, HIDDEN, dtype=torch.bfloat16)
     weights = torch.full((MAX_TOKENS // 2, TOPK), 0.5)
     ids = torch.arange(TOPK, dtype=torch.int32).expand(MAX_TOKENS // 2, TOPK).contiguous()

@@ -75,8 +75,10 @@ def errors() -> str:
             continue
         text, attributes = sections(kind.__doc__)
         text = re.sub(r"\n*Args:\n.*", "", text, flags=re.DOTALL)
-        bases = [f"[`{b.__name__}`](#{b.__name__.lower()})" if b.__module__ == module.__name__ else f"`{b.__name__}`"
-                 for b in kind.__bases__]  # fmt: skip
+        bases = [
+            f"[`{b.__name__}`](#{b.__name__.lower()})" if b.__module__ == module.__name__ else f"`{b.__name__}`"
+            for b in kind.__bases__
+        ]
         lines = [f"({kind.__name__.lower()})=\n## {kind.__name__}", text, f"*Remedy:* {kind.remedy}"]
         lines += [f"- `{name}`: {meaning}" for name, meaning in attributes.items()]
         lines.append(f"*Caught as:* {', '.join(bases)}.")
@@ -125,8 +127,10 @@ def handle_kwargs() -> str:
 
     rows = []
     for kind, names in (
-        ("required", module.REQUIRED_KWARGS), ("optional", module.OPTIONAL_KWARGS), ("ours", module.EXTRA_KWARGS)
-    ):  # fmt: skip
+        ("required", module.REQUIRED_KWARGS),
+        ("optional", module.OPTIONAL_KWARGS),
+        ("ours", module.EXTRA_KWARGS),
+    ):
         special = {"input_dtype": "data_type, combine_dtype", "quant_dtype": "data_type"}
         rows += [(f"`{n}`", kind, f"`{module.CONFIG_FIELD_OF_KWARG.get(n) or special.get(n, n)}`") for n in names]
     return table(("kwarg", "", "config field"), rows)
@@ -138,12 +142,17 @@ def enumerations() -> str:
 
     parts = []
     for kind in (
-        config.Layout, config.QuantType, config.ScaleFormat, config.CompiledCalls, config.EpDispatchCombineKernelType
-    ):  # fmt: skip
+        config.Layout,
+        config.QuantType,
+        config.ScaleFormat,
+        config.CompiledCalls,
+        config.EpDispatchCombineKernelType,
+    ):
         text = inspect.cleandoc(kind.__doc__ or "")
         text = re.sub(r"^(\w+): ", r"- `\1`: ", text, flags=re.MULTILINE)
-        values = ", ".join(f"`{member.value}`" if isinstance(member.value, str) else f"`{member.name}`"
-                           for member in kind)  # fmt: skip
+        values = ", ".join(
+            f"`{member.value}`" if isinstance(member.value, str) else f"`{member.name}`" for member in kind
+        )
         parts.append(f"### {kind.__name__}\n\n{text}\n\nValues: {values}.")
     return "\n\n".join(parts)
 
@@ -224,8 +233,10 @@ def copy_results(app: Sphinx) -> None:
 
 def escape_docstring(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
     """Escapes what reStructuredText would read as markup: the package's docstrings have none but `code`."""
-    lines[:] = ["`".join(re.sub(r"([*|\\])", r"\\\1", text) if i % 2 == 0 else text
-                         for i, text in enumerate(line.split("`"))) for line in lines]  # fmt: skip
+    lines[:] = [
+        "`".join(re.sub(r"([*|\\])", r"\\\1", text) if i % 2 == 0 else text for i, text in enumerate(line.split("`")))
+        for line in lines
+    ]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

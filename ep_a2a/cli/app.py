@@ -61,9 +61,14 @@ def make_app() -> typer.Typer:
     """Returns the application with all commands."""
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(
-        name="ep-a2a", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-        context_settings=settings, epilog="`ep-a2a COMMAND -h` lists a command's options.",
-    )  # fmt: skip
+        name="ep-a2a",
+        cls=Group,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings=settings,
+        epilog="`ep-a2a COMMAND -h` lists a command's options.",
+    )
     app.callback()(_common_options)
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")

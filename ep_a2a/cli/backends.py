@@ -28,7 +28,7 @@ def command(
         markdown_of,
         one_view,
         registered_backends,
-    )  # fmt: skip
+    )
     from ep_a2a.commands.files import check_can_write, give_json
     from ep_a2a.commands.options import refuse
 

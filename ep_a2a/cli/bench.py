@@ -16,7 +16,7 @@ from ep_a2a.commands.options import (
     Seed,
     Verbose,
     at_most,
-)  # fmt: skip
+)
 
 CONTENDER_NAMES = (
     "wire_limit, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), "

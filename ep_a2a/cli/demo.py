@@ -22,7 +22,7 @@ from ep_a2a.commands.options import (
     Verbose,
     at_most,
     given,
-)  # fmt: skip
+)
 
 DEFAULT_RANKS = 4
 
@@ -44,8 +44,10 @@ def command(
         int | None, typer.Option(min=1, help="Ranks per virtual node; default: as the machine is.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="ep_a2a, naive or allgather_reducescatter; default: EP_A2A_CONFIG's file, "
-                                      "EP_A2A_BACKEND, ep_a2a.")
+        str | None,
+        typer.Option(
+            help="ep_a2a, naive or allgather_reducescatter; default: EP_A2A_CONFIG's file, EP_A2A_BACKEND, ep_a2a."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
     as_json: AsJson = False,
@@ -53,7 +55,7 @@ def command(
     seed: Seed = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
-) -> None:  # fmt: skip
+) -> None:
     """Send real text through an expert-parallel MoE layer and compare with the dense layer.
 
     The exit code is 1 where they differ.
@@ -68,8 +70,16 @@ def command(
     different_files(output, plot)
     kind = choose_device(device.value)
     settings = DemoSettings(
-        ranks or default_ranks(kind, DEFAULT_RANKS), kind, tokens, hidden, experts, topk, quant.value, gpus_per_node,
-        *choose_named_backend(backend), **given({"seed": seed}),
-    )  # fmt: skip
+        ranks or default_ranks(kind, DEFAULT_RANKS),
+        kind,
+        tokens,
+        hidden,
+        experts,
+        topk,
+        quant.value,
+        gpus_per_node,
+        *choose_named_backend(backend),
+        **given({"seed": seed}),
+    )
     code = execute(settings, read_text(text, tokens), plot=plot, output=output, as_json=as_json, verbose=verbose)
     raise typer.Exit(code)

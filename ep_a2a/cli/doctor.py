@@ -37,25 +37,26 @@ def command(
     ] = None,
     config: Annotated[str | None, _configuration("A TOML file (configs/*.toml); default: EP_A2A_CONFIG.")] = None,
     ranks_per_node: Annotated[
-        str | None, typer.Option(
-            "--ranks-per-node", "--ranks", rich_help_panel="A configuration to judge",
+        str | None,
+        typer.Option(
+            "--ranks-per-node",
+            "--ranks",
+            rich_help_panel="A configuration to judge",
             help="Ranks of each node, separated by commas; more than GPUs share them. Default: one node with a rank "
-                 "per GPU, or 4 on CPU.",
-        )
+            "per GPU, or 4 on CPU.",
+        ),
     ] = None,
     hidden: Annotated[int | None, _configuration("Hidden size.", min=1, max=MOST_HIDDEN)] = None,
-    max_tokens: Annotated[int | None, _configuration(
-        "Tokens per rank; asks `ep-a2a plan` what an op takes.", min=1, max=MOST_TOKENS
-    )] = None,
+    max_tokens: Annotated[
+        int | None, _configuration("Tokens per rank; asks `ep-a2a plan` what an op takes.", min=1, max=MOST_TOKENS)
+    ] = None,
     quant: Annotated[Quant, _configuration("Cast inside dispatch.")] = Quant.NONE,
     selftest: Annotated[bool, _selftest("Let every two ranks of this host exchange data.")] = False,
-    pair_secs: Annotated[
-        float | None, _selftest("Seconds to test a pair; default: 2.", min=0, max=MOST_SECS)
-    ] = None,
+    pair_secs: Annotated[float | None, _selftest("Seconds to test a pair; default: 2.", min=0, max=MOST_SECS)] = None,
     plot: Annotated[Path | None, _selftest("Draw the rates between ranks as a heat map (PNG).")] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
-) -> None:  # fmt: skip
+) -> None:
     """Say what this machine has, what would go wrong on it, and what to do; with --selftest, try it.
 
     The exit code is 1 where something prevents use. The command runs where torch is absent or broken.

@@ -17,7 +17,7 @@ from ep_a2a.commands.options import (
     Quant,
     Quiet,
     Verbose,
-)  # fmt: skip
+)
 
 
 def _model(text: str, **limits: Any) -> Any:

@@ -22,7 +22,7 @@ from ep_a2a.commands.options import (
     Verbose,
     at_most,
     given,
-)  # fmt: skip
+)
 
 SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
@@ -71,9 +71,16 @@ def command(
     num_tokens = tokens or sizes["tokens"]
     parse_enum(Layout, layout, "--layout")
     workload = Workload(
-        num_ranks, num_tokens, num_tokens, hidden or sizes["hidden"], topk or sizes["topk"],
-        experts or sizes["experts"], quant_type=quant.value, layout=layout, **given({"seed": seed}),
-    )  # fmt: skip
+        num_ranks,
+        num_tokens,
+        num_tokens,
+        hidden or sizes["hidden"],
+        topk or sizes["topk"],
+        experts or sizes["experts"],
+        quant_type=quant.value,
+        layout=layout,
+        **given({"seed": seed}),
+    )
     if workload.topk > workload.num_experts:
         raise TopKError(f"--topk of at most {workload.num_experts}, the experts", str(workload.topk), "Lower --topk.")
     check_folder(output)

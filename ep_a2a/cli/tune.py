@@ -19,7 +19,7 @@ from ep_a2a.commands.options import (
     at_most,
     given,
     numbers,
-)  # fmt: skip
+)
 
 
 def command(

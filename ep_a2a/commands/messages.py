@@ -64,9 +64,12 @@ FIELD_OPTIONS = {
 """Options that set a field of a configuration or workload; a command's first one of them is named in errors."""
 _FIELD = re.compile(rf"(?<![-\w.'])({'|'.join(FIELD_OPTIONS)})(?!\w)")
 FIRST_WORDS = {
-    "dtype": "--dtype", "layout": "--layout", "routing": "--routing", "contenders": "--contenders",
+    "dtype": "--dtype",
+    "layout": "--layout",
+    "routing": "--routing",
+    "contenders": "--contenders",
     "a backend": "--backend or EP_A2A_BACKEND",
-}  # fmt: skip
+}
 """What the beginning of an error stands for; elsewhere these are ordinary words."""
 _FIRST = re.compile(rf"^({'|'.join(FIRST_WORDS)})(?= to be | out of )")
 
@@ -154,9 +157,11 @@ def show_error(error: EpA2AError) -> None:
 
     console = OutputConsole(stderr=True)
     parts = (
-        ("expected", as_typed(error.expected)), ("got", as_typed(error.got)), ("remedy", remedy_of(error)),
+        ("expected", as_typed(error.expected)),
+        ("got", as_typed(error.got)),
+        ("remedy", remedy_of(error)),
         ("see", error.section),
-    )  # fmt: skip
+    )
     if console.width < NARROW_COLUMNS:
         for label, text in ((type(error).__name__, ""), *parts):
             console.print(f"{label}: {text}".rstrip(), markup=False, highlight=False, soft_wrap=True)

@@ -74,9 +74,7 @@ def distinct(option: str, text: str) -> tuple[str, ...]:
     return parts
 
 
-def numbers(
-    option: str, text: str | None, default: tuple[int, ...], most: int = MOST_TOKENS
-) -> tuple[int, ...]:  # fmt: skip
+def numbers(option: str, text: str | None, default: tuple[int, ...], most: int = MOST_TOKENS) -> tuple[int, ...]:
     """Returns numbers separated by commas, or the default where there is no text.
 
     Raises:

@@ -85,8 +85,15 @@ def panels_figure(
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0]):
         _draw_panel(axes, panel, theme)
     entries = [Line2D([], [], label=text, **{"color": theme.faint} | style) for text, style in key]
-    legend = figure.legend(handles=entries, loc="upper left", bbox_to_anchor=corner, ncols=len(key), borderaxespad=0,
-                           borderpad=0, handlelength=2.6)  # fmt: skip
+    legend = figure.legend(
+        handles=entries,
+        loc="upper left",
+        bbox_to_anchor=corner,
+        ncols=len(key),
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=2.6,
+    )
     legend.set_in_layout(False)
     return figure
 
@@ -142,11 +149,24 @@ def _name_lines(figure: Figure, axes: Axes, panel: Panel, names: Sequence[str], 
         sizes.append(_text_inches(name) / height_inches)
     for line, name, points, y in zip(axes.lines, names, (each[1] for each in panel.lines), spread(ends, sizes)):
         axes.annotate(
-            name, xy=points[-1], xytext=(1.03, y), textcoords="axes fraction", va="center", size=LABEL_POINTS,
-            color=theme.text, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 1.4, "linestyle": ":",
-                        "shrinkA": 1, "shrinkB": 4, "relpos": (0, 0.5)},
-        )  # fmt: skip
+            name,
+            xy=points[-1],
+            xytext=(1.03, y),
+            textcoords="axes fraction",
+            va="center",
+            size=LABEL_POINTS,
+            color=theme.text,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 1.4,
+                "linestyle": ":",
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+        )
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:

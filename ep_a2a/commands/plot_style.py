@@ -45,13 +45,27 @@ class Theme:
 
 
 LIGHT = Theme(
-    "light", "#ffffff", "#f3f5f8", "#1b2430", "#5b6676", "#d5dae1",
-    (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY), ("#eef5fa", SKY, BLUE, "#003a5c"), "#ffffff",
-)  # fmt: skip
+    "light",
+    "#ffffff",
+    "#f3f5f8",
+    "#1b2430",
+    "#5b6676",
+    "#d5dae1",
+    (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY),
+    ("#eef5fa", SKY, BLUE, "#003a5c"),
+    "#ffffff",
+)
 DARK = Theme(
-    "dark", "#0d1117", "#1a212b", "#e6edf3", "#98a4b3", "#3a424d",
-    (SKY, ORANGE, GREEN, PURPLE, VERMILION, YELLOW), ("#14202b", BLUE, SKY, "#e3f3fd"), "#0d1117",
-)  # fmt: skip
+    "dark",
+    "#0d1117",
+    "#1a212b",
+    "#e6edf3",
+    "#98a4b3",
+    "#3a424d",
+    (SKY, ORANGE, GREEN, PURPLE, VERMILION, YELLOW),
+    ("#14202b", BLUE, SKY, "#e3f3fd"),
+    "#0d1117",
+)
 THEMES = (LIGHT, DARK)
 
 
@@ -144,10 +158,10 @@ def framed_figure(
 
     text_width = width_inches - 2 * MARGIN_INCHES
     head: list[tuple[str, float, str, str]]
-    head = [(line, TITLE_POINTS, "bold", theme.text)
-            for line in wrap(caption.title, text_width, TITLE_POINTS, "bold")]  # fmt: skip
-    head += [(line, SUBTITLE_POINTS, "normal", theme.faint)
-             for line in wrap(caption.subtitle, text_width, SUBTITLE_POINTS)]  # fmt: skip
+    head = [(line, TITLE_POINTS, "bold", theme.text) for line in wrap(caption.title, text_width, TITLE_POINTS, "bold")]
+    head += [
+        (line, SUBTITLE_POINTS, "normal", theme.faint) for line in wrap(caption.subtitle, text_width, SUBTITLE_POINTS)
+    ]
     foot = [(line, FOOTER_POINTS, "normal", theme.faint) for line in wrap(caption.footer, text_width, FOOTER_POINTS)]
     head_inches, foot_inches = (
         sum(LINE_SPACING * points / INCH_POINTS for _, points, _, _ in lines) + MARGIN_INCHES for lines in (head, foot)

@@ -15,9 +15,14 @@ def command_output(*command: str, timeout_secs: float = COMMAND_SECS) -> str:
         return ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_secs, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_secs,
+            check=False,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -33,9 +33,13 @@ class Progress:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20))
             # the bar goes when the work has ended: the result is what stays
             self._bar = Bar(
-                *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self._console, transient=True,
+                *columns,
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
                 redirect_stdout=False,
-            )  # fmt: skip
+            )
             self._bar.add_task(self._what, total=self._num_parts)
             self._bar.start()
         return self

@@ -14,9 +14,14 @@ COLUMN_MARGIN = 3
 
 
 def fitting_tables(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int, width: int,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_names: int,
+    width: int,
     right: Collection[str] = (),
-) -> list[Table]:  # fmt: skip
+) -> list[Table]:
     """Returns tables no wider than a terminal, where the columns that name the rows leave room for another one.
 
     Args:

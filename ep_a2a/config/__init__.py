@@ -38,10 +38,20 @@ if TYPE_CHECKING:
     from ep_a2a.config.op_config import parse_enum as parse_enum
 
 _LAZY = (
-    "ALIGNMENT_BYTES", "COMBINE_DTYPES", "FLAGGED_MAX_ROWS", "FLAGGED_MAX_TOKENS", "FP8_DTYPE", "FP8_GROUP_SIZE",
-    "MAX_TOKENS_PER_RANK", "MAX_TOPK", "TOKEN_DTYPES", "WIRE_FORMAT_VERSION", "EpDispatchCombineConfig",
-    "num_owned_experts", "parse_enum",
-)  # fmt: skip
+    "ALIGNMENT_BYTES",
+    "COMBINE_DTYPES",
+    "FLAGGED_MAX_ROWS",
+    "FLAGGED_MAX_TOKENS",
+    "FP8_DTYPE",
+    "FP8_GROUP_SIZE",
+    "MAX_TOKENS_PER_RANK",
+    "MAX_TOPK",
+    "TOKEN_DTYPES",
+    "WIRE_FORMAT_VERSION",
+    "EpDispatchCombineConfig",
+    "num_owned_experts",
+    "parse_enum",
+)
 
 
 def __getattr__(name: str) -> Any:

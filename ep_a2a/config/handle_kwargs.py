@@ -37,18 +37,22 @@ CONFIG_FIELD_OF_KWARG = {
 REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
 OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
 EXTRA_KWARGS = (
-    "max_total_recv_tokens", "use_external_inp_buf",
+    "max_total_recv_tokens",
+    "use_external_inp_buf",
     *(each.name for each in fields(EpDispatchCombineConfig) if each.kw_only),
-)  # fmt: skip
+)
 """Kwargs of this package, which set the config field of the same name."""
 
 WARPS_PER_BLOCK = 16
 INTRA_NODE_LAUNCH: dict[str, Any] = {
-    "kernel_type": EpDispatchCombineKernelType.IntraNode, "block_num": 80, "rdma_block_num": 0,
-}  # fmt: skip
+    "kernel_type": EpDispatchCombineKernelType.IntraNode,
+    "block_num": 80,
+    "rdma_block_num": 0,
+}
 INTER_NODE_LAUNCH: dict[str, Any] = {
-    "block_num": 32, "rdma_block_num": 16,
-}  # fmt: skip
+    "block_num": 32,
+    "rdma_block_num": 16,
+}
 MORI_GPUS_PER_NODE = 8
 
 
@@ -129,9 +133,10 @@ def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]
     if _casts_in_dispatch(kwargs):
         if quant_dtype != FP8_DTYPE:
             raise ConfigError(
-                f"quant_dtype {FP8_DTYPE} with a cast inside dispatch", str(kwargs["quant_dtype"]),
+                f"quant_dtype {FP8_DTYPE} with a cast inside dispatch",
+                str(kwargs["quant_dtype"]),
                 "Pass the dtype that dispatch shall return, or quant_type='none'.",
-            )  # fmt: skip
+            )
         return input_dtype, None
     # Experts return rows of the dtype the model computes in, whatever travelled.
     original = input_dtype if quant_dtype == FP8_DTYPE and input_dtype in COMBINE_DTYPES else None

@@ -47,9 +47,13 @@ class AllGatherExchange(RowExchange):
         received = data.new_empty(self.world_size * own_count, data.shape[1])
         if data.numel():
             work = dist.all_to_all_single(
-                received, data, [own_count] * self.world_size, list(counts),
-                group=self.groups.of(rows.device), async_op=True,
-            )  # fmt: skip
+                received,
+                data,
+                [own_count] * self.world_size,
+                list(counts),
+                group=self.groups.of(rows.device),
+                async_op=True,
+            )
             self.wait(work, rows.device)
         total = torch.zeros(own_count, *rows.shape[1:], dtype=torch.float32, device=rows.device)
         for part in rows_from_bytes(received, rows).view(self.world_size, *total.shape):

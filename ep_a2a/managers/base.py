@@ -373,9 +373,10 @@ def offered_by(method: str) -> tuple[str, ...]:
     """Names of the registered backends that offer a method and need no other library."""
     managers = {name: registry.manager_type(name) for name in registry.available_backends()}
     return tuple(
-        name for name, kind in managers.items()
+        name
+        for name, kind in managers.items()
         if kind is not None and issubclass(kind, All2AllManagerBase) and kind.library is None and kind.offers(method)
-    )  # fmt: skip
+    )
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -390,7 +391,8 @@ def _key(kwargs: Mapping[str, Any], index: int) -> HandleKey:
             hash(value)
         except TypeError as error:
             raise ConfigError(
-                "handle kwargs with hashable values", f"{name} of type {type(value).__name__}",
+                "handle kwargs with hashable values",
+                f"{name} of type {type(value).__name__}",
                 f"Pass {name} as a plain value, for example a number, a string, a dtype or a tuple of such.",
-            ) from error  # fmt: skip
+            ) from error
     return index, tuple(sorted(kwargs.items(), key=lambda item: item[0]))

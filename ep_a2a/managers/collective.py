@@ -34,10 +34,15 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     """
 
     capabilities = Capabilities(
-        dispatches_tokens=True, graph_safe=False, host_sync=True, receive_cap=True, gpus=("NVIDIA", "AMD"),
-        runs_on_cpu=True, was_run="CPU; H200s (NCCL)",
+        dispatches_tokens=True,
+        graph_safe=False,
+        host_sync=True,
+        receive_cap=True,
+        gpus=("NVIDIA", "AMD"),
+        runs_on_cpu=True,
+        was_run="CPU; H200s (NCCL)",
         notes=("AMD GPUs: not run",),
-    )  # fmt: skip
+    )
     exchange_type: ClassVar[type[RowExchange]]
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:

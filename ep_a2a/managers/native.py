@@ -72,15 +72,20 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     backend = "ep_a2a"
     capabilities = Capabilities(
-        dispatches_tokens=True, layouts=("compact", "rank_major", "expert_major"), cast="inside",
-        combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"), max_topk=MAX_TOPK, receive_cap=True,
-        runs_on_cpu=True, was_run="CPU; H100s and H200s, one node",
+        dispatches_tokens=True,
+        layouts=("compact", "rank_major", "expert_major"),
+        cast="inside",
+        combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
+        max_topk=MAX_TOPK,
+        receive_cap=True,
+        runs_on_cpu=True,
+        was_run="CPU; H100s and H200s, one node",
         notes=(
             "expert_major: combine applies the weights",
             "several nodes: virtual ones of one host so far",
             "the manager's own dispatch waits for the host and takes no router logits",
         ),
-    )  # fmt: skip
+    )
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
@@ -148,9 +153,10 @@ class NativeAll2AllManager(All2AllManagerBase):
         handles = self.handle_cache.handles()
         if not handles:
             raise StateError(
-                "a living op of this manager, whose config says how tokens travel", "none",
+                "a living op of this manager, whose config says how tokens travel",
+                "none",
                 "Call op = manager.get_handle(kwargs) on every rank first, and hold the op.",
-            )  # fmt: skip
+            )
         op: EpDispatchCombineOp = handles[-1]
         return op
 
@@ -182,9 +188,10 @@ class NativeAll2AllManager(All2AllManagerBase):
         op = self._live_handle()
         if self._step is not None and self._step.op.has_open_step:
             raise AlternationError(
-                "combine after dispatch", "dispatch again",
+                "combine after dispatch",
+                "dispatch again",
                 "Call combine; after a step that failed, manager.reset() on every rank.",
-            )  # fmt: skip
+            )
         scales = self._scales_to_send(op.config, extra_tensors)
         ids = topk_ids.clamp(INT32.min, INT32.max) if topk_ids.dtype == torch.int64 else topk_ids
         tokens, weights, received_scales, indices, _ = op.dispatch(
@@ -212,9 +219,10 @@ class NativeAll2AllManager(All2AllManagerBase):
         others = "Use naive or allgather_reducescatter, or the op that get_handle returns."
         if is_capturing(self.device):
             raise UnsupportedError(
-                "dispatch outside of captures, since it waits for the number of rows", "a capture",
+                "dispatch outside of captures, since it waits for the number of rows",
+                "a capture",
                 "Capture the op's dispatch and combine instead: manager.get_handle(kwargs).",
-            )  # fmt: skip
+            )
         if config.layout == Layout.EXPERT_MAJOR or config.casts_in_dispatch:
             found = f"layout {config.layout!r}, dispatch cast {config.dispatch_quant.value!r}"
             raise UnsupportedError("a handle of layout compact or rank_major without a cast in dispatch", found, others)
@@ -223,8 +231,9 @@ class NativeAll2AllManager(All2AllManagerBase):
         if len(extra_tensors) > 1 or not config.num_scales:
             raise UnsupportedError(
                 "no extra_tensors, or where the handle kwargs have scale_dim the tokens' scales",
-                f"{len(extra_tensors)} with scale_dim {config.scale_dim}", others,
-            )  # fmt: skip
+                f"{len(extra_tensors)} with scale_dim {config.scale_dim}",
+                others,
+            )
         return extra_tensors[0].contiguous()
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
@@ -289,9 +298,10 @@ class NativeAll2AllManager(All2AllManagerBase):
     def _require_shared_memory(self, topology: Topology) -> None:
         if topology.shared_memory_problem is not None and self.device.type == "cpu":
             raise HostMemoryError(
-                "ranks of one node to share /dev/shm", topology.shared_memory_problem,
+                "ranks of one node to share /dev/shm",
+                topology.shared_memory_problem,
                 "Start the containers with --ipc=host or one common /dev/shm.",
-            )  # fmt: skip
+            )
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:

@@ -124,6 +124,7 @@ register_manager("deepep_v2", f"{_EXTERNAL}.deepep_v2:DeepEPV2All2AllManager")
 register_manager("pplx", f"{_EXTERNAL}.pplx:PplxAll2AllManager")
 register_manager("flashinfer_nvlink_one_sided", f"{_EXTERNAL}.flashinfer_one_sided:FlashInferOneSidedAll2AllManager")
 register_manager(
-    "flashinfer_nvlink_two_sided", f"{_EXTERNAL}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
+    "flashinfer_nvlink_two_sided",
+    f"{_EXTERNAL}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
     aliases=("flashinfer_all2allv",),
-)  # fmt: skip
+)

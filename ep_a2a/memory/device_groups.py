@@ -61,9 +61,10 @@ class DeviceGroups:
         if device.type == "cpu":
             if "cpu:gloo" not in dist.get_backend_config(self.cpu_group):
                 raise UnsupportedError(
-                    "cpu_group with gloo", dist.get_backend_config(self.cpu_group),
+                    "cpu_group with gloo",
+                    dist.get_backend_config(self.cpu_group),
                     "Create it with backend 'gloo' or 'cpu:gloo,cuda:nccl'.",
-                )  # fmt: skip
+                )
             return self.cpu_group
         if self._device_group is None:
             require_own_gpus(self.rendezvous, device)

@@ -37,6 +37,7 @@ def require_own_gpus(rendezvous: Rendezvous, device: torch.device) -> None:
     if shared:
         together = "; ".join(f"ranks {', '.join(map(str, ranks))} use one" for ranks in shared)
         raise UnsupportedError(
-            "a GPU for each rank, which NCCL needs", together,
+            "a GPU for each rank, which NCCL needs",
+            together,
             "Use the backend 'ep_a2a', whose kernels need no NCCL, or start a rank for each GPU.",
-        )  # fmt: skip
+        )

@@ -91,9 +91,10 @@ class NodeTransport(abc.ABC):
         """Raises StateError where an exchange has failed, or this is closed."""
         if not self.is_open:
             raise StateError(
-                "a transport between nodes that works", f"one that is {self._state}",
+                "a transport between nodes that works",
+                f"one that is {self._state}",
                 "Call reset() of the op on all ranks.",
-            )  # fmt: skip
+            )
 
     def begin(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> Exchange:
         """Begins to send block n of `sent` to the partner on node n, whose block for this rank comes to `received`.
@@ -188,9 +189,13 @@ class NodeAllToAll(NodeTransport):
         ranks = self.grid.partners
         who = f"ranks {', '.join(map(str, ranks))}, one of each node,"
         wait_for(
-            exchange.work, exchange.tensors[0].device, timeout_secs, ranks[self.grid.node],
-            who=who, find_missing=lambda: self._arrivals.missing(exchange.number),
-        )  # fmt: skip
+            exchange.work,
+            exchange.tensors[0].device,
+            timeout_secs,
+            ranks[self.grid.node],
+            who=who,
+            find_missing=lambda: self._arrivals.missing(exchange.number),
+        )
 
     def _disconnect(self) -> None:
         self._device_groups.close()

@@ -81,9 +81,10 @@ def device_library(device: torch.device) -> Path:
 def _missing(found: str) -> MissingPackageError:
     major = (torch.version.cuda or "13").split(".")[0]
     return MissingPackageError(
-        "NVSHMEM's libraries, for internode_transport 'nvshmem'", found,
+        "NVSHMEM's libraries, for internode_transport 'nvshmem'",
+        found,
         f"pip install nvidia-nvshmem-cu{major}, or use internode_transport 'torch.distributed'.",
-    )  # fmt: skip
+    )
 
 
 def _folder() -> Path:
@@ -227,9 +228,10 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
         found = rendezvous.exchange("NVSHMEM's state", [library.nvshmem_my_pe(), library.nvshmem_n_pes()])
     if {each and tuple(each) for each in found} != {(i, len(found)) for i in range(len(found))}:
         raise UnsupportedError(
-            f"an NVSHMEM of exactly the {len(found)} ranks of the group", f"(element, of how many) by rank: {found}",
+            f"an NVSHMEM of exactly the {len(found)} ranks of the group",
+            f"(element, of how many) by rank: {found}",
             "Use internode_transport 'torch.distributed', or make this group's manager before NVSHMEM's other user.",
-        )  # fmt: skip
+        )
     elements = tuple(each[0] for each in found)
     return _started.setdefault(elements, Nvshmem(device, elements))
 

@@ -96,7 +96,7 @@ class Report(NamedTuple):
             tuple(Said(int(f), int(rank), tuple(map(int, lacked)), bool(began)) for f, rank, lacked, began in said),
             {int(failure): tuple(map(int, fates)) for failure, fates in verdicts},
             bool(leaves),
-        )  # fmt: skip
+        )
         ranks = {*report.seen, *(rank for each in report.said for rank in (each.rank, *each.lacked))}
         if not ranks <= set(range(world_size)) or any(len(fates) != world_size for fates in report.verdicts.values()):
             raise ValueError("a report of another group")
@@ -116,9 +116,14 @@ class OtherHosts:
     """
 
     def __init__(
-        self, own: socket.socket, peers: dict[int, tuple[str, int]], token: str, hosts: Sequence[str], rank: int,
+        self,
+        own: socket.socket,
+        peers: dict[int, tuple[str, int]],
+        token: str,
+        hosts: Sequence[str],
+        rank: int,
         own_report: weakref.WeakMethod[Callable[[], Report]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hosts, self.rank, self._pid = tuple(hosts), rank, os.getpid()
         self._heard: dict[int, tuple[float, Report]] = {}
         # since when nothing has waited to be read: silence counts up to there
@@ -172,8 +177,9 @@ class OtherHosts:
             logger.warning(
                 "rank %d hears nothing from ranks %s by UDP, so it cannot tell whether they live; let UDP through "
                 "between the hosts",
-                self.rank, unheard,
-            )  # fmt: skip
+                self.rank,
+                unheard,
+            )
 
     def speak(self) -> None:
         """Tells the others what is new."""
@@ -198,8 +204,11 @@ class OtherHosts:
 
     def verdict(self, failure: int) -> tuple[int, ...] | None:
         """The verdict that the lowest rank knows; None when none is known."""
-        known = {other: report.verdicts[failure] for other, (_, report) in list(self._heard.items())
-                 if failure in report.verdicts}  # fmt: skip
+        known = {
+            other: report.verdicts[failure]
+            for other, (_, report) in list(self._heard.items())
+            if failure in report.verdicts
+        }
         return known[min(known)] if known else None
 
     def close(self) -> None:
@@ -213,9 +222,13 @@ class _Mouth:
     """Sends this rank's report, where the others are."""
 
     def __init__(
-        self, own: socket.socket, peers: dict[int, tuple[str, int]], token: str, rank: int,
+        self,
+        own: socket.socket,
+        peers: dict[int, tuple[str, int]],
+        token: str,
+        rank: int,
         own_report: weakref.WeakMethod[Callable[[], Report]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.socket, self.peers, self.token, self._rank, self._own_report = own, peers, token, rank, own_report
         self._turn = 0
         self._leaves = False
@@ -259,9 +272,12 @@ class _Mouth:
 
 
 def _listen(
-    mouth: _Mouth, heard: dict[int, tuple[float, Report]], listened: list[float], world_size: int,
+    mouth: _Mouth,
+    heard: dict[int, tuple[float, Report]],
+    listened: list[float],
+    world_size: int,
     stopping: threading.Event,
-) -> None:  # fmt: skip
+) -> None:
     """Hears the others, and speaks every SPEAK_SECS."""
     next_time = 0.0
     # select refuses descriptors from 1024 on

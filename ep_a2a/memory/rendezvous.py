@@ -132,9 +132,10 @@ class Rendezvous:
 
     def _unreadable(self, place: int, label: str, got: str) -> ConfigMismatchError:
         return ConfigMismatchError(
-            f"a message of this package from rank {self.members[place]} at {label!r}", got,
+            f"a message of this package from rank {self.members[place]} at {label!r}",
+            got,
             "Look who else writes to the store of the process group.",
-        )  # fmt: skip
+        )
 
     def barrier(self, label: str) -> None:
         """Returns when every rank has come."""
@@ -251,11 +252,12 @@ class Rendezvous:
                 time.sleep(EXIT_SECS)
                 gone, _ = self.tell_apart(self.members, self.timeout_secs)
             raise RankTimeoutError(
-                f"the store of the process group to answer at {label!r}", str(error).partition("\n")[0],
+                f"the store of the process group to answer at {label!r}",
+                str(error).partition("\n")[0],
                 "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
                 "another store: ep_a2a.survivors(..., store=) or memory.subgroups.make_subgroup(..., store=).",
                 missing_ranks=gone,
-            ) from error  # fmt: skip
+            ) from error
 
 
 def _host_of(store: distributed_c10d.Store) -> str:

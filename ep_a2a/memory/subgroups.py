@@ -64,9 +64,10 @@ def make_subgroup(
     own, world_size = dist.get_rank(parent), dist.get_world_size(parent)
     if own not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < world_size for rank in ranks):
         raise ConfigError(
-            f"distinct ranks below {world_size}, rank {own} among them", str(list(ranks)),
+            f"distinct ranks below {world_size}, rank {own} among them",
+            str(list(ranks)),
             "Call make_subgroup on the ranks of the subgroup only.",
-        )  # fmt: skip
+        )
     muster = Muster(parent, timeout_secs, ranks, store)
     if liveness is not None:
         muster.tell_apart = liveness.tell_apart
@@ -107,8 +108,9 @@ def _meet_and_connect(
         f"ranks {list(ranks)} to connect within {muster.timeout_secs:g} s",
         f"rank {dist.get_rank(parent)} failed: {failure}" if failure is not None else "others that had failed",
         "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
-        missing_ranks=missing, late_ranks=late,
-    ) from failure  # fmt: skip
+        missing_ranks=missing,
+        late_ranks=late,
+    ) from failure
 
 
 def destroy_subgroup(group: dist.ProcessGroup) -> None:
@@ -146,9 +148,10 @@ def _make_group(
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         raise UnsupportedError(
-            "torch 2.11 to 2.15, whose process groups can be made one by one", f"torch {torch.__version__}: {error}",
+            "torch 2.11 to 2.15, whose process groups can be made one by one",
+            f"torch {torch.__version__}: {error}",
             "Use another torch, or the allgather_reducescatter backend.",
-        ) from error  # fmt: skip
+        ) from error
     group: dist.ProcessGroup = make(**arguments)[0]
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(global_ranks)}
     return group

@@ -142,9 +142,10 @@ class Slot:
         user = None if self._user is None else self._user()
         if self._was_left_open or (user is None and self._user is not None):
             raise StateError(
-                "memory between two steps", "an op that shared it was closed or dropped in the middle of a step",
+                "memory between two steps",
+                "an op that shared it was closed or dropped in the middle of a step",
                 "Call reset() of this op on every rank.",
-            )  # fmt: skip
+            )
         if user is not None and user is not op:
             raise AlternationError(
                 "one op at a time to be between dispatch and combine in the memory that ops of one index share",

@@ -147,9 +147,10 @@ class AdapterOp(ValidatedOp):
             return
         if is_capturing(self.device):
             raise UnsupportedError(
-                "combine's indices to be the tensor given to dispatch, or None, in a capture", "another tensor",
+                "combine's indices to be the tensor given to dispatch, or None, in a capture",
+                "another tensor",
                 "Pass that tensor or None.",
-            )  # fmt: skip
+            )
         if not torch.equal(indices, step.ids):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
 

@@ -62,8 +62,11 @@ class Verdict(tuple[Fate, ...]):
         return None if self.missing or self.late else NOBODY_NAMED
 
     def __str__(self) -> str:
-        named = [f"rank {rank} is {'late' if fate is Fate.LATE else 'gone'} ({IN_WORDS[fate]})"
-                 for rank, fate in enumerate(self) if fate is not Fate.FINE]  # fmt: skip
+        named = [
+            f"rank {rank} is {'late' if fate is Fate.LATE else 'gone'} ({IN_WORDS[fate]})"
+            for rank, fate in enumerate(self)
+            if fate is not Fate.FINE
+        ]
         return ", ".join(named) or "no rank is gone or late by now; the time-out may be short for this machine"
 
 

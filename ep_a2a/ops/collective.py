@@ -100,9 +100,10 @@ class CollectiveDispatchCombineOp(AdapterOp):
         if len({other for _, other in everyone}) > 1:
             got = ", ".join(f"rank {rank}: {describe_wire_word(other)}" for rank, (_, other) in enumerate(everyone))
             raise ConfigMismatchError(
-                "the same max_num_tokens, and weights and scales given or not alike, on all ranks", got,
+                "the same max_num_tokens, and weights and scales given or not alike, on all ranks",
+                got,
                 "Pass the same max_num_tokens on every rank.",
-            )  # fmt: skip
+            )
         return [count for count, _ in everyone]
 
     def _check_capacity(self, goes_to: torch.Tensor, limit: int) -> None:
@@ -190,12 +191,14 @@ def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
     """Returns the error that keeps this op from being built, or None."""
     if config.layout == Layout.EXPERT_MAJOR:
         return UnsupportedError(
-            "layout 'compact' or 'rank_major'", "'expert_major', which collectives do not have",
+            "layout 'compact' or 'rank_major'",
+            "'expert_major', which collectives do not have",
             "Use the backend 'ep_a2a', or sort the rows by their ids.",
-        )  # fmt: skip
+        )
     if config.combine_quant is QuantType.NONE:
         return None
     return UnsupportedError(
-        "a quant_type that acts on dispatch", f"{config.quant_type!r}: collectives combine unquantised",
+        "a quant_type that acts on dispatch",
+        f"{config.quant_type!r}: collectives combine unquantised",
         "Use the backend 'ep_a2a', or quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
-    )  # fmt: skip
+    )

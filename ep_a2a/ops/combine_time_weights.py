@@ -71,9 +71,10 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
             return
         if given.weights is None:
             raise InputError(
-                "the router's weights, which dispatch was not given", "None",
+                "the router's weights, which dispatch was not given",
+                "None",
                 "Pass this rank's topk_weights [T, K], float32.",
-            )  # fmt: skip
+            )
         super()._prepare_combine(given._replace(weights=None))
         args = cast("CombineArguments", self._sent)
         self._exchange.run(given.weights, args.num_tokens, args.max_num_tokens)
@@ -157,15 +158,23 @@ class WeightExchange:
     def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
         config = self._config
         return (
-            weights.view(torch.int32), self._addresses, self._table, num_tokens, max_num_tokens,
-            config.max_num_inp_token_per_rank, config.rank,
-        )  # fmt: skip
+            weights.view(torch.int32),
+            self._addresses,
+            self._table,
+            num_tokens,
+            max_num_tokens,
+            config.max_num_inp_token_per_rank,
+            config.rank,
+        )
 
 
 def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:
     """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {
-        "S": shape_of(config), "BLOCK_WORDS": EXCHANGED_WORDS, "BLOCK_ROWS": EXCHANGED_WORDS // lanes, "SPANS": spans,
-    }  # fmt: skip
+        "S": shape_of(config),
+        "BLOCK_WORDS": EXCHANGED_WORDS,
+        "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
+        "SPANS": spans,
+    }
     return CompiledKernel(exchange_weights_kernel, constants, EXCHANGE_WARPS)

@@ -72,10 +72,13 @@ class ExpertMajorKernels:
         # no block has more rows, and a larger number would overflow the kernel's
         alignment = min(config.expert_alignment, config.world_size * config.max_num_inp_token_per_rank)
         values = {
-            "ROW_WORDS": self._row_words, "BLOCK_WORDS": min(padded(self._row_words), MAX_EXPAND_WORDS),
-            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "ALIGNMENT": alignment,
-        }  # fmt: skip
+            "ROW_WORDS": self._row_words,
+            "BLOCK_WORDS": min(padded(self._row_words), MAX_EXPAND_WORDS),
+            "SCALE_WIDTH": width,
+            "SCALE_LANES": padded(max(1, width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+            "ALIGNMENT": alignment,
+        }
         return constants(Expand, values)
 
     def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
@@ -111,9 +114,14 @@ class ExpertMajorKernels:
         return self.table, max_num_tokens, self.config.rank
 
     def _run(
-        self, variant: CompiledKernel, values: tuple[Any, ...], num_blocks: int, max_num_tokens: int, num_sms: int,
+        self,
+        variant: CompiledKernel,
+        values: tuple[Any, ...],
+        num_blocks: int,
+        max_num_tokens: int,
+        num_sms: int,
         max_sms: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
         most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
         if 0 < max_sms < num_sms:

@@ -149,16 +149,18 @@ class Failure:
         without = [rank for rank, missing in enumerate(self.per_rank) if missing]
         named = f"ranks {without}" if self.detail else "a rank that another rank has seen"
         return ConfigMismatchError(
-            "combine to be given weights on all ranks or on none", f"none on {named}, {where}",
+            "combine to be given weights on all ranks or on none",
+            f"none on {named}, {where}",
             f"Pass weights to combine on every rank or on none. {RESET}",
-        )  # fmt: skip
+        )
 
     def _foreign_indices(self, where: str) -> ForeignIndicesError:
         token = f"token {self.detail}, " if self.phase else ""
         return ForeignIndicesError(
-            "combine's indices to be those given to this rank's dispatch", f"others at {token}{where}",
+            "combine's indices to be those given to this rank's dispatch",
+            f"others at {token}{where}",
             f"{ForeignIndicesError.remedy} {RESET}",
-        )  # fmt: skip
+        )
 
     def _timeout(
         self, rank: int, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]], verdict: Verdict
@@ -179,9 +181,14 @@ class Failure:
                     # read after the wait has given up
                     facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
         return RankTimeoutError(
-            f"every rank within {timeouts.named(self.epoch)}", f"{verdict}. Seen here: {'; '.join(facts)}",
-            verdict.remedy, verdict.missing, wanted, seen, verdict.late,
-        )  # fmt: skip
+            f"every rank within {timeouts.named(self.epoch)}",
+            f"{verdict}. Seen here: {'; '.join(facts)}",
+            verdict.remedy,
+            verdict.missing,
+            wanted,
+            seen,
+            verdict.late,
+        )
 
 
 def by_value(epochs: Sequence[int]) -> str:

@@ -133,9 +133,7 @@ class ValidatedOp(OpSizes, abc.ABC):
             self._check_launch(block_num, rdma_block_num, warp_per_block)
         self._expect(Stage.DISPATCH_SEND, "dispatch")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        self._prepare_dispatch(
-            StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
-        )  # fmt: skip
+        self._prepare_dispatch(StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count))
         self.streams.follow(self.device)
         return self._launch_dispatch("dispatch", WHOLE, Stage.COMBINE_SEND, block_num, warp_per_block)
 
@@ -292,9 +290,10 @@ class ValidatedOp(OpSizes, abc.ABC):
         self._process.require("the op")
         if self._interrupted:
             raise StateError(
-                "every call to end", f"a {self._interrupted} that Ctrl-C or an exception has interrupted, so that its "
-                "step is torn", "op.reset() on every rank makes the op usable again.",
-            )  # fmt: skip
+                "every call to end",
+                f"a {self._interrupted} that Ctrl-C or an exception has interrupted, so that its step is torn",
+                "op.reset() on every rank makes the op usable again.",
+            )
         self.check()
         if self._stage is not stage:
             raise AlternationError(f"{NEXT_CALLS[self._stage]} next", call)
@@ -327,9 +326,10 @@ class ValidatedOp(OpSizes, abc.ABC):
             UnsupportedError: something else than our kernels moves the rows.
         """
         raise UnsupportedError(
-            "an op that chooses launches", f"{type(self).__name__}, whose launches another library chooses",
+            "an op that chooses launches",
+            f"{type(self).__name__}, whose launches another library chooses",
             "Use the backend 'ep_a2a'.",
-        )  # fmt: skip
+        )
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""

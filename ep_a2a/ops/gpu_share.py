@@ -55,8 +55,12 @@ def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) ->
     except UnsupportedError:
         arena.give_back(index)
         raise
-    logger.info("rank %d: %d ranks share a GPU, at most %d multiprocessors for each launch", config.rank,
-                arena.ranks_per_gpu, share)  # fmt: skip
+    logger.info(
+        "rank %d: %d ranks share a GPU, at most %d multiprocessors for each launch",
+        config.rank,
+        arena.ranks_per_gpu,
+        share,
+    )
     return share
 
 

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KERNEL_FIELDS = (
-    "launch", "max_sms", "timeout_secs", "first_timeout_secs", "flagged_max_tokens", "expert_alignment",
-    "compiled_calls", "chunk_tokens", "ring_chunks", "internode_transport",
-)  # fmt: skip
+    "launch",
+    "max_sms",
+    "timeout_secs",
+    "first_timeout_secs",
+    "flagged_max_tokens",
+    "expert_alignment",
+    "compiled_calls",
+    "chunk_tokens",
+    "ring_chunks",
+    "internode_transport",
+)
 """Fields of the config that this package's kernels go by."""
 
 

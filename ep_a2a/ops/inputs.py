@@ -50,27 +50,31 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
         return ClosedError("an open arena", "a closed one")
     if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
         return UnsupportedError(
-            "another kernel_type", "IntraNodeLL",
+            "another kernel_type",
+            "IntraNodeLL",
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
-        )  # fmt: skip
+        )
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
     transport = config.internode_transport
     by_host = INTERNODE_TRANSPORTS[transport] is not None
     if between_nodes and by_host and not isinstance(arena, NodeArena):
         return UnsupportedError(
             f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
-            type(arena).__name__, "Get the op from a manager, which makes the arena.",
-        )  # fmt: skip
+            type(arena).__name__,
+            "Get the op from a manager, which makes the arena.",
+        )
     if between_nodes and (by_host or transport == BY_PUTS) and not config.uses_rings:
         return UnsupportedError(
-            f"internode_transport 'peer_memory' with {config.kernel_type.name}", repr(transport),
+            f"internode_transport 'peer_memory' with {config.kernel_type.name}",
+            repr(transport),
             f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
-        )  # fmt: skip
+        )
     if arena.in_use(config.digest(), index):
         return StateError(
-            f"no living op of this config and index {index} in the arena", "one that has not been closed",
+            f"no living op of this config and index {index} in the arena",
+            "one that has not been closed",
             "Use that op, close it first, or give this one another index.",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -130,9 +134,10 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
     """The alignment that 16-byte accesses need."""
     if tensor.data_ptr() % ALIGNMENT_BYTES and tensor.numel():
         raise ContiguityError(
-            f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes", f"address {tensor.data_ptr():#x}",
+            f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes",
+            f"address {tensor.data_ptr():#x}",
             f"Pass {name}.clone().",
-        )  # fmt: skip
+        )
 
 
 def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -143,9 +148,10 @@ def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) 
     # lines of whole words are moved as words
     if scales.data_ptr() % WORD_BYTES:
         raise ContiguityError(
-            f"scales to start at a multiple of {WORD_BYTES} bytes", f"address {scales.data_ptr():#x}",
+            f"scales to start at a multiple of {WORD_BYTES} bytes",
+            f"address {scales.data_ptr():#x}",
             "Pass scales.clone().",
-        )  # fmt: skip
+        )
 
 
 def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
@@ -153,9 +159,10 @@ def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() in addresses and tensor.numel():
             raise InputError(
-                f"{name} outside of what dispatch returned, which peers overwrite with the next step", "an overlap",
+                f"{name} outside of what dispatch returned, which peers overwrite with the next step",
+                "an overlap",
                 f"Copy it before combine (clone), or pass memory of your own as {name}.",
-            )  # fmt: skip
+            )
 
 
 def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -257,18 +264,20 @@ def check_combine(
     num_rows = math.prod(lead)
     if flat.shape[0] != num_rows:
         raise ShapeError(
-            f"input with one row per row that dispatch returned, {num_rows}", str(flat.shape[0]),
+            f"input with one row per row that dispatch returned, {num_rows}",
+            str(flat.shape[0]),
             "Pass all rows, also those past total_recv; their content does not matter.",
-        )  # fmt: skip
+        )
     if weights is not None:
         if config.layout == Layout.EXPERT_MAJOR:
             raise InputError("no weights in combine with layout expert_major: dispatch has kept them", "weights")
         check_tensor("weights", weights, (torch.float32,), device)
         if tuple(weights.shape) not in {(num_rows, config.topk), (*lead, config.topk)}:
             raise ShapeError(
-                f"weights in the order of the received rows, {(*lead, config.topk)}", str(tuple(weights.shape)),
+                f"weights in the order of the received rows, {(*lead, config.topk)}",
+                str(tuple(weights.shape)),
                 "Pass the weights that dispatch returned, or None; not this rank's own topk_weights.",
-            )  # fmt: skip
+            )
     if indices is None:
         return
     check_tensor("indices", indices, (torch.int32,), device)

@@ -79,9 +79,10 @@ class IntraNodeKernels:
         casts = config.casts_in_dispatch or config.combine_quant != QuantType.NONE
         if not self._interpreted and casts and self._capability < FP8_CAPABILITY:
             raise UnsupportedError(
-                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8", str(self._capability),
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
+                str(self._capability),
                 "Use quant_type='none', or cast before dispatch.",
-            )  # fmt: skip
+            )
         self.num_sms = 0 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
         self.max_sms, self._most_sms = config.max_sms, {"config": config.max_sms}
         self._op_shape, self._placement = shape_of(config), placement_of(config)
@@ -122,9 +123,16 @@ class IntraNodeKernels:
     ) -> Launch:
         """Launch numbers of a call."""
         launch = choose_launch(
-            self.config, phase, num_tokens, max_num_tokens, self.num_sms, block_num, warp_per_block, self._tables,
+            self.config,
+            phase,
+            num_tokens,
+            max_num_tokens,
+            self.num_sms,
+            block_num,
+            warp_per_block,
+            self._tables,
             self.max_sms,
-        )  # fmt: skip
+        )
         if self._tables is not None:
             self._tables.log_source(self.config, phase.value, max_num_tokens, launch.reason)
         return launch
@@ -166,17 +174,28 @@ class IntraNodeKernels:
     ) -> Launches:
         """(kernel, run-time arguments, programs) of a dispatch, in order."""
         key = (
-            args.num_tokens, args.max_num_tokens, args.x.dtype, args.scales is None, args.weights is None, stages,
-            block_num, warp_per_block,
-        )  # fmt: skip
+            args.num_tokens,
+            args.max_num_tokens,
+            args.x.dtype,
+            args.scales is None,
+            args.weights is None,
+            stages,
+            block_num,
+            warp_per_block,
+        )
         found = self._launch_plans.get(key)
         if found is None:
             phase = self.dispatch_phase(args.max_num_tokens)
             found = self._make_plan(
-                key, phase, args, stages, block_num, warp_per_block,
+                key,
+                phase,
+                args,
+                stages,
+                block_num,
+                warp_per_block,
                 lambda launch, part: self._dispatch_variant(args, phase, launch, part),
                 lambda launch: self._dispatch_values(args, phase, launch),
-            )  # fmt: skip
+            )
         phase, plan = found
         for variant, launch, num_programs in plan:
             yield variant, self._dispatch_values(args, phase, launch), num_programs
@@ -185,23 +204,43 @@ class IntraNodeKernels:
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Launches:
         key = (
-            Phase.COMBINE, args.num_tokens, args.max_num_tokens, args.weights is None, args.ids is None,
-            args.biases[0] is None, args.biases[1] is None, stages, block_num, warp_per_block,
-        )  # fmt: skip
+            Phase.COMBINE,
+            args.num_tokens,
+            args.max_num_tokens,
+            args.weights is None,
+            args.ids is None,
+            args.biases[0] is None,
+            args.biases[1] is None,
+            stages,
+            block_num,
+            warp_per_block,
+        )
         found = self._launch_plans.get(key)
         if found is None:
             found = self._make_plan(
-                key, Phase.COMBINE, args, stages, block_num, warp_per_block,
+                key,
+                Phase.COMBINE,
+                args,
+                stages,
+                block_num,
+                warp_per_block,
                 lambda launch, part: self._combine_variant(args, launch, part, in_place=stages == WHOLE),
                 lambda launch: self._combine_values(args, launch),
-            )  # fmt: skip
+            )
         for variant, launch, num_programs in found[1]:
             yield variant, self._combine_values(args, launch), num_programs
 
     def _make_plan(
-        self, key: Hashable, phase: Phase, args: DispatchArguments | CombineArguments, stages: Stages, block_num: int,
-        warp_per_block: int, variant_of: VariantOf, values_of: ValuesOf,
-    ) -> tuple[Phase, LaunchPlan]:  # fmt: skip
+        self,
+        key: Hashable,
+        phase: Phase,
+        args: DispatchArguments | CombineArguments,
+        stages: Stages,
+        block_num: int,
+        warp_per_block: int,
+        variant_of: VariantOf,
+        values_of: ValuesOf,
+    ) -> tuple[Phase, LaunchPlan]:
         """Makes and keeps the launches of all calls with this key."""
         launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
         sizes = self.num_sms, self.max_sms
@@ -283,9 +322,17 @@ class IntraNodeKernels:
         dependent = launch.dependent and self._can_depend
         counted_alone = args.max_num_tokens <= MAX_COUNTED_ALONE
         key = (
-            phase, args.x.dtype, args.scales is None, args.weights is None, launch.num_warps, launch.sparse_polls,
-            dependent, counted_alone, stages, self._spans,
-        )  # fmt: skip
+            phase,
+            args.x.dtype,
+            args.scales is None,
+            args.weights is None,
+            launch.num_warps,
+            launch.sparse_polls,
+            dependent,
+            counted_alone,
+            stages,
+            self._spans,
+        )
         variant = self._variants.get(key)
         if variant is None:
             kernel = bulk_dispatch_kernel if phase is Phase.DISPATCH else ll_dispatch_kernel
@@ -304,29 +351,44 @@ class IntraNodeKernels:
         count_lanes = max(padded(config.world_size * (config.world_size + 1)), threads)
         dependent = launch.dependent and self._can_depend
         common = {
-            "S": self._op_shape, "OWNERS": self._placement,
+            "S": self._op_shape,
+            "OWNERS": self._placement,
             "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
-        }  # fmt: skip
+        }
         if phase is Phase.LL_DISPATCH:
             return common | {
                 "ROW": constants(Row, row | {"BLOCK_WORDS": max(block_words, threads)}),
-                "LL": constants(LowLatencyDispatch, {
-                    "SLOTS": config.flagged_tokens, "TOKEN_LANES": padded(config.flagged_tokens),
-                    "COUNT_BITS": count_bits(config.flagged_tokens), "SCALE_WORDS": config.num_scales,
-                    "HAS_SCALES": cast or args.scales is not None, "COUNT_LANES": count_lanes,
-                    "SIDE_LANES": max(padded(side_words(config) + 1), threads), "SPARSE_POLLS": launch.sparse_polls,
-                }),
-            }  # fmt: skip
+                "LL": constants(
+                    LowLatencyDispatch,
+                    {
+                        "SLOTS": config.flagged_tokens,
+                        "TOKEN_LANES": padded(config.flagged_tokens),
+                        "COUNT_BITS": count_bits(config.flagged_tokens),
+                        "SCALE_WORDS": config.num_scales,
+                        "HAS_SCALES": cast or args.scales is not None,
+                        "COUNT_LANES": count_lanes,
+                        "SIDE_LANES": max(padded(side_words(config) + 1), threads),
+                        "SPARSE_POLLS": launch.sparse_polls,
+                    },
+                ),
+            }
         return common | {
             "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
             "LINE": constants(Scales, scale_line(self._scale_bytes(args.scales))),
-            "BULK": constants(BulkDispatch, {
-                "BLOCK_TOKENS": BLOCK_TOKENS, "MANY_TOKENS": max(MANY_TOKENS, threads),
-                "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE, "FORWARDED": config.uses_rings,
-                "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank), "COUNT_LANES": count_lanes,
-                "POISON_LANES": threads, "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
-            }),
-        }  # fmt: skip
+            "BULK": constants(
+                BulkDispatch,
+                {
+                    "BLOCK_TOKENS": BLOCK_TOKENS,
+                    "MANY_TOKENS": max(MANY_TOKENS, threads),
+                    "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE,
+                    "FORWARDED": config.uses_rings,
+                    "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
+                    "COUNT_LANES": count_lanes,
+                    "POISON_LANES": threads,
+                    "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+                },
+            ),
+        }
 
     def _form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> Form:
         return Form(*map(tl.constexpr, (*stages, has_weights, is_dependent, self._spans)))
@@ -346,20 +408,35 @@ class IntraNodeKernels:
         width = config.scale_bytes if phase is Phase.LL_DISPATCH else self._scale_bytes(args.scales)
         values = (
             *self._dispatch_tensors(args, width),
-            args.num_tokens, args.max_num_tokens, args.wire_word, args.pad_id, args.row_limit,
-            config.max_num_recv_tokens, config.rank * config.world_size * config.max_num_inp_token_per_rank,
+            args.num_tokens,
+            args.max_num_tokens,
+            args.wire_word,
+            args.pad_id,
+            args.row_limit,
+            config.max_num_recv_tokens,
+            config.rank * config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
-        )  # fmt: skip
+        )
         return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.LL_DISPATCH else values
 
     def _combine_variant(
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
     ) -> CompiledKernel:
         key = (
-            Phase.COMBINE, args.weights is None, args.ids is None, args.biases[0] is None, args.biases[1] is None,
-            launch.num_warps, launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent, stages,
-            in_place, self._spans,
-        )  # fmt: skip
+            Phase.COMBINE,
+            args.weights is None,
+            args.ids is None,
+            args.biases[0] is None,
+            args.biases[1] is None,
+            launch.num_warps,
+            launch.send_elements,
+            launch.add_elements,
+            launch.read_ahead,
+            launch.dependent,
+            stages,
+            in_place,
+            self._spans,
+        )
         variant = self._variants.get(key)
         if variant is None:
             given = self._combine_constants(args, launch, stages, in_place)
@@ -378,12 +455,17 @@ class IntraNodeKernels:
             "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps),
             "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
             "WEIGHTS": Block(*map(tl.constexpr, weight_block)),
-            "COMBINE": constants(Combine, {
-                "DTYPE": results.dtype, "CHECK_INDICES": args.ids is not None,
-                "OWN_IN_PLACE": in_place and not results.quantized, "READ_AHEAD": launch.read_ahead,
-            }),
+            "COMBINE": constants(
+                Combine,
+                {
+                    "DTYPE": results.dtype,
+                    "CHECK_INDICES": args.ids is not None,
+                    "OWN_IN_PLACE": in_place and not results.quantized,
+                    "READ_AHEAD": launch.read_ahead,
+                },
+            ),
             "FORM": self._form(stages, has_weights=args.weights is not None, is_dependent=dependent),
-        }  # fmt: skip
+        }
 
     def _result_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of results as kernels take them: as integers, unless they cast them."""
@@ -392,8 +474,17 @@ class IntraNodeKernels:
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
         config = self.config
         return (
-            self._result_rows(args.rows), self.table if args.weights is None else args.weights.view(torch.int32),
-            args.result, self.table if args.ids is None else args.ids, *args.biases, self.table,
-            args.num_tokens, args.max_num_tokens, config.max_num_inp_token_per_rank, config.rank,
-            launch.num_senders, launch.num_receivers, launch.pause_ns,
-        )  # fmt: skip
+            self._result_rows(args.rows),
+            self.table if args.weights is None else args.weights.view(torch.int32),
+            args.result,
+            self.table if args.ids is None else args.ids,
+            *args.biases,
+            self.table,
+            args.num_tokens,
+            args.max_num_tokens,
+            config.max_num_inp_token_per_rank,
+            config.rank,
+            launch.num_senders,
+            launch.num_receivers,
+            launch.pause_ns,
+        )

@@ -80,8 +80,10 @@ class BoundMemory:
         if config.layout == Layout.EXPERT_MAJOR:
             logger.info(
                 "layout expert_major: %d bytes on rank %d for the rows of %d experts",
-                self.layout.expert.num_bytes, config.rank, config.num_local_experts,
-            )  # fmt: skip
+                self.layout.expert.num_bytes,
+                config.rank,
+                config.num_local_experts,
+            )
         self.acquired: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
         self.agreement = Agreement(arena.liveness, config.rank, config.world_size)
         symmetric, layout = self.acquired.symmetric, self.layout
@@ -128,9 +130,10 @@ class BoundMemory:
         config, own = self.config, self.acquired.symmetric["own"]
         if by_puts and own.local.is_cuda and own.kind != NVSHMEM_KIND:
             raise UnsupportedError(
-                "memory of NVSHMEM's heap, with internode_transport 'nvshmem'", own.kind,
+                "memory of NVSHMEM's heap, with internode_transport 'nvshmem'",
+                own.kind,
                 "Get the op from a manager, or give the arena allocate=ep_a2a.memory.nvshmem.allocate_symmetric.",
-            )  # fmt: skip
+            )
         nodes = torch.arange(config.world_size, device="cpu") // config.gpu_per_node
         is_far = nodes != nodes[config.rank]
         for memory in self.acquired.symmetric.values():
@@ -181,9 +184,10 @@ class BoundMemory:
         if memory is None:
             if is_capturing(self.acquired.local_own.device):
                 raise StateError(
-                    f"memory for {role} to exist before a graph captures it", "the first need of it",
+                    f"memory for {role} to exist before a graph captures it",
+                    "the first need of it",
                     "Make the same calls once before the capture.",
-                )  # fmt: skip
+                )
             num_bytes = math.prod(shape) * dtype.itemsize
             memory = self._arena.shared_local(self._index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
             self._locals[role] = memory

@@ -118,9 +118,16 @@ class EpDispatchCombineOp(ValidatedOp):
         self.memory.acquired.slot.enter(self)
         self._prepared = prepared
         self._sent = DispatchArguments(
-            tokens, scales if prepared.scales_travel else prepared.stand_in, weights, ids, prepared.num_tokens,
-            max_num_tokens, prepared.wire_word, pad_id, prepared.row_limit,
-        )  # fmt: skip
+            tokens,
+            scales if prepared.scales_travel else prepared.stand_in,
+            weights,
+            ids,
+            prepared.num_tokens,
+            max_num_tokens,
+            prepared.wire_word,
+            pad_id,
+            prepared.row_limit,
+        )
 
     def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
         args = cast("DispatchArguments", self._sent)
@@ -175,9 +182,16 @@ class EpDispatchCombineOp(ValidatedOp):
                 biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
                 copies += more
         self._sent = CombineArguments(
-            rows if self._reduced_rows is None else self._reduced_rows, weights, ids, result, num_tokens,
-            prepared.max_num_tokens, None if self._reduced_rows is None else rows, biases, copies,
-        )  # fmt: skip
+            rows if self._reduced_rows is None else self._reduced_rows,
+            weights,
+            ids,
+            result,
+            num_tokens,
+            prepared.max_num_tokens,
+            None if self._reduced_rows is None else rows,
+            biases,
+            copies,
+        )
 
     def _out_of_reach(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
         """The tensor; where peers may overwrite it, memory for `most_rows` to copy it to first and the pair to copy."""

@@ -64,9 +64,7 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     inputs.check_dispatch(config, device, step)
     scales = inputs.travelling_scales(config, step.tokens, step.scales)
     has_weights, has_scales = step.weights is not None, config.casts_in_dispatch or scales is not None
-    word = wire_word(
-        limit, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE
-    )  # fmt: skip
+    word = wire_word(limit, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
     scale_dtype = None
     if has_scales:
         scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype

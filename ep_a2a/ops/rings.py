@@ -118,9 +118,12 @@ class InterNodeKernels(IntraNodeKernels):
         key = "put mirrors", counts, flags, weights
         if key not in self._variants:
             given = {
-                "GPUS": self._rings.gpus_per_node, "WORLD_SIZE": self.config.world_size, "TELLS_COUNTS": counts,
-                "TELLS_FLAGS": flags, "HAS_WEIGHTS": weights,
-            }  # fmt: skip
+                "GPUS": self._rings.gpus_per_node,
+                "WORLD_SIZE": self.config.world_size,
+                "TELLS_COUNTS": counts,
+                "TELLS_FLAGS": flags,
+                "HAS_WEIGHTS": weights,
+            }
             self._variants[key] = CompiledKernel(put_mirrors_kernel, given, 1, **self._linked)
         num_remote = self.config.world_size - self._rings.gpus_per_node
         if num_remote:
@@ -174,9 +177,11 @@ class InterNodeKernels(IntraNodeKernels):
         key = "number", finishes
         if key not in self._variants:
             numbering = {
-                "MANY_TOKENS": max(MANY_TOKENS, THREADS), "POISON_LANES": THREADS, "FINISHES": finishes,
+                "MANY_TOKENS": max(MANY_TOKENS, THREADS),
+                "POISON_LANES": THREADS,
+                "FINISHES": finishes,
                 "COUNT_BITS": count_bits(self.config.max_num_inp_token_per_rank),
-            }  # fmt: skip
+            }
             given = {"OWNERS": self._placement, "S": self._op_shape, "N": constants(Numbering, numbering)}
             self._variants[key] = CompiledKernel(number_rows_kernel, given, RING_WARPS)
         return self._variants[key]
@@ -187,9 +192,12 @@ class InterNodeKernels(IntraNodeKernels):
         key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
         if key not in self._variants:
             exchange = {
-                "SENDS": sends, "FORWARDS": forwards, "FINISHES": stages.send, **self._wait_lanes,
+                "SENDS": sends,
+                "FORWARDS": forwards,
+                "FINISHES": stages.send,
+                **self._wait_lanes,
                 "STAGE": int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
-            }  # fmt: skip
+            }
             given = self._line_constants(args) | {"X": constants(Exchange, exchange)}
             self._variants[key] = CompiledKernel(exchange_kernel, given, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
         return self._variants[key]
@@ -198,9 +206,17 @@ class InterNodeKernels(IntraNodeKernels):
         config = self.config
         x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
         return (
-            x, scales, weights, ids, table, args.num_tokens, args.max_num_tokens, args.row_limit,
-            config.world_size * config.max_num_inp_token_per_rank, config.rank,
-        )  # fmt: skip
+            x,
+            scales,
+            weights,
+            ids,
+            table,
+            args.num_tokens,
+            args.max_num_tokens,
+            args.row_limit,
+            config.world_size * config.max_num_inp_token_per_rank,
+            config.rank,
+        )
 
     @property
     def _wait_lanes(self) -> dict[str, int]:
@@ -219,25 +235,33 @@ class InterNodeKernels(IntraNodeKernels):
         weights_at = rings.ids_at + config.topk
         rows_at = weights_at + config.topk
         line = {
-            "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8, "IDS_AT": rings.ids_at,
-            "WEIGHTS_AT": weights_at, "ROWS_AT": rows_at, "TOKEN_AT": rows_at + rings.gpus_per_node,
+            "SCALE_WIDTH": width,
+            "SCALE_LANES": padded(max(1, width)),
+            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+            "IDS_AT": rings.ids_at,
+            "WEIGHTS_AT": weights_at,
+            "ROWS_AT": rows_at,
+            "TOKEN_AT": rows_at + rings.gpus_per_node,
             "HAS_WEIGHTS": args.weights is not None,
             "OWN_LINE_EACH": self._holds_a_step or rings.by_host,
-        }  # fmt: skip
+        }
         block_words = min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS)
         return {
-            "S": self._op_shape, "R": self._to_experts, "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
+            "S": self._op_shape,
+            "R": self._to_experts,
+            "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
             "LINE": constants(Line, line),
-        }  # fmt: skip
+        }
 
     def _offer_variant(self, args: CombineArguments) -> CompiledKernel:
         key = "offer", args.weights is None
         if key not in self._variants:
             given = {
-                "S": self._op_shape, "B": self._results.block(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS),
-                "HAS_WEIGHTS": args.weights is not None, "POISON_LANES": THREADS,
-            }  # fmt: skip
+                "S": self._op_shape,
+                "B": self._results.block(self.config.hidden_dim, OFFER_ELEMENTS, RING_WARPS),
+                "HAS_WEIGHTS": args.weights is not None,
+                "POISON_LANES": THREADS,
+            }
             self._variants[key] = CompiledKernel(offer_results_kernel, given, RING_WARPS)
         return self._variants[key]
 
@@ -252,23 +276,35 @@ class InterNodeKernels(IntraNodeKernels):
         """Of kernels that add rows of results."""
         config, results = self.config, self._results
         sums = {
-            "HIDDEN": config.hidden_dim, "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
+            "HIDDEN": config.hidden_dim,
+            "BLOCK": min(padded(config.hidden_dim), ADD_ELEMENTS),
             "WEIGHTS_AT": config.hidden_dim * config.combined_dtype.itemsize // WORD_BYTES,
-            "DTYPE": results.dtype, "ELEMENT": results.plain_element, "QUANTIZED": results.quantized,
-            "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0, "HAS_WEIGHTS": args.weights is not None,
-            "CHECK_INDICES": args.ids is not None, "POISON_LANES": THREADS,
-        }  # fmt: skip
+            "DTYPE": results.dtype,
+            "ELEMENT": results.plain_element,
+            "QUANTIZED": results.quantized,
+            "SCALE_GROUP": FP8_GROUP_SIZE if results.scaled else 0,
+            "HAS_WEIGHTS": args.weights is not None,
+            "CHECK_INDICES": args.ids is not None,
+            "POISON_LANES": THREADS,
+        }
         return {"S": self._op_shape, "R": self._back, "A": constants(Sums, sums)}
 
     def _ring(self, direction: int) -> Ring:
         """The rings of a direction, as kernels know them."""
         rings, back = self._rings, direction == BACK
         values = {
-            "DIRECTION": direction, "NODES": rings.num_nodes, "NODE_LANES": padded(rings.num_nodes),
-            "GPUS": rings.gpus_per_node, "GPU_LANES": padded(rings.gpus_per_node), "CHANNELS": rings.num_channels,
-            "SLOTS": rings.num_slots, "CHUNK_TOKENS": rings.chunk_tokens, "NUM_CHUNKS": rings.num_chunks,
+            "DIRECTION": direction,
+            "NODES": rings.num_nodes,
+            "NODE_LANES": padded(rings.num_nodes),
+            "GPUS": rings.gpus_per_node,
+            "GPU_LANES": padded(rings.gpus_per_node),
+            "CHANNELS": rings.num_channels,
+            "SLOTS": rings.num_slots,
+            "CHUNK_TOKENS": rings.chunk_tokens,
+            "NUM_CHUNKS": rings.num_chunks,
             "LINE_WORDS": rings.back_line_words if back else rings.line_words,
             "SLOT_WORDS": rings.back_slot_words if back else rings.slot_words,
-            "STAGED_WORDS": rings.staged_words, "HEAD_WORDS": rings.head_words,
-        }  # fmt: skip
+            "STAGED_WORDS": rings.staged_words,
+            "HEAD_WORDS": rings.head_words,
+        }
         return constants(Ring, values)

@@ -30,11 +30,17 @@ def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
     """Returns the constants that all kernels of an op share."""
     return Shape(
-        *map(tl.constexpr, (
-            config.world_size, padded(config.world_size), config.topk, padded(config.topk),
-            config.layout == Layout.COMPACT,
-        ))
-    )  # fmt: skip
+        *map(
+            tl.constexpr,
+            (
+                config.world_size,
+                padded(config.world_size),
+                config.topk,
+                padded(config.topk),
+                config.layout == Layout.COMPACT,
+            ),
+        )
+    )
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, Any]:
@@ -44,10 +50,12 @@ def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, 
         group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
     return {
         "ROW_WORDS": config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES,
-        "GROUP": group, "GROUP_LANES": padded(max(1, group)),
+        "GROUP": group,
+        "GROUP_LANES": padded(max(1, group)),
         "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-        "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32, "BYTE_SCALES": config.scale_bytes == 1,
-    }  # fmt: skip
+        "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32,
+        "BYTE_SCALES": config.scale_bytes == 1,
+    }
 
 
 def scale_line(num_bytes: int) -> dict[str, Any]:
@@ -55,8 +63,10 @@ def scale_line(num_bytes: int) -> dict[str, Any]:
     in_words = num_bytes % WORD_BYTES == 0
     width = num_bytes // WORD_BYTES if in_words else num_bytes
     return {
-        "SCALE_WIDTH": width, "SCALE_LANES": padded(max(1, width)), "SCALE_DTYPE": tl.int32 if in_words else tl.uint8
-    }  # fmt: skip
+        "SCALE_WIDTH": width,
+        "SCALE_LANES": padded(max(1, width)),
+        "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+    }
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,11 @@ class ResultRows:
         """Returns the dtypes for a config."""
         dtype = config.combined_dtype
         return cls(
-            TRITON_DTYPES[dtype], *((tl.int16, torch.int16) if dtype.itemsize == 2 else (tl.int32, torch.int32)),
-            config.combine_quant != QuantType.NONE, config.combine_quant == QuantType.FP8_BLOCKWISE,
-        )  # fmt: skip
+            TRITON_DTYPES[dtype],
+            *((tl.int16, torch.int16) if dtype.itemsize == 2 else (tl.int32, torch.int32)),
+            config.combine_quant != QuantType.NONE,
+            config.combine_quant == QuantType.FP8_BLOCKWISE,
+        )
 
     @property
     def element(self) -> Any:

@@ -49,9 +49,10 @@ class RowExchange(abc.ABC):
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if in_use and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "no CUDA graph capture around a collective backend's dispatch", "a capture",
+                "no CUDA graph capture around a collective backend's dispatch",
+                "a capture",
                 "Run it outside of graphs, or use the ep_a2a backend, which can be captured.",
-            )  # fmt: skip
+            )
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         group = self.groups.of(own.device)

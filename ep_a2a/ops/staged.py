@@ -182,9 +182,13 @@ class StagedKernels(InterNodeKernels):
         yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
         key = "forward", args.x.dtype, args.scales is None, args.weights is None
         values = (
-            self.table, rings.chunks_of_step(args.max_num_tokens), args.max_num_tokens, args.row_limit,
-            config.world_size * config.max_num_inp_token_per_rank, config.rank,
-        )  # fmt: skip
+            self.table,
+            rings.chunks_of_step(args.max_num_tokens),
+            args.max_num_tokens,
+            args.row_limit,
+            config.world_size * config.max_num_inp_token_per_rank,
+            config.rank,
+        )
         # left alone, ptxas aims at fewer registers and puts words on the stack
         variant = self._variant(key, forward_kernel, self._line_constants(args) | self._wait_lanes, CHANNEL_REGISTERS)
         yield variant, values, self._programs(args.max_num_tokens, block_num)
@@ -201,9 +205,14 @@ class StagedKernels(InterNodeKernels):
         yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
         key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
         values = (
-            args.result, self.table if args.ids is None else args.ids, *args.biases, self.table, args.num_tokens,
-            self._rings.chunks_of_step(args.max_num_tokens), self.config.rank,
-        )  # fmt: skip
+            args.result,
+            self.table if args.ids is None else args.ids,
+            *args.biases,
+            self.table,
+            args.num_tokens,
+            self._rings.chunks_of_step(args.max_num_tokens),
+            self.config.rank,
+        )
         num_programs = self._programs(args.max_num_tokens, block_num, num_nodes=1)
         yield self._variant(key, sum_nodes_kernel, self._sum_constants(args)), values, num_programs
 

@@ -69,9 +69,10 @@ class DeviceCommunicator:
         with self._lock:
             if self._manager is not None and name != self._all2all_backend:
                 raise StateError(
-                    f"all2all_backend to stay {self._all2all_backend!r} once the manager has been made", repr(name),
+                    f"all2all_backend to stay {self._all2all_backend!r} once the manager has been made",
+                    repr(name),
                     "Assign it before the first access to all2all_manager, or assign a manager to all2all_manager.",
-                )  # fmt: skip
+                )
             self._all2all_backend = name
 
     @property

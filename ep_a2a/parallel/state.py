@@ -130,9 +130,13 @@ def init_dist_env(
     """
     global _state
     setup = _Setup(
-        tensor_model_parallel_size, data_parallel_size, decode_context_parallel_size, prefill_context_parallel_size,
-        _usable_backend(backend), choose_backend(all2all_backend, config_file),
-    )  # fmt: skip
+        tensor_model_parallel_size,
+        data_parallel_size,
+        decode_context_parallel_size,
+        prefill_context_parallel_size,
+        _usable_backend(backend),
+        choose_backend(all2all_backend, config_file),
+    )
     check_backend_name(setup.all2all_backend)
     setup.check(data_parallel_rank, rankID)
     rank = data_parallel_rank * setup.ranks_per_replica + rankID

@@ -116,7 +116,7 @@ def survivors(
             f"an error of this group of {world_size} ranks that names who is gone, this rank not among them",
             f"missing_ranks {error.missing_ranks}, late_ranks {error.late_ranks}, on rank {own}",
             "Ranks that are only late are still there: raise timeout_secs, and call reset() on all ranks.",
-        )  # fmt: skip
+        )
     experts = _checked(experts_of_ranks, world_size)
     left = tuple(rank for rank in range(world_size) if rank not in gone)
     try:
@@ -142,6 +142,7 @@ def _checked(experts_of_ranks: Sequence[Sequence[int]], world_size: int) -> list
     if len(experts) != world_size or len(set(map(len, experts))) > 1:
         raise ConfigError(
             f"equally many experts of each of {world_size} ranks in experts_of_ranks",
-            f"{list(map(len, experts))}", "Give one list for each rank; -1 is an empty place.",
-        )  # fmt: skip
+            f"{list(map(len, experts))}",
+            "Give one list for each rank; -1 is an empty place.",
+        )
     return experts

@@ -26,11 +26,18 @@ def trace_events(spans: Sequence[TraceSpan], rank: int) -> list[dict[str, Any]]:
         title = " ".join(filter(None, (lane, "host" if program == HOST else f"program {program}")))
         events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": title}})
     for each in sorted(spans, key=lambda each: each.start_ns):
-        events.append({
-            "name": each.name, "cat": each.phase, "ph": "X", "pid": rank, "tid": threads[each.lane, each.program],
-            "ts": each.start_ns / NS_PER_US, "dur": (each.end_ns - each.start_ns) / NS_PER_US,
-            "args": {"step": each.step, "part": each.part},
-        })  # fmt: skip
+        events.append(
+            {
+                "name": each.name,
+                "cat": each.phase,
+                "ph": "X",
+                "pid": rank,
+                "tid": threads[each.lane, each.program],
+                "ts": each.start_ns / NS_PER_US,
+                "dur": (each.end_ns - each.start_ns) / NS_PER_US,
+                "args": {"step": each.step, "part": each.part},
+            }
+        )
     return events
 
 

@@ -208,9 +208,15 @@ class RankPool:
         variables = env.all_variables() | self._start_mps(self._directory.name)
         for rank in range(self.world_size):
             options = WorkerOptions(
-                rank, self.world_size, self.backend, self.device, Path(self._directory.name), variables,
-                max(1, self.ranks_per_gpu), self._num_gpus,
-            )  # fmt: skip
+                rank,
+                self.world_size,
+                self.backend,
+                self.device,
+                Path(self._directory.name),
+                variables,
+                max(1, self.ranks_per_gpu),
+                self._num_gpus,
+            )
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
             # Python unblocks SIGINT where it starts this process, which is too early if that is in the middle of ours.

@@ -79,9 +79,12 @@ class MpsDaemon:
         self.folder = _make_folder()
         program = [sys.executable, "-I", str(mps_watchdog.__file__), str(self.folder), control]
         self._watchdog = subprocess.Popen(
-            program, env=_environment_of(self.folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            program,
+            env=_environment_of(self.folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             start_new_session=True,
-        )  # fmt: skip
+        )
         _daemons.add(self)
         assert self._watchdog.stdout is not None
         said = self._watchdog.stdout.readline().decode(errors="replace").strip()
@@ -99,8 +102,9 @@ class MpsDaemon:
         try:
             self._watchdog.wait(END_SECS)
         except subprocess.TimeoutExpired:
-            logger.warning("the watchdog of the MPS daemon in %s (process %d) does not end", self.folder,
-                           self._watchdog.pid)  # fmt: skip
+            logger.warning(
+                "the watchdog of the MPS daemon in %s (process %d) does not end", self.folder, self._watchdog.pid
+            )
 
     def leave_to_parent(self) -> None:
         """Lets go of the pipe whose end ends the daemon; for a forked child, which may outlive its parent."""

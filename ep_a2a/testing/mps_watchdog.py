@@ -47,9 +47,15 @@ def quit_daemon(control: str, environment: dict[str, str] | None = None) -> None
     """Asks a daemon to end; does nothing where none answers. The environment names it, by default this process's."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
-            [control], input=f"quit -t {QUIT_SECS}\n", text=True, env=environment, timeout=END_SECS,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            [control],
+            input=f"quit -t {QUIT_SECS}\n",
+            text=True,
+            env=environment,
+            timeout=END_SECS,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
 
 
 def children_of(process: int) -> list[int]:
@@ -95,7 +101,7 @@ def main(folder: Path, control: str) -> int:
     with (folder / "log" / "daemon.txt").open("w") as log:
         daemon = subprocess.Popen(
             [control, "-f"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )  # fmt: skip
+        )
     if answers(daemon, folder):
         sys.stdout.write(f"{READY}\n")
         sys.stdout.flush()

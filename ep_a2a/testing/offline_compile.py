@@ -29,9 +29,13 @@ _TYPE_NAMES = {
 
 
 def compile_offline(
-    kernel: PortableFunction, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, capability: int = 90,
+    kernel: PortableFunction,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    capability: int = 90,
     max_registers: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compiles one variant of a kernel for CUDA compute capability `capability` / 10.
 
     Args:

@@ -153,8 +153,11 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     if apart and rank == source_rank:
         logger.warning(
             "ranks %s run on the host of rank %d but do not share %s with it (%s): give their containers one --ipc",
-            ", ".join(map(str, apart)), source_rank, SHM_DIRECTORY, failures[apart[0]],
-        )  # fmt: skip
+            ", ".join(map(str, apart)),
+            source_rank,
+            SHM_DIRECTORY,
+            failures[apart[0]],
+        )
     return [not failure for failure in failures]
 
 

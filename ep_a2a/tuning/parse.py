@@ -68,9 +68,13 @@ def _entry(entry: Any, phase: str, where: str) -> Parts:
     _fields(entry["key"], key_fields, f"key of {where}")
     _fields(entry["launch"], {name: _LAUNCH_CHECKS[name] for name in LAUNCH_FIELDS[phase]}, f"launch of {where}")
     evidence_fields = {
-        "us": _number, "gb_per_s": _number, "remote_rows": _integer(0, 1 << 31), "device": _text,
-        "versions": _texts, "date": _text,
-    }  # fmt: skip
+        "us": _number,
+        "gb_per_s": _number,
+        "remote_rows": _integer(0, 1 << 31),
+        "device": _text,
+        "versions": _texts,
+        "date": _text,
+    }
     _fields(entry["evidence"], evidence_fields, f"evidence of {where}", {"note": _text})
     return entry["key"], entry["launch"], entry["evidence"]
 
@@ -116,8 +120,9 @@ _object: Check = ("an object", lambda value: isinstance(value, dict))
 _list: Check = ("a list", lambda value: isinstance(value, list))
 _text: Check = ("text", lambda value: isinstance(value, str) and bool(value))
 _texts: Check = (
-    "an object of text", lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-)  # fmt: skip
+    "an object of text",
+    lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
+)
 _number: Check = ("a finite number >= 0", _is_measured)
 _LAUNCH_CHECKS: dict[str, Check] = {
     "num_warps": _power_of_two(1, MAX_WARPS),

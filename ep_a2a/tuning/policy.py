@@ -145,9 +145,12 @@ def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
         return wish
     senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase])))
     return replace(
-        wish, num_senders=min(wish.num_senders, senders), send_elements=SEND_ROW_ELEMENTS,
-        add_elements=SEND_ROW_ELEMENTS, read_ahead=True,
-    )  # fmt: skip
+        wish,
+        num_senders=min(wish.num_senders, senders),
+        send_elements=SEND_ROW_ELEMENTS,
+        add_elements=SEND_ROW_ELEMENTS,
+        read_ahead=True,
+    )
 
 
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
@@ -158,9 +161,7 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
     if phase is Phase.LL_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = SPEAKERS[phase] + senders + receivers
-        return Launch(
-            num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few
-        )  # fmt: skip
+        return Launch(num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
     wish = Launch(SPEAKERS[phase] + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
@@ -227,9 +228,15 @@ def launch_shapes(
         for phase in (dispatch_phase(config, size), Phase.COMBINE):
             launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
             shape = (
-                phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls,
-                launch.read_ahead, launch.dependent, phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE,
-            )  # fmt: skip
+                phase,
+                launch.num_warps,
+                launch.send_elements,
+                launch.add_elements,
+                launch.sparse_polls,
+                launch.read_ahead,
+                launch.dependent,
+                phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE,
+            )
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())
 

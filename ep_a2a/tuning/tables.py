@@ -223,9 +223,10 @@ def load_tables(arch: str, num_ranks: int, kernel: str = INTRA_NODE) -> TunedTab
         return TunedTables()
     if own and not Path(own).is_dir():
         raise ConfigError(
-            f"{env.TUNING_DIR.name} to be a folder, or {NO_TABLES}", repr(own),
+            f"{env.TUNING_DIR.name} to be a folder, or {NO_TABLES}",
+            repr(own),
             "Make it (ep-a2a tune writes tables there), or unset the variable.",
-        )  # fmt: skip
+        )
     tables = {}
     for phase in PHASES:
         name = table_name(arch, num_ranks, phase, kernel)
@@ -248,10 +249,12 @@ def read_table(path: Path, phase: str, origin: str | None = None) -> Table:
     Raises:
         ConfigError: it cannot be read, or is no table; the error names the entry and the field.
     """
-    return Table(tuple(
-        TableEntry(ShapeKey(**key), TunedLaunch(**launch), Evidence(**evidence), origin or str(path))
-        for key, launch, evidence in parse_table(path, phase)
-    ))  # fmt: skip
+    return Table(
+        tuple(
+            TableEntry(ShapeKey(**key), TunedLaunch(**launch), Evidence(**evidence), origin or str(path))
+            for key, launch, evidence in parse_table(path, phase)
+        )
+    )
 
 
 def write_table(path: Path, phase: str, entries: Iterable[TableEntry]) -> None:

@@ -64,11 +64,18 @@ def shape(context: RankContext, backend: str = "") -> Iterator[Any]:
 def aiter_kwargs(context: RankContext, **changes: Any) -> dict[str, Any]:
     """As AITER's guide makes them; gpu_per_node=1 as in its test."""
     return {
-        "rank": context.rank, "num_ep_ranks": context.world_size, "input_dtype": torch.bfloat16,
-        "quant_dtype": torch.bfloat16, "token_hidden_size": HIDDEN_DIM, "scale_dim": 1, "scale_type_size": 4,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS, "num_local_experts": EXPERTS_PER_RANK, "num_experts_per_token": TOPK,
+        "rank": context.rank,
+        "num_ep_ranks": context.world_size,
+        "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.bfloat16,
+        "token_hidden_size": HIDDEN_DIM,
+        "scale_dim": 1,
+        "scale_type_size": 4,
+        "max_num_tokens_per_dp_rank": MAX_TOKENS,
+        "num_local_experts": EXPERTS_PER_RANK,
+        "num_experts_per_token": TOPK,
         "gpu_per_node": 1,
-    } | changes  # fmt: skip
+    } | changes
 
 
 def round_trip(context: RankContext, op: Any, seed: int = 0) -> None:
@@ -134,10 +141,14 @@ def make_moe(context: RankContext, **changes: Any) -> Any:
     config.current.parallel_config.data_parallel_size = context.world_size
     parallel = moe.FusedMoEParallelConfig(dp_size=context.world_size, use_ep=True, local_ep_size=1)
     return importlib.import_module("atom.model_ops.fused_moe.config").FusedMoEConfig(
-        num_experts=EXPERTS_PER_RANK * context.world_size, experts_per_token=TOPK, hidden_dim=HIDDEN_DIM,
-        num_local_experts=EXPERTS_PER_RANK, moe_parallel_config=parallel, in_dtype=torch.bfloat16,
+        num_experts=EXPERTS_PER_RANK * context.world_size,
+        experts_per_token=TOPK,
+        hidden_dim=HIDDEN_DIM,
+        num_local_experts=EXPERTS_PER_RANK,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
         max_num_tokens=MAX_TOKENS,
-    )  # fmt: skip
+    )
 
 
 def make_kernel(context: RankContext, **changes: Any) -> Any:

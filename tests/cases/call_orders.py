@@ -25,11 +25,21 @@ if TYPE_CHECKING:
 
 INDEX_OF = (0, 1, 0)
 NUM_OPS = len(INDEX_OF)
-NEXT = {"dispatch": ("dispatch", "dispatch_send"), "dispatch_recv": ("dispatch_recv",) * 2,
-        "combine": ("combine", "combine_send"), "combine_recv": ("combine_recv",) * 2}  # fmt: skip
+NEXT = {
+    "dispatch": ("dispatch", "dispatch_send"),
+    "dispatch_recv": ("dispatch_recv",) * 2,
+    "combine": ("combine", "combine_send"),
+    "combine_recv": ("combine_recv",) * 2,
+}
 """The call that is next, whole and as a half."""
-AFTER = {"dispatch": "combine", "dispatch_send": "dispatch_recv", "dispatch_recv": "combine",
-         "combine": "dispatch", "combine_send": "combine_recv", "combine_recv": "dispatch"}  # fmt: skip
+AFTER = {
+    "dispatch": "combine",
+    "dispatch_send": "dispatch_recv",
+    "dispatch_recv": "combine",
+    "combine": "dispatch",
+    "combine_send": "combine_recv",
+    "combine_recv": "dispatch",
+}
 STAGE_OF = {call: stage for stage, calls in NEXT.items() for call in calls}
 BAD_DISPATCHES = {"dtype", "width", "block_num", "pad_id"}
 BAD_COMBINES = {"dtype", "rows", "block_num", "ids"}

@@ -119,11 +119,19 @@ def covering_params(**fewer: tuple[Any, ...]) -> list[Any]:
 def case_of(choice: Choice, number: int) -> Case:
     """Two steps of the smallest shape that takes the same path; what is not paired changes with the number."""
     case = Case(
-        world_size=choice.world_size, hidden_dim=HIDDEN_DIMS.get(choice.cast, 48), topk=3,
-        num_experts=2 * choice.world_size + 1, max_tokens=8, tokens=((5, 3, 0, 2), (0, 6, 1, 2)),
-        dtype=DTYPES[choice.dtype], layout=choice.layout, routing=choice.routing, quant_type=choice.cast, seed=number,
+        world_size=choice.world_size,
+        hidden_dim=HIDDEN_DIMS.get(choice.cast, 48),
+        topk=3,
+        num_experts=2 * choice.world_size + 1,
+        max_tokens=8,
+        tokens=((5, 3, 0, 2), (0, 6, 1, 2)),
+        dtype=DTYPES[choice.dtype],
+        layout=choice.layout,
+        routing=choice.routing,
+        quant_type=choice.cast,
+        seed=number,
         split="mixed" if number % 3 == 0 else "",
-    )  # fmt: skip
+    )
     if choice.dtype == "fp8":
         case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])
     if choice.transport in (STORES, PUTS, STAGED):

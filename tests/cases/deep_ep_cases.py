@@ -39,9 +39,16 @@ if TYPE_CHECKING:
 
 NORMAL = Case(world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7)))
 LOW_LATENCY = Case(
-    world_size=2, hidden_dim=512, topk=2, num_experts=4, max_tokens=4, routing="some_dropped", tokens=((4, 3), (0, 2)),
-    layout="expert_major", quant_type="fp8_per_1x128",
-)  # fmt: skip
+    world_size=2,
+    hidden_dim=512,
+    topk=2,
+    num_experts=4,
+    max_tokens=4,
+    routing="some_dropped",
+    tokens=((4, 3), (0, 2)),
+    layout="expert_major",
+    quant_type="fp8_per_1x128",
+)
 
 
 def make_buffer(context: RankContext, **options: Any) -> Buffer:
@@ -109,16 +116,20 @@ class Step:
         num_ranks, num_experts = self.case.world_size, self.case.num_experts
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(self.topk_idx, num_experts)
         ids, owned = self.topk_idx.cpu(), self.num_local_experts
-        goes = [[any(rank * owned <= e < (rank + 1) * owned for e in token) for rank in range(num_ranks)]
-                for token in ids.tolist()]  # fmt: skip
+        goes = [
+            [any(rank * owned <= e < (rank + 1) * owned for e in token) for rank in range(num_ranks)]
+            for token in ids.tolist()
+        ]
         same_bits(is_in_rank, torch.tensor(goes, dtype=torch.bool).view(-1, num_ranks), "is_token_in_rank")
         same_bits(per_rank, is_in_rank.cpu().sum(0).to(torch.int32), "num_tokens_per_rank")
         expected = torch.tensor([(ids == expert).sum() for expert in range(num_experts)], dtype=torch.int32)
         same_bits(per_expert, expected, "num_tokens_per_expert")
         assert per_rdma_rank is None
         return {
-            "num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert,
-        }  # fmt: skip
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": is_in_rank,
+            "num_tokens_per_expert": per_expert,
+        }
 
     def local_ids(self) -> torch.Tensor:
         """The received ids as DeepEP returns them: of this rank's experts from 0, -1 for others."""
@@ -185,9 +196,12 @@ def worst_case(context: RankContext, case: Case) -> None:
     for number in range(len(case.tokens)):
         step = Step.of(case, number, context)
         got, ids, weights, per_expert, handle, _ = buffer.dispatch(
-            step.x, **step.layout(buffer), topk_idx=step.topk_idx, topk_weights=step.topk_weights,
+            step.x,
+            **step.layout(buffer),
+            topk_idx=step.topk_idx,
+            topk_weights=step.topk_weights,
             num_worst_tokens=num_worst_tokens,
-        )  # fmt: skip
+        )
         count = step.received.total_recv
         x, scales = got if isinstance(got, tuple) else (got, None)
         assert per_expert == []
@@ -225,9 +239,12 @@ def check_combine(
         total += bias.float()
     given = tuple(bias.to(device) for bias in biases)
     combined, sums, event = buffer.combine(
-        rows[step.context.rank].to(device), handle, topk_weights=weights, bias=given if len(given) > 1 else given[0],
+        rows[step.context.rank].to(device),
+        handle,
+        topk_weights=weights,
+        bias=given if len(given) > 1 else given[0],
         **launch,
-    )  # fmt: skip
+    )
     event.current_stream_wait()
     same_sums(combined, total.bfloat16(), "combine")
     if weights is None:
@@ -420,9 +437,13 @@ def hooks(context: RankContext, case: Case) -> None:
     sent = []
     for step in steps:
         _, _, handle, _, hook = buffer.low_latency_dispatch(
-            step.x, step.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=True,
+            step.x,
+            step.topk_idx,
+            case.max_tokens,
+            case.num_experts,
+            return_recv_hook=True,
             topk_weights=step.topk_weights,
-        )  # fmt: skip
+        )
         sent.append((step, handle, hook))
     with pytest.raises(StateError, match="before its memory is needed again"):
         sent[0][2]()
@@ -550,9 +571,10 @@ def refusals(context: RankContext, case: Case) -> None:
     rows = buffer.get_next_low_latency_combine_buffer(handle)
     with mock.patch.object(WeightExchange, "run") as exchanged:
         for kind, text, wrong_rows, out in (
-            (DtypeError, "input of dtype", rows.float(), None), (ShapeError, "input of shape", rows[1:], None),
+            (DtypeError, "input of dtype", rows.float(), None),
+            (ShapeError, "input of shape", rows[1:], None),
             (ShapeError, "out", rows, x[1:]),
-        ):  # fmt: skip
+        ):
             with pytest.raises(kind, match=text):
                 buffer.low_latency_combine(wrong_rows, ids, weights, handle, out=out)
     exchanged.assert_not_called()

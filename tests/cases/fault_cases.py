@@ -227,8 +227,9 @@ def run_without(context: RankContext, case: Case, absent: int, *, store: dist.St
     """Those who are left make a group of their own and go on."""
     left = [rank for rank in range(context.world_size) if rank != absent]
     group = make_subgroup(context.group, left, store=store)
-    run_case(RankContext(left.index(context.rank), len(left), context.device, group),
-             replace(case, world_size=len(left)))  # fmt: skip
+    run_case(
+        RankContext(left.index(context.rank), len(left), context.device, group), replace(case, world_size=len(left))
+    )
     destroy_subgroup(group)
 
 

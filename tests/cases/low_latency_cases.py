@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 
 SHORT_TIMEOUT_SECS, ENOUGH_SECS = 1.0, 60.0
 BASE = Case(
-    world_size=2, num_experts=6, max_tokens=4, layout="expert_major", hidden_dim=32,
-    tokens=((4, 3), (0, 3), (1, 0)), num_steps=3,
-)  # fmt: skip
+    world_size=2,
+    num_experts=6,
+    max_tokens=4,
+    layout="expert_major",
+    hidden_dim=32,
+    tokens=((4, 3), (0, 3), (1, 0)),
+    num_steps=3,
+)
 ONE_STEP = replace(BASE, num_steps=1)
 FP8 = replace(ONE_STEP, hidden_dim=256, quant_type="fp8_per_1x128")
 CASES = {
@@ -50,11 +55,18 @@ CASES = {
 def make_layer(context: RankContext, case: Case, arena: Arena | None, **changes: Any) -> EPLowLatencyAllToAllLayer:
     group_size = {"fp8_per_token": case.hidden_dim, "fp8_per_1x128": 128}.get(case.quant_type)
     values: dict[str, Any] = {
-        "max_m": case.max_tokens, "hidden": case.hidden_dim, "topk": case.topk,
-        "online_quant_fp8": case.quant_type != "none", "rank": context.rank, "num_experts": case.num_experts,
-        "local_world_size": case.world_size, "world_size": case.world_size, "dtype": case.dtype,
-        "fp8_gsize": group_size or case.hidden_dim // (case.scale_dim or 1), "arena": arena,
-    }  # fmt: skip
+        "max_m": case.max_tokens,
+        "hidden": case.hidden_dim,
+        "topk": case.topk,
+        "online_quant_fp8": case.quant_type != "none",
+        "rank": context.rank,
+        "num_experts": case.num_experts,
+        "local_world_size": case.world_size,
+        "world_size": case.world_size,
+        "dtype": case.dtype,
+        "fp8_gsize": group_size or case.hidden_dim // (case.scale_dim or 1),
+        "arena": arena,
+    }
     return EPLowLatencyAllToAllLayer(**{**values, **changes})
 
 
@@ -75,9 +87,15 @@ class LayerStep:
 
     @classmethod
     def dispatch(
-        cls, case: Case, layer: EPLowLatencyAllToAllLayer, number: int, context: RankContext, *,
-        with_dispatch: bool = False, cast_before: bool = False,
-    ) -> LayerStep:  # fmt: skip
+        cls,
+        case: Case,
+        layer: EPLowLatencyAllToAllLayer,
+        number: int,
+        context: RankContext,
+        *,
+        with_dispatch: bool = False,
+        cast_before: bool = False,
+    ) -> LayerStep:
         """with_dispatch: the weights are given to dispatch. cast_before: tokens of a layer that casts come cast."""
         everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
@@ -93,9 +111,17 @@ class LayerStep:
         else:
             got = layer.dispatch(send_tokens=tokens, send_scales=scales, topk_indices=ids)
         return cls(
-            case, layer, number, context, reference_of(case, number, everyone), got, ids, weights, with_dispatch,
+            case,
+            layer,
+            number,
+            context,
+            reference_of(case, number, everyone),
+            got,
+            ids,
+            weights,
+            with_dispatch,
             [each.tokens.shape[0] for each in everyone],
-        )  # fmt: skip
+        )
 
     def check_dispatched(self) -> None:
         tokens, scales, counts, meta = self.got
@@ -140,9 +166,11 @@ class LayerStep:
 
     def combine(self) -> torch.Tensor:
         return self.layer.combine(
-            send_tokens=self.experts(), topk_indices=self.ids,
-            topk_weights=None if self.with_dispatch else self.weights, dispatch_meta=self.got[3],
-        )  # fmt: skip
+            send_tokens=self.experts(),
+            topk_indices=self.ids,
+            topk_weights=None if self.with_dispatch else self.weights,
+            dispatch_meta=self.got[3],
+        )
 
     def check_combined(self, got: torch.Tensor) -> None:
         dtype = self.layer.combine_ctx.dtype
@@ -287,13 +315,23 @@ def construction(context: RankContext, case: Case) -> None:
         refused(errors.ConfigMismatchError, "max_num_inp_token_per_rank", max_m=case.max_tokens + last)
         raised(errors.NotInitializedError, lambda: make_layer(context, case, None))
         contexts = create_ep_ll_a2a_ctx(
-            case.max_tokens, case.hidden_dim, case.topk, case.num_experts, False, case.hidden_dim, case.dtype,
-            case.world_size, context.rank, arena=arena,
-        )  # fmt: skip
+            case.max_tokens,
+            case.hidden_dim,
+            case.topk,
+            case.num_experts,
+            False,
+            case.hidden_dim,
+            case.dtype,
+            case.world_size,
+            context.rank,
+            arena=arena,
+        )
         assert [each.dtype for each in contexts] == [case.dtype, case.dtype]
         assert contexts[1].send_tokens_comm_buf.shape == (
-            case.num_experts // case.world_size, case.world_size * case.max_tokens, case.hidden_dim
-        )  # fmt: skip
+            case.num_experts // case.world_size,
+            case.world_size * case.max_tokens,
+            case.hidden_dim,
+        )
         for each in contexts:
             assert (each.max_m, each.world_size, each.num_phases) == (case.max_tokens, case.world_size, 2)
             each.finalize()
@@ -333,6 +371,11 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
 BODIES = {
     body.__name__: body
     for body in (
-        zero_copy, two_open_steps, refusals, a_rank_without_combine, a_call_that_one_rank_refuses, construction,
+        zero_copy,
+        two_open_steps,
+        refusals,
+        a_rank_without_combine,
+        a_call_that_one_rank_refuses,
+        construction,
     )
-}  # fmt: skip
+}

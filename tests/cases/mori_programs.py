@@ -48,11 +48,21 @@ def mori_world(context: RankContext) -> Iterator[Any]:
 def make_config(mori: Any, context: RankContext, **changes: Any) -> Any:
     """As SGLang does: of the fields that it would like to set, those that this MORI has."""
     wanted = {
-        "data_type": torch.bfloat16, "rank": context.rank, "world_size": context.world_size, "hidden_dim": HIDDEN_DIM,
-        "scale_dim": 0, "scale_type_size": 1, "max_token_type_size": 4, "max_num_inp_token_per_rank": MAX_TOKENS,
-        "num_experts_per_rank": EXPERTS_PER_RANK, "num_experts_per_token": TOPK, "warp_num_per_block": 8,
-        "block_num": 80, "num_qp_per_pe": 2, "a_field_of_tomorrow": True,
-    } | changes  # fmt: skip
+        "data_type": torch.bfloat16,
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "hidden_dim": HIDDEN_DIM,
+        "scale_dim": 0,
+        "scale_type_size": 1,
+        "max_token_type_size": 4,
+        "max_num_inp_token_per_rank": MAX_TOKENS,
+        "num_experts_per_rank": EXPERTS_PER_RANK,
+        "num_experts_per_token": TOPK,
+        "warp_num_per_block": 8,
+        "block_num": 80,
+        "num_qp_per_pe": 2,
+        "a_field_of_tomorrow": True,
+    } | changes
     known = {field.name for field in dataclasses.fields(mori.ops.EpDispatchCombineConfig)}
     return mori.ops.EpDispatchCombineConfig(**{name: value for name, value in wanted.items() if name in known})
 
@@ -121,9 +131,13 @@ def complete_program(context: RankContext) -> None:
             rows[:num_received].copy_(received[:num_received])
             # the registered buffer is read, whatever else is passed
             combined, sums = op.combine(
-                torch.full_like(received, torch.nan), received_weights, ids, block_num=80, warp_per_block=8,
+                torch.full_like(received, torch.nan),
+                received_weights,
+                ids,
+                block_num=80,
+                warp_per_block=8,
                 call_reset=False,
-            )  # fmt: skip
+            )
             assert combined.shape == (op.max_num_tokens_to_send_per_rank(), HIDDEN_DIM)
             assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
             num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
@@ -223,14 +237,20 @@ def the_documents_program(context: RankContext) -> None:
         torch.manual_seed(rank)
         input_tokens = torch.randn(num_tokens, config.hidden_dim, dtype=torch.bfloat16, device=device)
         weights = torch.rand(num_tokens, config.num_experts_per_token, dtype=torch.float32, device=device)
-        indices = torch.randint(0, config.num_experts_per_rank * config.world_size,
-                               (num_tokens, config.num_experts_per_token), dtype=torch.int32,
-                               device=device)  # fmt: skip
+        indices = torch.randint(
+            0,
+            config.num_experts_per_rank * config.world_size,
+            (num_tokens, config.num_experts_per_token),
+            dtype=torch.int32,
+            device=device,
+        )
         for _ in range(2):
-            dispatch_output, dispatch_weights, dispatch_scales, dispatch_indices, num_recv_tokens = \
-                op.dispatch(input_tokens, weights, None, indices, block_num=80, warp_per_block=8)  # fmt: skip
-            combine_output, combine_weights = op.combine(dispatch_output, dispatch_weights, dispatch_indices,
-                                                         block_num=80, warp_per_block=8, call_reset=False)  # fmt: skip
+            dispatch_output, dispatch_weights, dispatch_scales, dispatch_indices, num_recv_tokens = op.dispatch(
+                input_tokens, weights, None, indices, block_num=80, warp_per_block=8
+            )
+            combine_output, combine_weights = op.combine(
+                dispatch_output, dispatch_weights, dispatch_indices, block_num=80, warp_per_block=8, call_reset=False
+            )
             assert dispatch_scales is None
             assert 0 < int(num_recv_tokens) <= len(dispatch_output)
             expected = expected_sums(input_tokens.cpu(), indices.cpu(), world_size)
@@ -346,9 +366,11 @@ def addresses(context: RankContext) -> list[int]:
         shmem.mori_shmem_free_tensor(tensor)
         shmem.shmem_free(start)
         for call in (
-            lambda: shmem.shmem_free(start), lambda: shmem.shmem_free(other + 1),
-            lambda: shmem.shmem_ptr_p2p(other, context.rank + 1, 0), lambda: shmem.shmem_malloc_align(3, 64),
-        ):  # fmt: skip
+            lambda: shmem.shmem_free(start),
+            lambda: shmem.shmem_free(other + 1),
+            lambda: shmem.shmem_ptr_p2p(other, context.rank + 1, 0),
+            lambda: shmem.shmem_malloc_align(3, 64),
+        ):
             with pytest.raises(InputError):
                 call()
         return found

@@ -25,8 +25,10 @@ Case = tuple[tuple[str, ...], int, str]
 def _cases() -> list[Case]:
     found: list[Case] = [
         ((command, f"--{name}", number), 2, f"--{name}")
-        for command, names in SIZES.items() for name in names for number in NUMBERS
-    ]  # fmt: skip
+        for command, names in SIZES.items()
+        for name in names
+        for number in NUMBERS
+    ]
     found += [(("bench", f"--{name}", text), 2, f"--{name}") for name in LISTS for text in ("-1", "1,x", ",", "9" * 30)]
     for command in COMMANDS:
         found += [

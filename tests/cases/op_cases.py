@@ -206,8 +206,10 @@ def reference_of(case: Case, step: int, everyone: Sequence[Inputs]) -> list[Disp
     tokens = [inputs.tokens for inputs in everyone]
     scales = [inputs.scales for inputs in everyone]
     if case.cast != "none":
-        pairs = [quantize(x, case.cast, case.scale_format) if x.dtype != FP8_DTYPE else (x, s)
-                 for x, s in zip(tokens, scales)]  # fmt: skip
+        pairs = [
+            quantize(x, case.cast, case.scale_format) if x.dtype != FP8_DTYPE else (x, s)
+            for x, s in zip(tokens, scales)
+        ]
         tokens, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return dispatch_reference(
         tokens,
@@ -335,9 +337,13 @@ def of_node(rows: Sequence[torch.Tensor], node: int, num_nodes: int) -> list[tor
 
 
 def combine_by_nodes(
-    rows: Sequence[torch.Tensor], reference: list[DispatchReference], counts: list[int], dtype: torch.dtype,
-    num_nodes: int, biases: Sequence[dict[str, torch.Tensor]] = (),
-) -> list[torch.Tensor]:  # fmt: skip
+    rows: Sequence[torch.Tensor],
+    reference: list[DispatchReference],
+    counts: list[int],
+    dtype: torch.dtype,
+    num_nodes: int,
+    biases: Sequence[dict[str, torch.Tensor]] = (),
+) -> list[torch.Tensor]:
     """Each rank's results: the sums of each node are rounded to dtype, and added in ascending order in float32.
 
     Biases, by rank, are added behind them.

@@ -173,9 +173,14 @@ def _combine_quants() -> dict[str, Case]:
 def _unusual() -> dict[str, Case]:
     """Rows, ids, weights and scales that look like the marks by which kernels know what has arrived."""
     base = Case(
-        world_size=2, num_experts=6, tokens=((9, 5), (8, 10), (3, 16)), num_steps=4, routing="out_of_range",
-        unusual=True, layout="rank_major",
-    )  # fmt: skip
+        world_size=2,
+        num_experts=6,
+        tokens=((9, 5), (8, 10), (3, 16)),
+        num_steps=4,
+        routing="out_of_range",
+        unusual=True,
+        layout="rank_major",
+    )
     fp8 = replace(base, dtype=FP8_DTYPE)
     cases = {
         "bf16": base,
@@ -216,9 +221,12 @@ def _both_dispatches() -> dict[str, Case]:
     """Steps that are flagged and steps that are not, of one op."""
     sizes = ((4, 1, 0, 3), (9, 6, 0, 5), (1, 4, 4, 2), (5, 0, 7, 10), (0, 0, 0, 0), (0, 0, 1, 0), (3, 3, 3, 3))
     base = Case(
-        tokens=sizes, max_num_tokens=(4, 16, 4, None, 3, 5, 4), num_steps=9, options={"flagged_max_tokens": 4},
+        tokens=sizes,
+        max_num_tokens=(4, 16, 4, None, 3, 5, 4),
+        num_steps=9,
+        options={"flagged_max_tokens": 4},
         pad_id=-2,
-    )  # fmt: skip
+    )
     return {
         f"both-{name}": replace(base, **changes)
         for name, changes in {
@@ -226,20 +234,29 @@ def _both_dispatches() -> dict[str, Case]:
             "rank_major": {"layout": "rank_major"},
             "unusual": {"unusual": True, "world_size": 2, "routing": "out_of_range"},
             "unusual-rank_major-halves": {
-                "unusual": True, "world_size": 3, "num_experts": 7, "layout": "rank_major", "split": "mixed",
+                "unusual": True,
+                "world_size": 3,
+                "num_experts": 7,
+                "layout": "rank_major",
+                "split": "mixed",
             },
             "cast": {"quant_type": "fp8_per_1x128", "hidden_dim": 256, "world_size": 2},
             "epoch-2**32": {"first_epoch": 2**32 - 6, "world_size": 2, "layout": "rank_major"},
         }.items()
-    }  # fmt: skip
+    }
 
 
 def _look_back() -> dict[str, Case]:
     """Steps that allow so many tokens that programs learn counts from the programs before them, and have few."""
     base = Case(
-        world_size=3, num_experts=7, topk=3, hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 77, num_steps=3,
+        world_size=3,
+        num_experts=7,
+        topk=3,
+        hidden_dim=8,
+        max_tokens=MAX_COUNTED_ALONE + 77,
+        num_steps=3,
         tokens=((7, 0, 13), (1, 20, 2), (16, 4, 0)),
-    )  # fmt: skip
+    )
     return {
         f"look_back-{name}": replace(base, **changes)
         for name, changes in {
@@ -252,18 +269,29 @@ def _look_back() -> dict[str, Case]:
             # a program's own tokens are more than it looks at at once
             "many-tokens": {"tokens": ((200, 9),), "world_size": 2, "topk": 2, "num_steps": 1},
         }.items()
-    }  # fmt: skip
+    }
 
 
 def _three_dispatches() -> dict[str, Case]:
     """Steps that are flagged, of which each program counts all ids, and that look back, in turn, of one op."""
     base = Case(
-        world_size=2, num_experts=5, hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 77, num_steps=8, pad_id=-2,
+        world_size=2,
+        num_experts=5,
+        hidden_dim=8,
+        max_tokens=MAX_COUNTED_ALONE + 77,
+        num_steps=8,
+        pad_id=-2,
         tokens=((9, 4), (0, 7), (16, 3), (1, 1), (5, 0)),
         max_num_tokens=(
-            FLAGGED_MAX_TOKENS, FLAGGED_MAX_TOKENS + 1, None, 20, MAX_COUNTED_ALONE + 1, MAX_COUNTED_ALONE, 16,
+            FLAGGED_MAX_TOKENS,
+            FLAGGED_MAX_TOKENS + 1,
+            None,
+            20,
+            MAX_COUNTED_ALONE + 1,
+            MAX_COUNTED_ALONE,
+            16,
         ),
-    )  # fmt: skip
+    )
     return {
         "three_dispatches-compact": replace(base, routing="zipf"),
         "three_dispatches-rank_major": replace(
@@ -298,10 +326,22 @@ DIRECT = _direct(_some_routings() | _contracts() | _dtypes() | _casts() | _world
 DIRECT_PAYLOADS = _direct(_dtypes() | _casts() | _worlds()).keys()
 
 CASES: dict[str, Case] = (
-    _expert_major() | _routings() | _contracts() | _dtypes() | _casts() | _shapes() | _worlds()
-    | _combine_quants() | _unusual() | _halves() | _both_dispatches() | _look_back() | _three_dispatches()
-    | _counted_alone() | DIRECT
-)  # fmt: skip
+    _expert_major()
+    | _routings()
+    | _contracts()
+    | _dtypes()
+    | _casts()
+    | _shapes()
+    | _worlds()
+    | _combine_quants()
+    | _unusual()
+    | _halves()
+    | _both_dispatches()
+    | _look_back()
+    | _three_dispatches()
+    | _counted_alone()
+    | DIRECT
+)
 
 
 def by_world_size(*, left_out: Collection[str] = ()) -> list[tuple[str, Case]]:

@@ -76,8 +76,11 @@ def two_interleaved_ops(context: RankContext, case: Case) -> None:
             second.combine()
         same_index = make_op(context, replace(case, topk=case.topk + 1), arena, index=0)
         step = Step.dispatch(case, ops[0], 0, context.device)
-        raised(errors.AlternationError, lambda: Step.dispatch(replace(case, topk=case.topk + 1), same_index, 0,
-                                                              context.device), "index")  # fmt: skip
+        raised(
+            errors.AlternationError,
+            lambda: Step.dispatch(replace(case, topk=case.topk + 1), same_index, 0, context.device),
+            "index",
+        )
         step.combine()
 
 
@@ -527,8 +530,9 @@ def expert_counts(context: RankContext, case: Case) -> None:
             got = op.dispatch(
                 mine.tokens.to(context.device), None, None, mine.ids.to(context.device), call_local_expert_count=True
             )
-            reference = reference_of(replace(case, with_weights=False), number,
-                                     [replace(each, weights=None) for each in everyone])[context.rank]  # fmt: skip
+            reference = reference_of(
+                replace(case, with_weights=False), number, [replace(each, weights=None) for each in everyone]
+            )[context.rank]
             ids = reference.valid_rows(reference.ids)
             start = sum(case.config(r).num_local_experts for r in range(context.rank))
             expected = [int((ids == start + e).sum()) for e in range(op.config.num_local_experts)]

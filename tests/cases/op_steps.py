@@ -182,8 +182,12 @@ def closed_in_the_middle(context: RankContext, case: Case) -> None:
             break_off(op)
             op.close()
             for _ in range(2):
-                raised(errors.StateError, lambda: Step.dispatch(other_case, other, 0, context.device), "reset()",
-                       "middle of a step")  # fmt: skip
+                raised(
+                    errors.StateError,
+                    lambda: Step.dispatch(other_case, other, 0, context.device),
+                    "reset()",
+                    "middle of a step",
+                )
             run_step(case, apart, number, context.device)
             if number:
                 other.reset()
@@ -275,8 +279,10 @@ def error_of_fp8(context: RankContext, case: Case) -> None:
 
 EIGHT = {"world_size": 2, "num_experts": 6}
 STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
-    "overlapping-halves": (overlapping_halves, Case(tokens=((16, 9, 0), (0, 3, 16)), world_size=3, num_experts=7,
-                                                    num_steps=4, layout="rank_major")),
+    "overlapping-halves": (
+        overlapping_halves,
+        Case(tokens=((16, 9, 0), (0, 3, 16)), world_size=3, num_experts=7, num_steps=4, layout="rank_major"),
+    ),
     "overlapping-halves-unusual": (overlapping_halves, Case(tokens=((16, 9),), num_steps=4, unusual=True, **EIGHT)),
     "overlapping-halves-direct": (
         overlapping_halves,
@@ -309,19 +315,32 @@ STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     **{
         f"cast-before-{layout}": (
             cast_before,
-            Case(world_size=2, tokens=((16, 0), (0, 9)), num_experts=5, quant_type="fp8_per_1x128", hidden_dim=256,
-                 layout=layout, num_steps=4),
+            Case(
+                world_size=2,
+                tokens=((16, 0), (0, 9)),
+                num_experts=5,
+                quant_type="fp8_per_1x128",
+                hidden_dim=256,
+                layout=layout,
+                num_steps=4,
+            ),
         )
         for layout in ("compact", "rank_major", "expert_major")
     },
     "cast-before-direct": (
         cast_before,
-        Case(world_size=2, tokens=((16, 0), (0, 9)), num_experts=5, quant_type="fp8_per_token", num_steps=4,
-             options={"flagged_max_tokens": 0}),
+        Case(
+            world_size=2,
+            tokens=((16, 0), (0, 9)),
+            num_experts=5,
+            quant_type="fp8_per_token",
+            num_steps=4,
+            options={"flagged_max_tokens": 0},
+        ),
     ),
     "error-of-fp8-blockwise": (error_of_fp8, Case(quant_type="fp8_blockwise", hidden_dim=1152, topk=4, **EIGHT)),
     "error-of-fp8-direct-cast": (
         error_of_fp8,
         Case(quant_type="fp8_direct_cast", hidden_dim=256, topk=4, dtype=torch.float32, layout="rank_major", **EIGHT),
     ),
-}  # fmt: skip
+}

@@ -77,9 +77,14 @@ def case_of(flagged_max_tokens: int, world_size: int = 3, **changes: Any) -> Cas
     """A step of a few tokens on each of three ranks, or two."""
     options = {"flagged_max_tokens": flagged_max_tokens}
     return Case(
-        world_size=world_size, hidden_dim=32, num_experts=6, tokens=((4, 3, 5),), max_tokens=5, options=options,
+        world_size=world_size,
+        hidden_dim=32,
+        num_experts=6,
+        tokens=((4, 3, 5),),
+        max_tokens=5,
+        options=options,
         **changes,
-    )  # fmt: skip
+    )
 
 
 def timeout_of(device: torch.device) -> float:

@@ -85,10 +85,16 @@ def layer(batch: Batch, num_experts: int) -> torch.Tensor:
 
 def handle_kwargs(context: RankContext, layout: str, hidden_dim: int) -> dict[str, Any]:
     return {
-        "rank": context.rank, "num_ep_ranks": context.world_size, "input_dtype": torch.bfloat16,
-        "quant_dtype": torch.bfloat16, "token_hidden_size": hidden_dim, "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_local_experts": EXPERTS_PER_RANK, "num_experts_per_token": TOPK, "layout": layout,
-    }  # fmt: skip
+        "rank": context.rank,
+        "num_ep_ranks": context.world_size,
+        "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.bfloat16,
+        "token_hidden_size": hidden_dim,
+        "max_num_tokens_per_dp_rank": MAX_TOKENS,
+        "num_local_experts": EXPERTS_PER_RANK,
+        "num_experts_per_token": TOPK,
+        "layout": layout,
+    }
 
 
 def run_backend(context: RankContext, name: str, layout: str, hidden_dim: int) -> None:
@@ -97,9 +103,13 @@ def run_backend(context: RankContext, name: str, layout: str, hidden_dim: int) -
 
 
 def run_manager(
-    context: RankContext, manager: All2AllManagerBase, layout: str, hidden_dim: int, num_steps: int = len(STEPS),
+    context: RankContext,
+    manager: All2AllManagerBase,
+    layout: str,
+    hidden_dim: int,
+    num_steps: int = len(STEPS),
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """As `run_backend`, on a manager that has been made, with more handle kwargs; closes it."""
     manager.device = context.device
     num_experts = EXPERTS_PER_RANK * context.world_size
@@ -109,9 +119,13 @@ def run_manager(
         mine = everyone[context.rank]
         ids = mine.ids.to(context.device)
         got = op.dispatch(
-            mine.x.to(context.device), mine.weights.to(context.device), None, ids, call_local_expert_count=True,
+            mine.x.to(context.device),
+            mine.weights.to(context.device),
+            None,
+            ids,
+            call_local_expert_count=True,
             max_num_tokens=max_num_tokens,
-        )  # fmt: skip
+        )
         check_dispatched(manager.capabilities, op, got, everyone)
         # padding holds anything: what experts make of it must not matter
         rows = torch.full_like(got[0], torch.nan)

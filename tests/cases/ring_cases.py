@@ -28,26 +28,44 @@ if TYPE_CHECKING:
 def rings(chunk_tokens: int, ring_chunks: int, num_channels: int) -> dict[str, Any]:
     """Options of rings of this shape."""
     return {
-        "chunk_tokens": chunk_tokens, "ring_chunks": ring_chunks, "rdma_block_num": num_channels, "launch": "manual",
-    }  # fmt: skip
+        "chunk_tokens": chunk_tokens,
+        "ring_chunks": ring_chunks,
+        "rdma_block_num": num_channels,
+        "launch": "manual",
+    }
 
 
 SMALL_RINGS = rings(3, 2, 2)
 OF_FOUR_RANKS = (
     *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
-    "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
-    "combine-without-weights", "bias", "biases-in-halves", "max-num-tokens-compact", "pad-id", "cap",
-    "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
-    "fp8_per_1x128-float32_power_of_two", "fp8_blockwise-four-ranks", "biases-fp8",
-    "cast-fp16-odd-hidden", "unusual-four-ranks", "epoch-2**32",
-)  # fmt: skip
+    "compact-uniform",
+    "compact-out_of_range",
+    "expert_major-zipf",
+    "expert_major-aligned-cast",
+    "no-weights",
+    "combine-without-weights",
+    "bias",
+    "biases-in-halves",
+    "max-num-tokens-compact",
+    "pad-id",
+    "cap",
+    "nobody-has-tokens",
+    "fp32",
+    "fp8-byte-scales",
+    "fp16-combine",
+    "fp8_per_token-ue8m0",
+    "fp8_per_1x128-float32_power_of_two",
+    "fp8_blockwise-four-ranks",
+    "biases-fp8",
+    "cast-fp16-odd-hidden",
+    "unusual-four-ranks",
+    "epoch-2**32",
+)
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
 SHAPES: dict[str, Case] = {
     # every role of a channel must go on while another has no room
     "one-channel-one-chunk": replace(FEW, options=rings(1, 1, 1)),
-    "one-channel-one-chunk-compact": replace(
-        FEW, layout="compact", options=rings(2, 1, 1)
-    ),
+    "one-channel-one-chunk-compact": replace(FEW, layout="compact", options=rings(2, 1, 1)),
     "more-channels-than-programs": replace(FEW, options=rings(2, 1, 5)),
     "one-chunk-holds-all": replace(FEW, options={"chunk_tokens": 64}),
     "biases": replace(FEW, num_biases=2, options=SMALL_RINGS),
@@ -62,22 +80,45 @@ SHAPES: dict[str, Case] = {
         FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_blockwise", hidden_dim=640, unusual=True
     ),
     "both-casts-expert_major": replace(
-        FEW, layout="expert_major", quant_type="fp8_blockwise", hidden_dim=256,
+        FEW,
+        layout="expert_major",
+        quant_type="fp8_blockwise",
+        hidden_dim=256,
         options=SMALL_RINGS | {"dispatch_quant_type": "fp8_per_1x128"},
     ),
     "many-tokens": Case(
-        world_size=2, num_nodes=2, num_experts=5, hidden_dim=8, max_tokens=400, tokens=((390, 257),), num_steps=1,
-        routing="some_dropped", layout="rank_major", options={"chunk_tokens": 64},
+        world_size=2,
+        num_nodes=2,
+        num_experts=5,
+        hidden_dim=8,
+        max_tokens=400,
+        tokens=((390, 257),),
+        num_steps=1,
+        routing="some_dropped",
+        layout="rank_major",
+        options={"chunk_tokens": 64},
     ),
 } | {
     f"{num_nodes}x{per_node}-{layout}": Case(
-        world_size=num_nodes * per_node, num_nodes=num_nodes, num_experts=2 * num_nodes * per_node + 1, topk=3,
-        hidden_dim=40, tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range", options=SMALL_RINGS,
+        world_size=num_nodes * per_node,
+        num_nodes=num_nodes,
+        num_experts=2 * num_nodes * per_node + 1,
+        topk=3,
+        hidden_dim=40,
+        tokens=UNEVEN,
+        num_steps=2,
+        layout=layout,
+        routing="out_of_range",
+        options=SMALL_RINGS,
     )
     for num_nodes, per_node, layout in (
-        (2, 3, "rank_major"), (3, 2, "compact"), (4, 1, "rank_major"), (2, 4, "compact"), (2, 1, "expert_major"),
+        (2, 3, "rank_major"),
+        (3, 2, "compact"),
+        (4, 1, "rank_major"),
+        (2, 4, "compact"),
+        (2, 1, "expert_major"),
     )
-}  # fmt: skip
+}
 SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixed")}
 """The flat form sends to any rank's memory, which puts do not reach."""
 SPECIAL = (
@@ -100,16 +141,27 @@ def of_two_ranks(case: Case) -> Case:
 
 
 ONE_MISSING = Case(
-    world_size=4, num_nodes=2, num_experts=8, layout="rank_major", with_weights=False, combine_weights=False,
+    world_size=4,
+    num_nodes=2,
+    num_experts=8,
+    layout="rank_major",
+    with_weights=False,
+    combine_weights=False,
     options=SMALL_RINGS,
-)  # fmt: skip
+)
 RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 REPLAYED = Case(world_size=2, num_nodes=2, tokens=((5, 2),), num_experts=9, layout="rank_major", options=SMALL_RINGS)
 
 CAST_BEFORE = Case(
-    world_size=4, num_nodes=2, tokens=((8, 5, 0, 0), (0, 0, 3, 8)), num_experts=8, quant_type="fp8_per_1x128",
-    hidden_dim=256, num_steps=2, options=SMALL_RINGS,
-)  # fmt: skip
+    world_size=4,
+    num_nodes=2,
+    tokens=((8, 5, 0, 0), (0, 0, 3, 8)),
+    num_experts=8,
+    quant_type="fp8_per_1x128",
+    hidden_dim=256,
+    num_steps=2,
+    options=SMALL_RINGS,
+)
 """For cast_before: the ranks of one node bring nothing, and pass on what the other node sends."""
 
 
@@ -137,8 +189,10 @@ def other_numbers_of_programs(context: RankContext, case: Case) -> None:
         for is_dispatch in (True, False):
             assert op.get_launch_config(is_dispatch) == (2, num_channel_programs, 8)
             assert op.get_launch_config(is_dispatch, 1 + context.rank, 2) == (
-                1 + context.rank, num_channel_programs, 8,
-            )  # fmt: skip
+                1 + context.rank,
+                num_channel_programs,
+                8,
+            )
         everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
         tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)

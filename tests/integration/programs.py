@@ -24,9 +24,14 @@ def environment() -> dict[str, str]:
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python *arguments` in the project's folder, with environment variables added."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment() | variables, capture_output=True, text=True,
-        timeout=PROGRAM_TIMEOUT_SECS, check=False,
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_SECS,
+        check=False,
+    )
 
 
 def run_cli(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -32,9 +32,15 @@ def start(
 ) -> subprocess.Popen[str]:
     """`ep-a2a *arguments` as the only program of a terminal's session."""
     return subprocess.Popen(
-        [sys.executable, *program, *arguments], cwd=ROOT, env=environment(), stdout=stdout,
-        stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_heed_interrupts,
-    )  # fmt: skip
+        [sys.executable, *program, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_heed_interrupts,
+    )
 
 
 def descendants(pid: int) -> list[int]:

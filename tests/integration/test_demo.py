@@ -96,8 +96,10 @@ def test_every_backend_and_cast(small: tuple[str, ...], backend: str, quant: str
     scales = {"none": 0, "fp8_per_token": 4, "fp8_per_1x128": 4}[quant]
     row_bytes = 128 * (2 if quant == "none" else 1) + scales + 2 * (4 + 4) + 4
     assert report["wire_bytes"] == {
-        "dispatch": num_remote * row_bytes, "combine": num_remote * 256, "total": num_remote * (row_bytes + 256)
-    }  # fmt: skip
+        "dispatch": num_remote * row_bytes,
+        "combine": num_remote * 256,
+        "total": num_remote * (row_bytes + 256),
+    }
     assert report["wire_bytes"]["combine"] <= report["wire_bytes_without_deduplication"]["combine"]
     assert (report["wire_bytes_gathered"] is None) == (backend == "ep_a2a")
     assert (report["comparison"]["max_change_by_cast"] > 0) == (quant != "none")

@@ -31,9 +31,14 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_without_site(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     """Runs Python with this package, the standard library and the folders of `path` alone."""
     return subprocess.run(
-        [sys.executable, "-S", *arguments], cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{path}"}, capture_output=True,
-        text=True, timeout=PROGRAM_TIMEOUT_SECS, check=False,
-    )  # fmt: skip
+        [sys.executable, "-S", *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{path}"},
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_SECS,
+        check=False,
+    )
 
 
 def errors_of(report: dict[str, Any]) -> list[str]:

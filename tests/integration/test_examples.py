@@ -34,9 +34,16 @@ def test_the_others_go_on_after_deaths(num_ranks: int, victims: tuple[int, ...],
 
 @pytest.mark.parametrize(
     "options",
-    [("--ranks", "2"), ("--victim", "4"), ("--ranks", "9"), ("--secs", "0"), ("--victim", "1", "1"),
-     ("--victim", "0", "1", "2"), ("--victim", "1", "2", "--ranks", "3")],
-)  # fmt: skip
+    [
+        ("--ranks", "2"),
+        ("--victim", "4"),
+        ("--ranks", "9"),
+        ("--secs", "0"),
+        ("--victim", "1", "1"),
+        ("--victim", "0", "1", "2"),
+        ("--victim", "1", "2", "--ranks", "3"),
+    ],
+)
 def test_the_example_with_deaths_refuses_wrong_numbers(options: tuple[str, ...]) -> None:
     done = run_example(WITH_A_DEATH, *options)
     assert (done.returncode, done.stdout) == (2, "")

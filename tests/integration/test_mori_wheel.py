@@ -36,9 +36,12 @@ def unpacked_wheel(version: str) -> Path:
             ]
             try:
                 done = subprocess.run(
-                    [*command, "--dest", temporary, f"amd-mori=={version}"], capture_output=True, text=True,
-                    timeout=DOWNLOAD_TIMEOUT_SECS, check=False,
-                )  # fmt: skip
+                    [*command, "--dest", temporary, f"amd-mori=={version}"],
+                    capture_output=True,
+                    text=True,
+                    timeout=DOWNLOAD_TIMEOUT_SECS,
+                    check=False,
+                )
             except subprocess.TimeoutExpired:
                 pytest.skip(f"the download of amd-mori {version} took more than {DOWNLOAD_TIMEOUT_SECS} s")
             if done.returncode:

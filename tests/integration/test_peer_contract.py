@@ -48,19 +48,26 @@ CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             ONE,
             "moe_a2a_get_workspace_size_per_rank",
             (
-                "ep_size", "max_num_tokens", "total_dispatch_payload_size_per_token", "combine_payload_size_per_token",
+                "ep_size",
+                "max_num_tokens",
+                "total_dispatch_payload_size_per_token",
+                "combine_payload_size_per_token",
             ),
         ),
         "moe_a2a_sanitize_expert_ids": (
-            ONE, "moe_a2a_sanitize_expert_ids", ("expert_ids", "workspace", "metainfo", "ep_rank", "invalid_expert_id"),
+            ONE,
+            "moe_a2a_sanitize_expert_ids",
+            ("expert_ids", "workspace", "metainfo", "ep_rank", "invalid_expert_id"),
         ),
         "self._native.dispatch": (
-            ONE, "MoeAlltoAll.dispatch",
+            ONE,
+            "MoeAlltoAll.dispatch",
             ("token_selected_experts", "input_payloads", "runtime_max_tokens_per_rank"),
         ),
         "self._native.combine": (ONE, "MoeAlltoAll.combine", ("payload", "runtime_max_tokens_per_rank")),
         "self._native.get_combine_payload_tensor_in_workspace": (
-            ONE, "MoeAlltoAll.get_combine_payload_tensor_in_workspace",
+            ONE,
+            "MoeAlltoAll.get_combine_payload_tensor_in_workspace",
             ("runtime_max_tokens_per_rank", "hidden_size", "dtype"),
         ),
         "native._WORKSPACE_CACHE.values": ("", "", ()),
@@ -72,12 +79,14 @@ CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "native.get_moe_workspaces": (TWO, "MnnvlMoe.get_moe_workspaces", ()),
         "native.get_moe_prepare_workspace": (TWO, "MnnvlMoe.get_moe_prepare_workspace", ()),
         "self._native.mnnvl_moe_alltoallv_prepare_without_allgather": (
-            TWO, "MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather", (),
+            TWO,
+            "MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather",
+            (),
         ),
         "self._native.mnnvl_moe_alltoallv": (TWO, "MnnvlMoe.mnnvl_moe_alltoallv", ()),
         "self._native.mnnvl_moe_alltoallv_combine": (TWO, "MnnvlMoe.mnnvl_moe_alltoallv_combine", ()),
     },
-}  # fmt: skip
+}
 
 
 @cache

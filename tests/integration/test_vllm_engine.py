@@ -89,9 +89,15 @@ def test_tokens_are_those_of_one_rank_compiled(models, alone, tmp_path):
 def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(models, alone, tmp_path):
     """Two replicas of two workers each, four ranks of expert parallelism; each worker answers for its own rank."""
     run = run_engine(
-        tmp_path, models["qwen3_moe"], 2, "--tensor-parallel", "2", "--compiled", "--counters",
+        tmp_path,
+        models["qwen3_moe"],
+        2,
+        "--tensor-parallel",
+        "2",
+        "--compiled",
+        "--counters",
         EP_A2A_COUNTERS=str(COUNTED_STEPS),
-    )  # fmt: skip
+    )
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"))
     workers = sorted((worker for replica in (0, 1) for worker in run.counters[replica]), key=lambda each: each["rank"])
@@ -153,9 +159,13 @@ def test_counters_are_those_of_what_the_layers_were_given(models, alone, tmp_pat
 def test_counters_leave_the_engines_own_process(models, alone, tmp_path):
     """As JSON, through vLLM's serialisation as it is by default; what one rank sends the other one receives."""
     run = run_engine(
-        tmp_path, models["qwen3_moe"], 2, "--counters",
-        EP_A2A_COUNTERS=str(COUNTED_STEPS), VLLM_ENABLE_V1_MULTIPROCESSING="1",
-    )  # fmt: skip
+        tmp_path,
+        models["qwen3_moe"],
+        2,
+        "--counters",
+        EP_A2A_COUNTERS=str(COUNTED_STEPS),
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )
     run.require_success()
     check_equal(run.results, alone("qwen3_moe"))
     for layers in zip(*counters_of(run)):

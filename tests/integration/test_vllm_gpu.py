@@ -77,9 +77,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def run(
-    folder: Path, model: Path, backend: str, actions: list[Action], engine: dict[str, Any],
-    place: int = 0, num_engines: int = 1, num_ranks: int = NUM_RANKS, **variables: str,
-) -> Run:  # fmt: skip
+    folder: Path,
+    model: Path,
+    backend: str,
+    actions: list[Action],
+    engine: dict[str, Any],
+    place: int = 0,
+    num_engines: int = 1,
+    num_ranks: int = NUM_RANKS,
+    **variables: str,
+) -> Run:
     """Runs one engine, and checks whose kernels it used. `num_ranks` are data-parallel."""
     engine = arguments(model, backend, **SMALL | engine)
     done = run_engine(folder, engine, actions, num_ranks, RUN_TIMEOUT_SECS, place, num_engines, **variables)
@@ -88,9 +95,13 @@ def run(
 
 
 def run_at_once(
-    folder: Path, model: Path, action: Action, engines: list[tuple[str, dict[str, Any]]],
-    num_ranks: int = NUM_RANKS, **variables: str,
-) -> list[Run]:  # fmt: skip
+    folder: Path,
+    model: Path,
+    action: Action,
+    engines: list[tuple[str, dict[str, Any]]],
+    num_ranks: int = NUM_RANKS,
+    **variables: str,
+) -> list[Run]:
     """Engines of these backends and arguments, which start at once and do the action one after another."""
     num_engines = len(engines)
     with ThreadPoolExecutor(num_engines) as pool:
@@ -104,9 +115,14 @@ def run_at_once(
 
 
 def check_against_theirs(
-    folder: Path, model: Path, action: Action, engine: dict[str, Any], num_ties: int = 0, num_ranks: int = NUM_RANKS,
+    folder: Path,
+    model: Path,
+    action: Action,
+    engine: dict[str, Any],
+    num_ties: int = 0,
+    num_ranks: int = NUM_RANKS,
     **variables: str,
-) -> Run:  # fmt: skip
+) -> Run:
     """Runs an engine of each backend and compares their completions. Returns ours."""
     ours, theirs = run_at_once(folder, model, action, [(OURS, engine), (THEIRS, engine)], num_ranks, **variables)
     difference = compare(*(each.completions(action["label"]) for each in (ours, theirs)))
@@ -173,9 +189,7 @@ def test_tokens_are_no_further_off_than_those_of_vllms_own_two_modes(model, tmp_
 
 
 def test_tokens_with_shared_experts_between_the_halves_of_combine(model, tmp_path):
-    check_against_theirs(
-        tmp_path, model("deepseek_v2"), tokens("first"), CAPTURED, EP_A2A_SHARED_EXPERTS="halves"
-    )  # fmt: skip
+    check_against_theirs(tmp_path, model("deepseek_v2"), tokens("first"), CAPTURED, EP_A2A_SHARED_EXPERTS="halves")
 
 
 @pytest.mark.parametrize(
@@ -218,13 +232,24 @@ def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(model, tmp_p
     file = tmp_path / "stop"
     actions = [
         tokens("first", num_tokens=MANY),
-        {"action": "tokens_until_failure", "label": "until failure", "num_prompts": 24, "num_tokens": MANY, "few": FEW,
-         "file": str(file)},
-    ]  # fmt: skip
+        {
+            "action": "tokens_until_failure",
+            "label": "until failure",
+            "num_prompts": 24,
+            "num_tokens": MANY,
+            "few": FEW,
+            "file": str(file),
+        },
+    ]
     done = run(
-        tmp_path, model("qwen3_moe"), OURS, actions, CAPTURED | scheduling | {"worker_extension_cls": EXTENSION},
-        EP_A2A_TIMEOUT_SECS=str(WAIT_SECS), **Changes(STOPPED_RANK, stop_file=str(file)).variables(),
-    )  # fmt: skip
+        tmp_path,
+        model("qwen3_moe"),
+        OURS,
+        actions,
+        CAPTURED | scheduling | {"worker_extension_cls": EXTENSION},
+        EP_A2A_TIMEOUT_SECS=str(WAIT_SECS),
+        **Changes(STOPPED_RANK, stop_file=str(file)).variables(),
+    )
     survivors = done.of("until failure", num_ranks=NUM_RANKS - 1)
     assert file.read_text() == "replay"
     cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is gone"

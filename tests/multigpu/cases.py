@@ -89,12 +89,16 @@ ON_NODES: dict[str, dict[str, Any]] = {
     "rings": {"layout": "rank_major", "routing": "out_of_range", "options": SMALL_RINGS},
     "whole-steps": {"kernel": "InterNodeV1LL", "layout": "compact", "options": rings(64, 1, 3)},
     "halves-expert_major-cast": {
-        "kernel": "AsyncLL", "layout": "expert_major", "split": "mixed", "hidden_dim": 256, "options": SMALL_RINGS,
+        "kernel": "AsyncLL",
+        "layout": "expert_major",
+        "split": "mixed",
+        "hidden_dim": 256,
+        "options": SMALL_RINGS,
         "quant_type": "fp8_blockwise",
     },
     "biases": {"layout": "rank_major", "num_biases": 2, "options": SMALL_RINGS},
     "flat": {"kernel": "InterNode", "layout": "compact"},
-}  # fmt: skip
+}
 
 
 def on_virtual_nodes() -> list[tuple[str, Case]]:
@@ -103,12 +107,17 @@ def on_virtual_nodes() -> list[tuple[str, Case]]:
         (
             f"{num_nodes}x{per_node}-{name}",
             Case(
-                world_size=num_nodes * per_node, num_nodes=num_nodes, num_experts=2 * num_nodes * per_node + 1,
-                topk=3, tokens=UNEVEN, **form,
+                world_size=num_nodes * per_node,
+                num_nodes=num_nodes,
+                num_experts=2 * num_nodes * per_node + 1,
+                topk=3,
+                tokens=UNEVEN,
+                **form,
             ),
         )
-        for num_nodes, per_node in GRIDS for name, form in ON_NODES.items()
-    ]  # fmt: skip
+        for num_nodes, per_node in GRIDS
+        for name, form in ON_NODES.items()
+    ]
 
 
 def shared_cases() -> dict[str, Case]:

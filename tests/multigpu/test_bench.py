@@ -28,9 +28,16 @@ if torch.cuda.device_count() > 1:
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
     workload = Workload(
-        2, num_tokens, 256, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128",
-        gpus_per_node=int(name in BETWEEN_NODES), layout="expert_major" if "low_latency" in name else "compact",
-    )  # fmt: skip
+        2,
+        num_tokens,
+        256,
+        hidden_dim=1024,
+        topk=4,
+        num_experts=16,
+        quant_type="fp8_per_1x128",
+        gpus_per_node=int(name in BETWEEN_NODES),
+        layout="expert_major" if "low_latency" in name else "compact",
+    )
     row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
     if row.status == Status.UNAVAILABLE and name not in ALWAYS_THERE:
         pytest.skip(row.reason)

@@ -21,9 +21,19 @@ pytestmark = needs_own_gpus(2)
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZE = fitted(Case()).world_size
 OP_CASES = (
-    "compact-some_dropped", "rank_major-zipf", "zero-copy-compact", "max-num-tokens-rank-major", "pad-id", "cap",
-    "fp8-byte-scales", "fp8_per_1x128-ue8m0", "cast-fp32-compact", "no-weights", "nobody-has-tokens", "few-experts",
-)  # fmt: skip
+    "compact-some_dropped",
+    "rank_major-zipf",
+    "zero-copy-compact",
+    "max-num-tokens-rank-major",
+    "pad-id",
+    "cap",
+    "fp8-byte-scales",
+    "fp8_per_1x128-ue8m0",
+    "cast-fp32-compact",
+    "no-weights",
+    "nobody-has-tokens",
+    "few-experts",
+)
 
 
 @both

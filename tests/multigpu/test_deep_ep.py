@@ -41,9 +41,16 @@ def test_worst_case(ranks: Any, case: Case) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("with_hook", [False, True], ids=["asynchronous", "hook"])
-@pytest.mark.parametrize("changes", [
-    {"quant_type": "none"}, {}, {"scale_format": "float32_power_of_two"}, {"scale_format": "ue8m0"},
-], ids=["bf16", "fp8", "rounded", "ue8m0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_type": "none"},
+        {},
+        {"scale_format": "float32_power_of_two"},
+        {"scale_format": "ue8m0"},
+    ],
+    ids=["bf16", "fp8", "rounded", "ue8m0"],
+)
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world_size: int) -> None:
     case = on(replace(LOW_LATENCY, **changes), world_size)
     ranks(cases.low_latency, world_size, case, with_hook, True, device="cuda")
@@ -57,10 +64,13 @@ def test_identity_in_low_latency_mode(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "case"),
     [
-        (cases.any_order, NORMAL), (cases.growing_batches, NORMAL), (cases.hooks, LOW_LATENCY),
-        (cases.overwritten_rows, LOW_LATENCY), (cases.refusals, NORMAL),
+        (cases.any_order, NORMAL),
+        (cases.growing_batches, NORMAL),
+        (cases.hooks, LOW_LATENCY),
+        (cases.overwritten_rows, LOW_LATENCY),
+        (cases.refusals, NORMAL),
     ],
-)  # fmt: skip
+)
 def test_orders(ranks: Any, body: Any, case: Case) -> None:
     """All of them dispatch in normal mode, too."""
     ranks(body, 2, case, device="cuda")

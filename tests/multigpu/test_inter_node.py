@@ -25,10 +25,11 @@ FORMS = {
 @pytest.mark.parametrize(
     ("num_nodes", "per_node"),
     [
-        pytest.param(2, 1, marks=needs_own_gpus(2)), pytest.param(2, 2, marks=needs_own_gpus(4)),
+        pytest.param(2, 1, marks=needs_own_gpus(2)),
+        pytest.param(2, 2, marks=needs_own_gpus(4)),
         pytest.param(4, 2, marks=needs_own_gpus(8)),
     ],
-)  # fmt: skip
+)
 def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
     world_size = num_nodes * per_node
     case = Case(

@@ -12,9 +12,16 @@ from tests.markers import needs_gpus
 
 @pytest.mark.parametrize(
     "body",
-    ["complete_program", "the_documents_program", "the_guides_program", "fewer_rows_than_received_buffer",
-     "rows_are_missing", "what_is_refused", "addresses"],
-)  # fmt: skip
+    [
+        "complete_program",
+        "the_documents_program",
+        "the_guides_program",
+        "fewer_rows_than_received_buffer",
+        "rows_are_missing",
+        "what_is_refused",
+        "addresses",
+    ],
+)
 def test_program(ranks: Any, body: str) -> None:
     ranks(getattr(mori_programs, body), 2, device="cuda")
 

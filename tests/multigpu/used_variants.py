@@ -59,7 +59,7 @@ def _of_step(kernels: IntraNodeKernels, case: Case, step: int, rank: int, *, giv
     scales = word if case.scale_dim else None
     dispatch = DispatchArguments(
         x, scales, floats if case.with_weights else None, word, num_tokens, stride, 1, case.pad_id, 1
-    )  # fmt: skip
+    )
     weights = floats if case.combine_weights and case.with_weights and not by_expert else None
     biases = [None, None]
     for place in (1, 0)[: case.num_biases] if rank % 2 else (0, 1)[: case.num_biases]:

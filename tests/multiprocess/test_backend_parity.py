@@ -92,9 +92,10 @@ def arguments_without_effect(context: RankContext) -> None:
             }
             start, end = "without effect on ", "; the backend 'ep_a2a' goes by them"
             assert [each.removeprefix(start).removesuffix(end) for each in said] == [
-                takes[name], f"{takes[name].partition(':')[0]}: block_num, rdma_block_num and warp_per_block of calls",
+                takes[name],
+                f"{takes[name].partition(':')[0]}: block_num, rdma_block_num and warp_per_block of calls",
                 f"{takes[name].partition(':')[0]}: set_max_sms",
-            ]  # fmt: skip
+            ]
             said.clear()
             manager.destroy()
 

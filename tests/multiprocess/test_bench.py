@@ -33,9 +33,14 @@ LAYERS = ("ep_low_latency", "ep_low_latency_traced")
 
 def workload_of(world_size: int, **changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": world_size, "num_tokens": 3, "max_num_tokens": 4, "hidden_dim": 128, "topk": 2,
-        "num_experts": 2 * world_size + 1, "quant_type": "fp8_per_1x128",
-    }  # fmt: skip
+        "world_size": world_size,
+        "num_tokens": 3,
+        "max_num_tokens": 4,
+        "hidden_dim": 128,
+        "topk": 2,
+        "num_experts": 2 * world_size + 1,
+        "quant_type": "fp8_per_1x128",
+    }
     return Workload(**{**values, **changes})
 
 
@@ -306,10 +311,20 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"result.{name}" for name in ("jsonl", "svg", "md")}
     printed = succeeded(
         run_cli(
-            *SMALL, "--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2", "--cold-cache",
-            "--output", str(paths["jsonl"]), "--plot", str(paths["svg"]), "--markdown", str(paths["md"]),
+            *SMALL,
+            "--contenders",
+            "wire_limit,nccl_agrs,nccl_all_to_all,deepep",
+            "--iterations",
+            "2",
+            "--cold-cache",
+            "--output",
+            str(paths["jsonl"]),
+            "--plot",
+            str(paths["svg"]),
+            "--markdown",
+            str(paths["md"]),
         )
-    )  # fmt: skip
+    )
     assert printed.startswith("Right: 6 of 6 results of dispatch and combine on 2 CPU processes.")
     assert printed.count("functional check") == 1
     assert printed.count("deepep unavailable (T = 1, 2): needs GPUs") == 1

@@ -33,9 +33,15 @@ needs_split_calls = pytest.mark.skipif(
 def workload(num_tokens: int, quant_type: str = "none") -> Workload:
     """Five experts on two ranks."""
     return Workload(
-        world_size=2, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=128, topk=3, num_experts=5,
-        quant_type=quant_type, layout="rank_major",
-    )  # fmt: skip
+        world_size=2,
+        num_tokens=num_tokens,
+        max_num_tokens=num_tokens,
+        hidden_dim=128,
+        topk=3,
+        num_experts=5,
+        quant_type=quant_type,
+        layout="rank_major",
+    )
 
 
 @pytest.mark.parametrize("quant_type", ["none", "fp8_per_1x128"])
@@ -92,9 +98,12 @@ def test_schedules_give_the_dense_layer(ranks: Any, tmp_path: Path) -> None:
     rows = ranks(run_overlap, 2, workload(4, "fp8_per_1x128"), settings)
     assert rows[0] == rows[1]
     assert [(row["schedule"], row["variant"]) for row in rows[0]] == [
-        ("micro_batches", "in_turn"), ("micro_batches", "overlapped"),
-        ("shared_expert", "in_turn"), ("shared_expert", "between"), ("shared_expert", "beside"),
-    ]  # fmt: skip
+        ("micro_batches", "in_turn"),
+        ("micro_batches", "overlapped"),
+        ("shared_expert", "in_turn"),
+        ("shared_expert", "between"),
+        ("shared_expert", "beside"),
+    ]
 
 
 SMALL = [

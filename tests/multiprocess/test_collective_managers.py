@@ -24,8 +24,17 @@ both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZES = (1, 3, 4)
 # What only kernels can get wrong is left out: epochs, widths of vectors, the number of steps, ways of dispatch.
 KERNELS_ONLY = (
-    "epoch", "K", "H", "long", "expert_major", "unusual", "both", "look_back", "three_dispatches", "alone",
-)  # fmt: skip
+    "epoch",
+    "K",
+    "H",
+    "long",
+    "expert_major",
+    "unusual",
+    "both",
+    "look_back",
+    "three_dispatches",
+    "alone",
+)
 OP_CASES = {
     name: case
     for name, case in CASES.items()
@@ -35,9 +44,10 @@ OP_CASES = {
     and case.config(0).combine_quant is QuantType.NONE
 }
 OFFERED = {
-    "layout": ("compact", "rank_major"), "cast": ("none", "fp8_per_token", "fp8_per_1x128"),
+    "layout": ("compact", "rank_major"),
+    "cast": ("none", "fp8_per_token", "fp8_per_1x128"),
     "transport": ("shared-memory",),
-}  # fmt: skip
+}
 
 
 @both

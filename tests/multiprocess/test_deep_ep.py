@@ -27,12 +27,13 @@ def test_worst_case(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "with_hook", "repeated"),
     [
-        ({"quant_type": "none", "hidden_dim": 64}, True, True), ({}, False, False),
+        ({"quant_type": "none", "hidden_dim": 64}, True, True),
+        ({}, False, False),
         ({"scale_format": "float32_power_of_two", "num_steps": 1}, True, False),
         ({"scale_format": "ue8m0", "num_steps": 1}, False, False),
     ],
     ids=["bf16", "fp8", "rounded", "ue8m0"],
-)  # fmt: skip
+)
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, repeated: bool) -> None:
     ranks(cases.low_latency, 2, replace(LOW_LATENCY, **changes), with_hook, repeated)
 

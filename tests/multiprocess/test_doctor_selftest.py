@@ -102,8 +102,11 @@ def test_each_pair_stands_for_itself():
     with Progress("testing", num_parts(3), Console(file=shown, width=80)) as progress:
         result = run_selftest("cpu", 3, 0.0, progress, die_in_one_pair)
     assert shown.getvalue().splitlines() == [
-        "1/4 ranks 0 and 1", "2/4 ranks 0 and 2", "3/4 ranks 1 and 2", "4/4 all ranks together",
-    ]  # fmt: skip
+        "1/4 ranks 0 and 1",
+        "2/4 ranks 0 and 2",
+        "3/4 ranks 1 and 2",
+        "4/4 all ranks together",
+    ]
     assert "exit code 7" in result.pairs[0, 1]
     rates = result.gb_per_s
     assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 2], 0, 1)

@@ -29,22 +29,55 @@ if TYPE_CHECKING:
 CASE = Case(layout="rank_major", tokens=UNEVEN)
 FULL = Case(layout="rank_major", tokens=((3,),), num_nodes=2)
 OF_FOUR_RANKS = (
-    "rank_major-uniform", "rank_major-zipf", "rank_major-all_to_one", "rank_major-all_dropped", "rank_major-repeated",
-    "compact-uniform", "compact-out_of_range", "expert_major-zipf", "expert_major-aligned-cast", "no-weights",
-    "combine-without-weights", "bias", "biases-in-halves", "max-num-tokens-compact", "max-num-tokens-rank-major",
-    "pad-id", "cap", "nobody-has-tokens", "fp32", "fp8-byte-scales", "fp16-combine", "fp8_per_token-ue8m0",
-    "fp8_per_1x128-float32_power_of_two", "fp8_blockwise-four-ranks", "biases-fp8", "cast-fp16-odd-hidden",
-    "unusual-four-ranks", "epoch-2**32",
-)  # fmt: skip
+    "rank_major-uniform",
+    "rank_major-zipf",
+    "rank_major-all_to_one",
+    "rank_major-all_dropped",
+    "rank_major-repeated",
+    "compact-uniform",
+    "compact-out_of_range",
+    "expert_major-zipf",
+    "expert_major-aligned-cast",
+    "no-weights",
+    "combine-without-weights",
+    "bias",
+    "biases-in-halves",
+    "max-num-tokens-compact",
+    "max-num-tokens-rank-major",
+    "pad-id",
+    "cap",
+    "nobody-has-tokens",
+    "fp32",
+    "fp8-byte-scales",
+    "fp16-combine",
+    "fp8_per_token-ue8m0",
+    "fp8_per_1x128-float32_power_of_two",
+    "fp8_blockwise-four-ranks",
+    "biases-fp8",
+    "cast-fp16-odd-hidden",
+    "unusual-four-ranks",
+    "epoch-2**32",
+)
 GRIDS = {
     f"{num_nodes}x{per_node}-{layout}": Case(
-        world_size=num_nodes * per_node, num_nodes=num_nodes, num_experts=2 * num_nodes * per_node + 1, topk=3,
-        hidden_dim=40, tokens=UNEVEN, num_steps=2, layout=layout, routing="out_of_range",
+        world_size=num_nodes * per_node,
+        num_nodes=num_nodes,
+        num_experts=2 * num_nodes * per_node + 1,
+        topk=3,
+        hidden_dim=40,
+        tokens=UNEVEN,
+        num_steps=2,
+        layout=layout,
+        routing="out_of_range",
     )
     for num_nodes, per_node, layout in (
-        (2, 3, "rank_major"), (3, 2, "compact"), (4, 1, "rank_major"), (2, 4, "compact"), (2, 1, "expert_major"),
+        (2, 3, "rank_major"),
+        (3, 2, "compact"),
+        (4, 1, "rank_major"),
+        (2, 4, "compact"),
+        (2, 1, "expert_major"),
     )
-}  # fmt: skip
+}
 SHAPES = GRIDS | {
     # 4, 3, 3, 3 experts
     "uneven-experts": Case(
@@ -53,10 +86,18 @@ SHAPES = GRIDS | {
     "halves": Case(num_nodes=2, tokens=UNEVEN, topk=3, num_experts=9, split="mixed", num_steps=4),
     # chunks of two tokens, of which a step of fewer tokens has fewer
     "many-tokens": Case(
-        world_size=2, num_nodes=2, num_experts=5, max_tokens=400, tokens=((270, 3),), max_num_tokens=(None, 271),
-        hidden_dim=8, num_steps=2, routing="some_dropped", layout="rank_major",
+        world_size=2,
+        num_nodes=2,
+        num_experts=5,
+        max_tokens=400,
+        tokens=((270, 3),),
+        max_num_tokens=(None, 271),
+        hidden_dim=8,
+        num_steps=2,
+        routing="some_dropped",
+        layout="rank_major",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OF_FOUR_RANKS)
@@ -128,8 +169,10 @@ def wrong_calls(context: RankContext) -> None:
         raised(errors.AlternationError, lambda: op.combine(rows, None, None), "dispatch")
         raised(errors.HiddenSizeError, lambda: op.dispatch(mine.tokens[:, :8].clone(), mine.weights, None, mine.ids))
         raised(errors.DtypeError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids.long()))
-        raised(errors.TooManyTokensError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids,
-                                                              max_num_tokens=FULL.max_tokens + 1))  # fmt: skip
+        raised(
+            errors.TooManyTokensError,
+            lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids, max_num_tokens=FULL.max_tokens + 1),
+        )
         op.dispatch(mine.tokens, mine.weights, None, mine.ids)
         raised(errors.AlternationError, lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids), "combine")
         raised(errors.ShapeError, lambda: op.combine(rows[:1], None, None))

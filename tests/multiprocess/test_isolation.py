@@ -32,8 +32,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 def intrude(user: int, address: int, folder: str, *processes: int) -> dict[str, list[str]]:
     done = subprocess.run(
         [sys.executable, str(INTRUDER), str(user), str(address), folder, *map(str, processes)],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 

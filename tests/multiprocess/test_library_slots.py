@@ -59,10 +59,13 @@ def mori_low_latency_between_nodes(context: RankContext, *, has_weights: bool) -
     assert total.tolist() == [6]
     first = 4 * context.rank
     expected = {
-        (8 * (1 - context.rank), (first, -1)), (8 * (1 - context.rank) + 2, (-1, first + 1)),
-        (8 * (1 - context.rank) + 3, (1, 4)), (8 * (1 - context.rank) + 4, (-1, first)),
-        (8 * context.rank + 3, (1, 4)), (8 * context.rank + 1, (-1, -1)),
-    }  # fmt: skip
+        (8 * (1 - context.rank), (first, -1)),
+        (8 * (1 - context.rank) + 2, (-1, first + 1)),
+        (8 * (1 - context.rank) + 3, (1, 4)),
+        (8 * (1 - context.rank) + 4, (-1, first)),
+        (8 * context.rank + 3, (1, 4)),
+        (8 * context.rank + 1, (-1, -1)),
+    }
     assert {(int(row[0]), tuple(each)) for row, each in zip(got[:6], came_ids[:6].tolist(), strict=True)} == expected
     assert bool((came_ids[6:] == -1).all())
     assert op.local_expert_count.sum() == 5

@@ -144,16 +144,19 @@ def bounded(context: RankContext) -> dict[str, Any]:
         after_bound = after.get_launch_config(is_dispatch=True)
         manager.set_num_sms(0)
         unbound, after_unbound = (op.get_launch_config(is_dispatch=True) for op in (before, after))
-        return {"bound": bound[0], "unbound": unbound[0], "after_bound": after_bound[0],
-                "after_unbound": after_unbound[0], "own": own.config.max_sms}  # fmt: skip
+        return {
+            "bound": bound[0],
+            "unbound": unbound[0],
+            "after_bound": after_bound[0],
+            "after_unbound": after_unbound[0],
+            "own": own.config.max_sms,
+        }
 
 
 def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
     for seen in ranks(bounded, 4):
         unbound = SPEAKERS[Phase.LL_DISPATCH] + 16 + 4 * 16
-        assert seen == {
-            "bound": 4, "unbound": unbound, "after_bound": 4, "after_unbound": unbound, "own": 3
-        }  # fmt: skip
+        assert seen == {"bound": 4, "unbound": unbound, "after_bound": 4, "after_unbound": unbound, "own": 3}
 
 
 # --- nodes ---

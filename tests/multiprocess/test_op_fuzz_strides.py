@@ -40,13 +40,25 @@ def test_strides(ranks: Any, world_size: int) -> None:
 def test_lone_and_absent_rows_in_every_layout(ranks: Any, scale_dtype: torch.dtype, flagged_max_tokens: int) -> None:
     """A lone row is contiguous whatever its stride, which torch looks at even so."""
     case = Case(
-        world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 1), (0, 1)), scale_dim=4, scale_dtype=scale_dtype,
+        world_size=2,
+        hidden_dim=8,
+        max_tokens=4,
+        tokens=((1, 1), (0, 1)),
+        scale_dim=4,
+        scale_dtype=scale_dtype,
         options={"flagged_max_tokens": flagged_max_tokens},
-    )  # fmt: skip
+    )
     ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
 
 
 def test_rows_between_nodes_in_every_layout(ranks: Any) -> None:
-    case = Case(world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 3), (0, 1)), scale_dim=4,
-                scale_dtype=torch.uint8, num_nodes=2)  # fmt: skip
+    case = Case(
+        world_size=2,
+        hidden_dim=8,
+        max_tokens=4,
+        tokens=((1, 3), (0, 1)),
+        scale_dim=4,
+        scale_dtype=torch.uint8,
+        num_nodes=2,
+    )
     ranks(strided_case, 2, case, IN_EVERY_LAYOUT)

@@ -9,11 +9,19 @@ import pytest
 from tests.cases.op_cases import Case
 from tests.cases.op_special import BODIES, missing_rank
 
-SLOW = frozenset({
-    "cast-by-some-ranks", "closed-in-the-middle", "graph-of-halves", "late-in-the-first-step-direct",
-    "memory-of-closed-ops-is-used-again", "order-of-calls", "overlapping-halves-unusual", "sequential-ops-share-memory",
-    "two-interleaved-ops",
-})  # fmt: skip
+SLOW = frozenset(
+    {
+        "cast-by-some-ranks",
+        "closed-in-the-middle",
+        "graph-of-halves",
+        "late-in-the-first-step-direct",
+        "memory-of-closed-ops-is-used-again",
+        "order-of-calls",
+        "overlapping-halves-unusual",
+        "sequential-ops-share-memory",
+        "two-interleaved-ops",
+    }
+)
 """What `make test` leaves to `make test-rest`: they take 14 s and more, and other bodies are near."""
 
 

@@ -77,8 +77,13 @@ def describe_groups(context, data_parallel_size):
             dist.all_reduce(total, group=group.device_group)
             same_node = in_the_same_node_as(group.cpu_group, group.world_size - 1)
             described[name] = (
-                group.unique_name, group.ranks, group.rank_in_group, group.world_size, int(total), all(same_node),
-            )  # fmt: skip
+                group.unique_name,
+                group.ranks,
+                group.rank_in_group,
+                group.world_size,
+                int(total),
+                all(same_node),
+            )
             is_ep = group.device_communicator.is_ep_communicator
             if is_ep != (name == "ep") or group.device != context.device or group.rank != context.rank:
                 raise AssertionError(f"{name} group is wrong: {vars(group)}")

@@ -26,26 +26,39 @@ CASES: dict[str, dict[str, Any]] = {
     "compact-cast-ue8m0-cap": {**CASTS, "scale_format": "ue8m0", "max_total_recv_tokens": 100},
     "rank_major-cast": {**CASTS, "layout": "rank_major"},
     "rank_major-per-token-few-flagged": {
-        **CASTS, "quant_type": "fp8_per_token", "layout": "rank_major", "flagged_max_tokens": 7,
+        **CASTS,
+        "quant_type": "fp8_per_token",
+        "layout": "rank_major",
+        "flagged_max_tokens": 7,
     },
     "rank_major-combine-cast": {"quant_type": "fp8_blockwise", "layout": "rank_major", "flagged_max_tokens": 0},
     "expert_major": {"layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
     "expert_major-cast": {**CASTS, "layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
     "wider-combine": {"combine_dtype": torch.float32},
     "quantised-before": {"quant_dtype": FP8_DTYPE, "scale_dim": 5, "scale_type_size": 1},
-}  # fmt: skip
+}
 MODEL = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256, "torch_dtype": "bfloat16",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 256,
+    "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}  # fmt: skip
+}
 
 
 def kwargs_of(rank: int, **changes: Any) -> dict[str, Any]:
     return {
-        "rank": rank, "num_ep_ranks": WORLD_SIZE, "input_dtype": torch.bfloat16, "quant_dtype": torch.bfloat16,
-        "token_hidden_size": HIDDEN_DIM, "max_num_tokens_per_dp_rank": MAX_TOKENS, "num_experts": NUM_EXPERTS,
-        "num_local_experts": num_owned_experts(NUM_EXPERTS, WORLD_SIZE, rank), "num_experts_per_token": TOPK, **changes,
-    }  # fmt: skip
+        "rank": rank,
+        "num_ep_ranks": WORLD_SIZE,
+        "input_dtype": torch.bfloat16,
+        "quant_dtype": torch.bfloat16,
+        "token_hidden_size": HIDDEN_DIM,
+        "max_num_tokens_per_dp_rank": MAX_TOKENS,
+        "num_experts": NUM_EXPERTS,
+        "num_local_experts": num_owned_experts(NUM_EXPERTS, WORLD_SIZE, rank),
+        "num_experts_per_token": TOPK,
+        **changes,
+    }
 
 
 def allocated(context: RankContext) -> dict[str, tuple[int, int]]:
@@ -95,10 +108,17 @@ def allocated_by_layer(context: RankContext) -> int:
         wire = WireFormat("fp8_per_1x128", "float32_power_of_two")
         manager.get_handle(
             handle_kwargs(
-                wire, rank=context.rank, world_size=WORLD_SIZE, dtype=torch.bfloat16, hidden_dim=256, topk=2,
-                num_experts=8, num_local_experts=4, max_num_tokens=200,
+                wire,
+                rank=context.rank,
+                world_size=WORLD_SIZE,
+                dtype=torch.bfloat16,
+                hidden_dim=256,
+                topk=2,
+                num_experts=8,
+                num_local_experts=4,
+                max_num_tokens=200,
             )
-        )  # fmt: skip
+        )
         return int(manager.arena.num_bytes)
 
 
@@ -114,9 +134,16 @@ def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | No
         manager.device = context.device
         wire = WireFormat("fp8_per_1x128" if quantization else "none")
         kwargs = handle_kwargs(
-            wire, rank=context.rank, world_size=4, dtype=torch.bfloat16, hidden_dim=256, topk=2, num_experts=9,
-            num_local_experts=num_owned_experts(9, 4, context.rank), max_num_tokens=max_num_tokens,
-        )  # fmt: skip
+            wire,
+            rank=context.rank,
+            world_size=4,
+            dtype=torch.bfloat16,
+            hidden_dim=256,
+            topk=2,
+            num_experts=9,
+            num_local_experts=num_owned_experts(9, 4, context.rank),
+            max_num_tokens=max_num_tokens,
+        )
         # between virtual nodes of one host the default would be peer_memory
         op = manager.get_handle({"gpu_per_node": 2, "internode_transport": "torch.distributed", **kwargs})
         assert op.config.internode_transport == "torch.distributed"

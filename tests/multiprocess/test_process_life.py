@@ -43,9 +43,12 @@ def fork_in_a_step(context: RankContext, case: Case) -> Any:
 
         def misuse() -> None:
             for call in (
-                lambda: op.combine(rows, None, None), lambda: op.combine_send(rows), op.reset,
-                lambda: make_op(context, case, arena), lambda: arena.rendezvous.barrier("of the child"),
-            ):  # fmt: skip
+                lambda: op.combine(rows, None, None),
+                lambda: op.combine_send(rows),
+                op.reset,
+                lambda: make_op(context, case, arena),
+                lambda: arena.rendezvous.barrier("of the child"),
+            ):
                 raised(ForkedProcessError, call, f"process {os.getppid()}, which made it", "spawn")
             op.close()
             arena.close()

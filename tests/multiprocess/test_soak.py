@@ -15,9 +15,15 @@ NUM_STEPS = 5
 @pytest.mark.parametrize("flagged_max_tokens", [0, 128])
 def test_round_trips_that_check_themselves(ranks: Any, flagged_max_tokens: int) -> None:
     case = Case(
-        world_size=3, hidden_dim=16, topk=3, num_experts=9, max_tokens=5, layout="rank_major", with_weights=False,
+        world_size=3,
+        hidden_dim=16,
+        topk=3,
+        num_experts=9,
+        max_tokens=5,
+        layout="rank_major",
+        with_weights=False,
         options={"flagged_max_tokens": flagged_max_tokens},
-    )  # fmt: skip
+    )
     assert ranks(soak, case.world_size, case, NUM_STEPS) == [Soaked(NUM_STEPS, 0, 0)] * 3
 
 

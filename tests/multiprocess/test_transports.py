@@ -97,9 +97,11 @@ def one_answer(context: RankContext, transport: str, kernel: str, form: str) -> 
     with Arena(context.group, context.device) as arena:
         factory = OpFactory(arena)
         config = case.config(
-            rank, kernel_type=EpDispatchCombineKernelType[kernel], gpu_per_node=gpus_per_node,
+            rank,
+            kernel_type=EpDispatchCombineKernelType[kernel],
+            gpu_per_node=gpus_per_node,
             internode_transport="auto" if transport == "shared_memory" else transport,
-        )  # fmt: skip
+        )
         topology = classify(gather_report(context.group, context.device), gpus_per_node)
         op: Any = factory.make(config, topology, 0)
         for number in range(3):

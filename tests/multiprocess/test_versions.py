@@ -69,9 +69,12 @@ def copy_of_another_version(folder: Path) -> Path:
 
 def start(rank: int, folder: Path, meeting: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(rank), str(meeting)], env={"PYTHONPATH": str(folder)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", PROGRAM, str(rank), str(meeting)],
+        env={"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_rank_of_another_version_is_an_error_at_construction(tmp_path):

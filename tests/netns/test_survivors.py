@@ -38,9 +38,13 @@ def _hosts_are_possible():
 def die_and_go_on(context: RankContext, directory: Path, num_hosts: int, victims: list[int]):
     """Ranks die in one step, and the others go on; whom the error names, the ranks left, and the experts lost."""
     case = Case(
-        world_size=context.world_size, num_experts=2 * context.world_size, hidden_dim=32, tokens=((4, 3, 5, 2),),
-        max_tokens=5, num_nodes=num_hosts,
-    )  # fmt: skip
+        world_size=context.world_size,
+        num_experts=2 * context.world_size,
+        hidden_dim=32,
+        tokens=((4, 3, 5, 2),),
+        max_tokens=5,
+        num_nodes=num_hosts,
+    )
     boot_id = directory / f"boot id {context.rank}"
     boot_id.write_text(f"of host {context.rank // (context.world_size // num_hosts)}")
     # the namespaces of one machine have its boot id

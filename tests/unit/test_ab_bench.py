@@ -14,9 +14,17 @@ if TYPE_CHECKING:
 
 
 def row_of(max_sms: int, us: float) -> dict[str, Any]:
-    return {"record": "row", "contender": "ep_a2a", "world_size": 2, "num_tokens": 16, "layout": "rank_major",
-            "max_sms": max_sms, "round_trip_us": us, "round_trip_cold_us": 2 * us,
-            "note": "2 ranks share 1 GPU: times are not those of NVLink"}  # fmt: skip
+    return {
+        "record": "row",
+        "contender": "ep_a2a",
+        "world_size": 2,
+        "num_tokens": 16,
+        "layout": "rank_major",
+        "max_sms": max_sms,
+        "round_trip_us": us,
+        "round_trip_cold_us": 2 * us,
+        "note": "2 ranks share 1 GPU: times are not those of NVLink",
+    }
 
 
 def test_a_shared_gpu_is_handed_on_and_checkouts_alternate(
@@ -38,8 +46,11 @@ def test_a_shared_gpu_is_handed_on_and_checkouts_alternate(
     assert asked == [(name, options) for name in ("old", "new", "old", "new", "new", "old")]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [("max_sms=8" in line, "round_trip_cold_us" in line, "+100.0%" in line) for line in lines] == [
-        (True, False, True), (True, True, True), (False, False, True), (False, True, True),
-    ]  # fmt: skip
+        (True, False, True),
+        (True, True, True),
+        (False, False, True),
+        (False, True, True),
+    ]
     assert all("max_sms=24" in line for line in lines[2:])
     assert rows.read_text().count("2 ranks share 1 GPU") == 8
 

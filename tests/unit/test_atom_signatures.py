@@ -133,9 +133,14 @@ def test_our_configuration_takes_what_atom_and_aiter_set():
 
 def moe_config(**changes: Any) -> SimpleNamespace:
     values = {
-        "num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "num_local_experts": 4,
-        "in_dtype": torch.bfloat16, "max_num_tokens": 16, "moe_parallel_config": SimpleNamespace(local_ep_size=1),
-    }  # fmt: skip
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "hidden_dim": 64,
+        "num_local_experts": 4,
+        "in_dtype": torch.bfloat16,
+        "max_num_tokens": 16,
+        "moe_parallel_config": SimpleNamespace(local_ep_size=1),
+    }
     return SimpleNamespace(**values | changes)
 
 
@@ -175,10 +180,14 @@ def attributes_of(name: str, variable: str) -> set[str]:
         ("options", "config.parallel_config", "atom/config.py", "ParallelConfig."),
         ("prepare_finalize", "self._atom.modular_kernel", f"{FUSED}/modular_kernel.py", ""),
         ("names", "ubatching", "atom/utils/tbo/ubatching.py", ""),
-        ("manager", "communicator", "aiter/dist/device_communicators/base_device_communicator.py",
-         "DeviceCommunicatorBase."),
+        (
+            "manager",
+            "communicator",
+            "aiter/dist/device_communicators/base_device_communicator.py",
+            "DeviceCommunicatorBase.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_attributes_that_are_used_were_read(module, variable, file, owner):
     used = attributes_of(module, variable)
     assert used
@@ -244,9 +253,14 @@ ENVS = SimpleNamespace(ATOM_MORI_V2=False, ATOM_MORI_FP4_DISPATCH=False, ATOM_MO
 
 def config(**changes: Any) -> SimpleNamespace:
     values = {
-        "enable_expert_parallel": True, "dp_logical_size": 0, "moe_backend": "standard", "enable_low_latency": False,
-        "enable_tbo": False, "enable_tbo_decode": False, "parallel_config": SimpleNamespace(data_parallel_size=8),
-    }  # fmt: skip
+        "enable_expert_parallel": True,
+        "dp_logical_size": 0,
+        "moe_backend": "standard",
+        "enable_low_latency": False,
+        "enable_tbo": False,
+        "enable_tbo_decode": False,
+        "parallel_config": SimpleNamespace(data_parallel_size=8),
+    }
     return SimpleNamespace(**values | changes)
 
 

@@ -43,16 +43,29 @@ from ep_a2a.routing import count_ids
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
 BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
 OPS = (
-    MoriOp, DeepEPHighThroughputOp, DeepEPLowLatencyOp, DeepEPV2Op, FlashInferOneSidedOp, FlashInferTwoSidedOp, PplxOp,
-)  # fmt: skip
+    MoriOp,
+    DeepEPHighThroughputOp,
+    DeepEPLowLatencyOp,
+    DeepEPV2Op,
+    FlashInferOneSidedOp,
+    FlashInferTwoSidedOp,
+    PplxOp,
+)
 
 
 def config(**changes: Any) -> EpDispatchCombineConfig:
     values: dict[str, Any] = {
-        "data_type": torch.bfloat16, "rank": 0, "world_size": 4, "hidden_dim": 2048, "scale_dim": 0,
-        "scale_type_size": 0, "max_token_type_size": 4, "max_num_inp_token_per_rank": 16, "num_experts_per_rank": 8,
+        "data_type": torch.bfloat16,
+        "rank": 0,
+        "world_size": 4,
+        "hidden_dim": 2048,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": 4,
+        "max_num_inp_token_per_rank": 16,
+        "num_experts_per_rank": 8,
         "num_experts_per_token": 8,
-    }  # fmt: skip
+    }
     return EpDispatchCombineConfig(**{**values, **changes})
 
 
@@ -62,10 +75,20 @@ def config(**changes: Any) -> EpDispatchCombineConfig:
 def test_vllms_and_moris_names_are_taken():
     names = set(available_backends()) | {alias for name in available_backends() for alias in aliases_of(name)}
     assert names >= {
-        "mori", "mori_high_throughput", "mori_low_latency", "deepep_high_throughput", "deepep_low_latency",
-        "deepep_v2", "pplx", "flashinfer_all2allv", "flashinfer_nvlink_one_sided", "flashinfer_nvlink_two_sided",
-        "naive", "allgather_reducescatter", "ep_a2a",
-    }  # fmt: skip
+        "mori",
+        "mori_high_throughput",
+        "mori_low_latency",
+        "deepep_high_throughput",
+        "deepep_low_latency",
+        "deepep_v2",
+        "pplx",
+        "flashinfer_all2allv",
+        "flashinfer_nvlink_one_sided",
+        "flashinfer_nvlink_two_sided",
+        "naive",
+        "allgather_reducescatter",
+        "ep_a2a",
+    }
     assert manager_type("flashinfer_all2allv") is manager_type("flashinfer_nvlink_two_sided")
     for name in available_backends():
         manager = manager_type(name)
@@ -106,12 +129,13 @@ def test_ops_on_libraries_have_the_interface_of_ours(kind: type) -> None:
         ({"even_experts": True}, {"num_experts": 31}, "num_experts that is a multiple of 4"),
         ({}, {"max_total_recv_tokens": 16}, "no cap on received rows"),
         (
-            {"scale_formats": ("float32",)}, {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
+            {"scale_formats": ("float32",)},
+            {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
             "scale_format out of float32",
         ),
         ({"scales_per_128": True}, {"data_type": torch.float8_e4m3fn}, r"scale_type_size\) = \(16, 4\)"),
     ],
-)  # fmt: skip
+)
 def test_what_a_backend_cannot_do_is_said(can: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     refusal = Capabilities(**can).refusal("some", config(**changes), 1)
     assert isinstance(refusal, UnsupportedError)
@@ -152,9 +176,14 @@ def test_what_a_machine_lacks_is_said():
 
 def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():
     everywhere = {
-        "layout", "num_experts", "dispatch_quant_type", "scale_format", "combine_dtype", "max_total_recv_tokens",
+        "layout",
+        "num_experts",
+        "dispatch_quant_type",
+        "scale_format",
+        "combine_dtype",
+        "max_total_recv_tokens",
         "use_external_inp_buf",
-    }  # fmt: skip
+    }
     assert set(EXTRA_KWARGS) - everywhere == set(KERNEL_FIELDS)
     assert not set(KERNEL_FIELDS) & everywhere
     assert all(kind.takes <= set(KERNEL_FIELDS) for kind in (*OPS, CollectiveDispatchCombineOp))

@@ -56,9 +56,19 @@ def options_of(**changes: Any) -> dict[str, Any]:
         "plot",
         "markdown",
     ]
-    usual = {"device": SimpleNamespace(value="cuda"), "max_tokens": "same", "dtype": "bfloat16", "as_json": False,
-             "combine_quant": "none", "layout": "compact", "routing": "uniform", "max_sms": "0", "gpus_per_node": "0",
-             "shared_gpu": True, "cold_cache": False}  # fmt: skip
+    usual = {
+        "device": SimpleNamespace(value="cuda"),
+        "max_tokens": "same",
+        "dtype": "bfloat16",
+        "as_json": False,
+        "combine_quant": "none",
+        "layout": "compact",
+        "routing": "uniform",
+        "max_sms": "0",
+        "gpus_per_node": "0",
+        "shared_gpu": True,
+        "cold_cache": False,
+    }
     return dict.fromkeys(names) | usual | changes
 
 

@@ -22,8 +22,14 @@ def test_low_latency_mode_takes_as_many_tokens_as_its_queues_hold(
     monkeypatch.setattr(deepep, "unavailable_on", mock.Mock(return_value=None))
     monkeypatch.setattr(deepep, "BUFFER", mock.Mock(stand_in_problem=mock.Mock(return_value=None)))
     moved = Workload(
-        world_size=4, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=7168, topk=8, num_experts=256,
-        quant_type="fp8_per_1x128", layout="rank_major",
-    )  # fmt: skip
+        world_size=4,
+        num_tokens=num_tokens,
+        max_num_tokens=num_tokens,
+        hidden_dim=7168,
+        topk=8,
+        num_experts=256,
+        quant_type="fp8_per_1x128",
+        layout="rank_major",
+    )
     reason = DeepEPContender("deepep_low_latency", low_latency=True).unavailable(moved, torch.device("cuda"))
     assert reason == (None if is_taken else "V1's low-latency mode takes at most 511 tokens")

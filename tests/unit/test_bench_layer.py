@@ -132,9 +132,11 @@ VARIANTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "swiglu": (swiglu_kernel, tensors(BF16, FLOAT, INT, INT, BF16), {"WIDTH": 2048, "BLOCK": 1024}),
     "sum": (sum_rows_kernel, (*tensors(BF16, INT, BF16), 5), GATHER),
     "quantize": (
-        quantize_rows_kernel, (*tensors(BF16, BYTE, INT), 5), {"GROUPS": 56, "GROUPS_LANES": 64, "GROUP": 128}
+        quantize_rows_kernel,
+        (*tensors(BF16, BYTE, INT), 5),
+        {"GROUPS": 56, "GROUPS_LANES": 64, "GROUP": 128},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -189,5 +191,7 @@ def test_what_the_layer_refuses() -> None:
 def test_table_tells_why_a_row_is_missing() -> None:
     rows = [{"a": "one", "b": 0.25, "c": 1234.56}, {"a": "two", "unavailable": "no GPU"}]
     assert format_table(rows, ("a", "b", "c")).splitlines() == [
-        "  a      b       c", "one  0.250  1234.6", "two  unavailable: no GPU",
-    ]  # fmt: skip
+        "  a      b       c",
+        "one  0.250  1234.6",
+        "two  unavailable: no GPU",
+    ]

@@ -37,9 +37,14 @@ HEADER = {"record": "header", "device": "cuda", "torch": "2.13", "note": CPU_NOT
 
 def workload_of(num_tokens: int, **changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": 2, "num_tokens": num_tokens, "max_num_tokens": num_tokens, "hidden_dim": 256, "topk": 2,
-        "num_experts": 4, "routing": "one_expert_per_rank",
-    }  # fmt: skip
+        "world_size": 2,
+        "num_tokens": num_tokens,
+        "max_num_tokens": num_tokens,
+        "hidden_dim": 256,
+        "topk": 2,
+        "num_experts": 4,
+        "routing": "one_expert_per_rank",
+    }
     return Workload(**{**values, **changes})
 
 
@@ -178,8 +183,11 @@ def test_json_lines_grow_behind_their_header(tmp_path):
 
 
 def test_the_table_shows_what_crosses_between_nodes():
-    found = {"ep_a2a_v1": {"rows_between_nodes": 5}, "ep_a2a": {},
-             "ep_a2a_staged": {"rows_between_nodes": 5, "padding_between_nodes": 3}}  # fmt: skip
+    found = {
+        "ep_a2a_v1": {"rows_between_nodes": 5},
+        "ep_a2a": {},
+        "ep_a2a_staged": {"rows_between_nodes": 5, "padding_between_nodes": 3},
+    }
     rows = [
         Row(workload_of(4, gpus_per_node=1), name, Status.OK, timing=timing_of(1, 1, 2), details=details)
         for name, details in found.items()
@@ -219,9 +227,12 @@ def test_lines_of_the_picture_are_named_by_what_varies():
     lines = make_lines(records)
     # the layout makes no difference to the limit
     assert list(lines) == [
-        "wire_limit", "ep_a2a, layout compact", "nccl_agrs, layout compact",
-        "ep_a2a, layout rank_major", "nccl_agrs, layout rank_major",
-    ]  # fmt: skip
+        "wire_limit",
+        "ep_a2a, layout compact",
+        "nccl_agrs, layout compact",
+        "ep_a2a, layout rank_major",
+        "nccl_agrs, layout rank_major",
+    ]
     assert list(lines["wire_limit"].items()) == [(1, 25), (8, 25)]
 
 
@@ -273,8 +284,11 @@ def test_bounds_are_one_table_and_the_limit_is_measured_once():
     headings, cells = make_table(records)
     assert headings[:3] == ["T", "max SMs", "contender"]
     assert [row[:3] for row in cells] == [
-        ["8", "", "wire_limit"], ["8", "0", "ep_a2a"], ["8", "8", "ep_a2a"], ["8", "32", "ep_a2a"],
-    ]  # fmt: skip
+        ["8", "", "wire_limit"],
+        ["8", "0", "ep_a2a"],
+        ["8", "8", "ep_a2a"],
+        ["8", "32", "ep_a2a"],
+    ]
     assert [row[headings.index("of limit")] for row in cells] == ["100.0%", "100.0%", "8.0%", "32.0%"]
 
 

@@ -19,8 +19,13 @@ from ep_a2a.routing import ROUTINGS, expert_ranges
 
 def workload_of(**changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": 3, "num_tokens": 17, "max_num_tokens": 32, "hidden_dim": 256, "topk": 3, "num_experts": 10,
-    }  # fmt: skip
+        "world_size": 3,
+        "num_tokens": 17,
+        "max_num_tokens": 32,
+        "hidden_dim": 256,
+        "topk": 3,
+        "num_experts": 10,
+    }
     return Workload(**{**values, **changes})
 
 
@@ -102,19 +107,35 @@ def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
 
 def sweep_of(**changes: Any) -> Sweep:
     values: dict[str, Any] = {
-        "world_size": (2,), "hidden_dim": (256,), "topk": (4,), "num_experts": (16,), "dtype": ("bfloat16",),
-        "quant_type": ("none",), "combine_quant": ("none",), "layout": ("compact",), "routing": ("uniform",),
-        "max_sms": (0,), "gpus_per_node": (0,), "max_num_tokens": ("same",), "num_tokens": (1, 4),
-    }  # fmt: skip
+        "world_size": (2,),
+        "hidden_dim": (256,),
+        "topk": (4,),
+        "num_experts": (16,),
+        "dtype": ("bfloat16",),
+        "quant_type": ("none",),
+        "combine_quant": ("none",),
+        "layout": ("compact",),
+        "routing": ("uniform",),
+        "max_sms": (0,),
+        "gpus_per_node": (0,),
+        "max_num_tokens": ("same",),
+        "num_tokens": (1, 4),
+    }
     return Sweep(**{**values, **changes})
 
 
 def test_a_sweep_is_every_combination():
     points = sweep_of(max_num_tokens=("same", "8"), layout=("compact", "rank_major")).points()
     assert [(w.layout, w.max_num_tokens, w.num_tokens) for w in points] == [
-        ("compact", 1, 1), ("compact", 4, 4), ("compact", 8, 1), ("compact", 8, 4),
-        ("rank_major", 1, 1), ("rank_major", 4, 4), ("rank_major", 8, 1), ("rank_major", 8, 4),
-    ]  # fmt: skip
+        ("compact", 1, 1),
+        ("compact", 4, 4),
+        ("compact", 8, 1),
+        ("compact", 8, 4),
+        ("rank_major", 1, 1),
+        ("rank_major", 4, 4),
+        ("rank_major", 8, 1),
+        ("rank_major", 8, 4),
+    ]
     assert len(set(points)) == 8
 
 
@@ -138,9 +159,15 @@ def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
 def test_bounds_on_multiprocessors_vary_fastest():
     points = sweep_of(max_sms=(0, 8), layout=("compact", "rank_major")).points()
     assert [(w.layout, w.num_tokens, w.max_sms) for w in points] == [
-        ("compact", 1, 0), ("compact", 1, 8), ("compact", 4, 0), ("compact", 4, 8),
-        ("rank_major", 1, 0), ("rank_major", 1, 8), ("rank_major", 4, 0), ("rank_major", 4, 8),
-    ]  # fmt: skip
+        ("compact", 1, 0),
+        ("compact", 1, 8),
+        ("compact", 4, 0),
+        ("compact", 4, 8),
+        ("rank_major", 1, 0),
+        ("rank_major", 1, 8),
+        ("rank_major", 4, 0),
+        ("rank_major", 4, 8),
+    ]
 
 
 def test_only_weights_of_valid_ids_count():

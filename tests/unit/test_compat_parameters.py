@@ -42,9 +42,12 @@ KEPT_ON_PURPOSE = {
     # keeping them alive is all that is asked for
     "deep_ep EventOverlap extra_tensors",
     # made by create_ep_ll_a2a_ctx only; the library's contexts have these attributes
-    *(f"triton_distributed Lowlatency{kind}Context {name}" for kind in ("Dispatch", "Combine")
-      for name in ("online_quant_fp8", "fp8_gsize")),
-}  # fmt: skip
+    *(
+        f"triton_distributed Lowlatency{kind}Context {name}"
+        for kind in ("Dispatch", "Combine")
+        for name in ("online_quant_fp8", "fp8_gsize")
+    ),
+}
 
 
 # --- every parameter without effect is in the table ---
@@ -200,15 +203,26 @@ def test_no_parameter_has_two_rows_for_the_same_values():
 # --- each warning comes once, each refusal is an error with the remedy of its row ---
 
 CONFIG = EpDispatchCombineConfig(
-    data_type=torch.float32, rank=0, world_size=2, hidden_dim=32, scale_dim=0, scale_type_size=0,
-    max_token_type_size=4, max_num_inp_token_per_rank=8, num_experts_per_rank=2, num_experts_per_token=2,
-)  # fmt: skip
+    data_type=torch.float32,
+    rank=0,
+    world_size=2,
+    hidden_dim=32,
+    scale_dim=0,
+    scale_type_size=0,
+    max_token_type_size=4,
+    max_num_inp_token_per_rank=8,
+    num_experts_per_rank=2,
+    num_experts_per_token=2,
+)
 IDS = torch.zeros(3, 2, dtype=torch.int32)
 WEIGHTS = torch.ones(3, 2)
 RECEIVED = DispatchResult(
-    torch.ones(16, 32), torch.ones(16, 2), None, torch.zeros(16, 2, dtype=torch.int32),
+    torch.ones(16, 32),
+    torch.ones(16, 2),
+    None,
+    torch.zeros(16, 2, dtype=torch.int32),
     torch.tensor([5], dtype=torch.int32),
-)  # fmt: skip
+)
 
 
 class NativeOp:
@@ -310,9 +324,17 @@ def refusing(name: str) -> Callable[[], Any]:
 BARE = object.__new__(Buffer)
 BARE._closed = False
 LAYER = {
-    "max_m": 8, "hidden": 128, "topk": 2, "online_quant_fp8": False, "rank": 0, "num_experts": 4,
-    "local_world_size": 1, "world_size": 2, "fp8_gsize": 128, "dtype": torch.bfloat16,
-}  # fmt: skip
+    "max_m": 8,
+    "hidden": 128,
+    "topk": 2,
+    "online_quant_fp8": False,
+    "rank": 0,
+    "num_experts": 4,
+    "local_world_size": 1,
+    "world_size": 2,
+    "fp8_gsize": 128,
+    "dtype": torch.bfloat16,
+}
 ARENA = SimpleNamespace(unshared_index=lambda: 0, rendezvous=None)
 REFUSES: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer enable_shrink": lambda: buffer(enable_shrink=True),

@@ -106,9 +106,11 @@ def once(attempt: Callable[[], bool]) -> bool:
 
 def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
-        FakeKernel("dispatch", is_compiled=True), FakeKernel("combine", until_said=True),
-        FakeKernel("combine"), FakeKernel("count"),
-    ]  # fmt: skip
+        FakeKernel("dispatch", is_compiled=True),
+        FakeKernel("combine", until_said=True),
+        FakeKernel("combine"),
+        FakeKernel("count"),
+    ]
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/cache")
     text = announced(monkeypatch, lambda: compiled(kernels))
     assert text == (

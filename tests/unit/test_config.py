@@ -126,9 +126,13 @@ def test_names_order_and_defaults_are_moris():
 
 def test_kernel_types_are_moris():
     assert [(member.name, member.value) for member in KERNEL_TYPE] == [
-        ("IntraNode", 0), ("InterNode", 1), ("InterNodeV1", 2), ("InterNodeV1LL", 3), ("AsyncLL", 4),
+        ("IntraNode", 0),
+        ("InterNode", 1),
+        ("InterNodeV1", 2),
+        ("InterNodeV1LL", 3),
+        ("AsyncLL", 4),
         ("IntraNodeLL", 5),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_configuration_of_moris_example():
@@ -164,16 +168,52 @@ def test_all_of_moris_fields_by_position():
     )
     values = [getattr(config, name) for name, _ in MORI_FIELDS]
     assert values == [
-        FP8, 7, 16, 7168, 56, 4, 2, 4096, 16, 8, 16, 32, 1600, True, KERNEL_TYPE.InterNodeV1, 8, 16, 2, "fp8_blockwise",
-    ]  # fmt: skip
+        FP8,
+        7,
+        16,
+        7168,
+        56,
+        4,
+        2,
+        4096,
+        16,
+        8,
+        16,
+        32,
+        1600,
+        True,
+        KERNEL_TYPE.InterNodeV1,
+        8,
+        16,
+        2,
+        "fp8_blockwise",
+    ]
 
 
 def test_our_fields_are_not_positional():
     with pytest.raises(TypeError, match="positional"):
         EpDispatchCombineConfig(
-            torch.bfloat16, 0, 8, 512, 0, 0, 4, 128, 4, 2, 8, 80, 0, True, KERNEL_TYPE.IntraNode, 8, 0, 1, "none",
+            torch.bfloat16,
+            0,
+            8,
+            512,
+            0,
+            0,
+            4,
+            128,
+            4,
+            2,
+            8,
+            80,
+            0,
+            True,
+            KERNEL_TYPE.IntraNode,
+            8,
+            0,
+            1,
+            "none",
             "compact",
-        )  # type: ignore[misc]  # fmt: skip
+        )  # type: ignore[misc]
 
 
 def test_a_config_is_a_value():
@@ -276,7 +316,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_type": "fp8_per_token", "dispatch_quant_type": "fp8_per_1x128"},
         "quant_type to act on combine where dispatch_quant_type is given; got 'fp8_per_token'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)

@@ -81,10 +81,17 @@ def test_a_step_is_counted_from_what_all_ranks_have_told(clock):
     layer.step([[1, 2, 3], [10, 20, 30], [100, 200, 400]], dispatch_ns=2500, combine_ns=1000, num_tokens=7)
     row_bytes = layer.config.hidden_dim * 2
     step = {
-        "num_tokens": 7, "num_kept_rows": 20, "num_sent_rows": 40, "num_received_rows": 202,
-        "sent_bytes": 242 * row_bytes, "received_bytes": 242 * row_bytes, "rank_rows": 766 / 3,
-        "skew_rows": pytest.approx(433 - 766 / 3), "dispatch_wait_us": 2.5, "combine_wait_us": 1.0,
-    }  # fmt: skip
+        "num_tokens": 7,
+        "num_kept_rows": 20,
+        "num_sent_rows": 40,
+        "num_received_rows": 202,
+        "sent_bytes": 242 * row_bytes,
+        "received_bytes": 242 * row_bytes,
+        "rank_rows": 766 / 3,
+        "skew_rows": pytest.approx(433 - 766 / 3),
+        "dispatch_wait_us": 2.5,
+        "combine_wait_us": 1.0,
+    }
     largest = {"max_skew_rows": step["skew_rows"], "max_dispatch_wait_us": 2.5, "max_combine_wait_us": 1.0}
     assert layer.read() == {"num_steps": 1, **step, **largest, "latest_steps": [{"step": 1, **step}]}
 
@@ -196,9 +203,11 @@ def test_layers_across_nodes_are_not_counted():
     for transport in ("peer_memory", "torch.distributed"):
         op = object.__new__(EpDispatchCombineOp)
         op.config = config_of(
-            kernel_type=EpDispatchCombineKernelType.InterNodeV1, world_size=4, gpu_per_node=2,
+            kernel_type=EpDispatchCombineKernelType.InterNodeV1,
+            world_size=4,
+            gpu_per_node=2,
             internode_transport=transport,
-        )  # fmt: skip
+        )
         with pytest.raises(UnsupportedError, match="EP_A2A_COUNTERS on one node"):
             LayerCounters(2).exchange_of(op, SimpleNamespace())
 
@@ -214,9 +223,11 @@ def test_layers_are_read_by_their_names_in_the_order_in_which_they_were_built():
     configs = [SimpleNamespace() for _ in range(3)]
     layers._layers = [(moe, op, StepCounters(CPU, 2)) for moe in configs]
     modules = {
-        "attention": object(), "second": SimpleNamespace(moe_config=configs[1]),
-        "first": SimpleNamespace(moe_config=configs[0]), "other": SimpleNamespace(moe_config=SimpleNamespace()),
-    }  # fmt: skip
+        "attention": object(),
+        "second": SimpleNamespace(moe_config=configs[1]),
+        "first": SimpleNamespace(moe_config=configs[0]),
+        "other": SimpleNamespace(moe_config=SimpleNamespace()),
+    }
     manager = SimpleNamespace(counters=layers, rank=3, world_size=4)
     found = read_counters([manager], modules)
     assert (found["rank"], found["num_ranks"]) == (3, 4)

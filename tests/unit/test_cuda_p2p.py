@@ -30,9 +30,10 @@ class Runtime:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         results = {
-            "cudaMalloc": ADDRESS, "cudaIpcOpenMemHandle": PEER_ADDRESS,
+            "cudaMalloc": ADDRESS,
+            "cudaIpcOpenMemHandle": PEER_ADDRESS,
             "cudaIpcGetMemHandle": SimpleNamespace(reserved=b"handle"),
-        }  # fmt: skip
+        }
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append(f"{name} {arguments[0]}" if name in ("cudaFree", "cudaIpcCloseMemHandle") else name)

@@ -10,9 +10,7 @@ from tests.deaths import BOUND_SECS, Fault, Run, wrong_names
 
 ERROR_AT = 100.0
 LONG_AGO, JUST_NOW = ERROR_AT - 2 * BOUND_SECS, ERROR_AT - 0.1
-RUN = Run(
-    "IntraNode", 4, 0, "compact", "", {0: Fault("kill", 0.5), 2: Fault("kill", 0.5), 3: Fault("stop", 0.5)}
-)  # fmt: skip
+RUN = Run("IntraNode", 4, 0, "compact", "", {0: Fault("kill", 0.5), 2: Fault("kill", 0.5), 3: Fault("stop", 0.5)})
 
 
 def names(missing: list[int], late: list[int] | None = None) -> dict[str, Any]:
@@ -32,6 +30,6 @@ def names(missing: list[int], late: list[int] | None = None) -> dict[str, Any]:
         ({0: LONG_AGO, 2: LONG_AGO}, {1: names([0, 2])}, 1),
     ],
     ids=["all", "stop-left-out", "stopped-just-now", "killed-just-now", "a-survivor", "disagreement", "late", "silent"],
-)  # fmt: skip
+)
 def test_wrong_names(struck: dict[int, float], seen: dict[int, dict[str, Any]], num_wrong: int) -> None:
     assert len(wrong_names(RUN, struck, seen)) == num_wrong

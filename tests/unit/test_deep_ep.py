@@ -163,8 +163,9 @@ def test_tensors_are_found_where_they_are():
 def routings(draw: Any) -> tuple[torch.Tensor, int, int]:
     num_ranks, per_rank = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     num_tokens, topk = draw(st.integers(0, 7)), draw(st.integers(1, 4))
-    ids = draw(st.lists(st.integers(-2, num_ranks * per_rank + 1), min_size=num_tokens * topk,
-                        max_size=num_tokens * topk))  # fmt: skip
+    ids = draw(
+        st.lists(st.integers(-2, num_ranks * per_rank + 1), min_size=num_tokens * topk, max_size=num_tokens * topk)
+    )
     dtype = draw(st.sampled_from((torch.int64, torch.int32)))
     return torch.tensor(ids, dtype=dtype).view(num_tokens, topk), num_ranks, per_rank
 

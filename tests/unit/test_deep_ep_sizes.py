@@ -74,9 +74,11 @@ def test_rows_count_as_bf16_at_least():
 
 
 @given(
-    hidden_dim=st.integers(1, 64).map(lambda groups: 128 * groups), tokens=st.integers(1, 512),
-    experts=st.integers(1, 512), num_ranks=st.sampled_from(tuple(TABLE)),
-)  # fmt: skip
+    hidden_dim=st.integers(1, 64).map(lambda groups: 128 * groups),
+    tokens=st.integers(1, 512),
+    experts=st.integers(1, 512),
+    num_ranks=st.sampled_from(tuple(TABLE)),
+)
 def test_hints_are_aligned_and_grow(hidden_dim, tokens, experts, num_ranks):
     def hints(hidden_dim: int, tokens: int, experts: int) -> sizes.DeepEpHints:
         return sizes.deep_ep_hints(
@@ -111,9 +113,7 @@ def test_the_command_says_every_region_and_deep_eps_hints(nodes):
     assert regions["poison"] == 256
     assert regions["expert_rows"] == 0
     assert len(regions) == len(Region)
-    assert found["deep_ep_hints"] == {
-        "nvl_bytes": 335_709_824, "rdma_bytes": 0, "low_latency_bytes": 1_881_147_520
-    }  # fmt: skip
+    assert found["deep_ep_hints"] == {"nvl_bytes": 335_709_824, "rdma_bytes": 0, "low_latency_bytes": 1_881_147_520}
     text = " ".join(plan(f"{EXAMPLE}{nodes}").replace("│", " ").split())
     for each in ("total", "1,881,147,520", "335,709,824"):
         assert each in text

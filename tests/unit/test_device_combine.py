@@ -42,9 +42,16 @@ def row_numbers(counts: list[int], *, compact: bool) -> dict[int, tuple[int, int
 
 @portable
 def list_units(
-    counts, out, stride, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+    counts,
+    out,
+    stride,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    COMPACT: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+):
     unit = tl.program_id(0)
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
@@ -67,9 +74,17 @@ def test_units_cover_every_row_once_and_in_its_order(world_size, counts, compact
         out = torch.full((max(1, num_units), 3), 77, dtype=torch.int32)
         if num_units:
             list_units.interpret(
-                (num_units,), torch.tensor(counts, dtype=torch.int32), out, STRIDE, rank, WORLD_SIZE=world_size,
-                WORLD_LANES=padded(world_size), NUM_BLOCKS=num_blocks, COMPACT=compact, OWN_IN_PLACE=in_place,
-            )  # fmt: skip
+                (num_units,),
+                torch.tensor(counts, dtype=torch.int32),
+                out,
+                STRIDE,
+                rank,
+                WORLD_SIZE=world_size,
+                WORLD_LANES=padded(world_size),
+                NUM_BLOCKS=num_blocks,
+                COMPACT=compact,
+                OWN_IN_PLACE=in_place,
+            )
         units = [tuple(unit) for unit in out[:num_units].tolist()]
         # a row's blocks follow each other
         assert units == [unit for unit in units[::num_blocks] for _ in range(num_blocks)]
@@ -92,19 +107,38 @@ NUM_BLOCKS = -(-HIDDEN // GROUP)
 
 @portable
 def ask_first(
-    rows_in, table, counts, out, values_out, stride, rank, num_senders, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, COMPACT: tl.constexpr,
+    rows_in,
+    table,
+    counts,
+    out,
+    values_out,
+    stride,
+    rank,
+    num_senders,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    COMPACT: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+):
     # one program that is none before the senders, and one behind them
     sender = tl.program_id(0) - 1
     is_sender = (sender >= 0) & (sender < num_senders)
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
     aim, _places, values = first_unit(
-        rows_in, table, vector, stride, rank, sender, is_sender, Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT),
-        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False), OWN_IN_PLACE,
-    )  # fmt: skip
+        rows_in,
+        table,
+        vector,
+        stride,
+        rank,
+        sender,
+        is_sender,
+        Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT),
+        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
+        OWN_IN_PLACE,
+    )
     destination, index, row = aim
     at = tl.program_id(0)
     tl.store(out + at * 3, destination)
@@ -151,17 +185,37 @@ def test_the_first_unit_is_the_first_of_the_order(world_size, counts, compact, i
         out = torch.full((num_senders + 2, 3), 77, dtype=torch.int32)
         values = torch.full((num_senders + 2, GROUP), 77, dtype=torch.int32)
         ask_first.interpret(
-            (num_senders + 2,), memory, table, torch.tensor(counts, dtype=torch.int32), out, values, STRIDE, rank,
-            num_senders, WORLD_SIZE=world_size, WORLD_LANES=padded(world_size), HIDDEN=HIDDEN, GROUP=GROUP,
-            COMPACT=compact, OWN_IN_PLACE=in_place,
-        )  # fmt: skip
+            (num_senders + 2,),
+            memory,
+            table,
+            torch.tensor(counts, dtype=torch.int32),
+            out,
+            values,
+            STRIDE,
+            rank,
+            num_senders,
+            WORLD_SIZE=world_size,
+            WORLD_LANES=padded(world_size),
+            HIDDEN=HIDDEN,
+            GROUP=GROUP,
+            COMPACT=compact,
+            OWN_IN_PLACE=in_place,
+        )
         assert not (values == OUTSIDE).any(), "reads behind the rows"
         assert (values[[0, -1]] == 0).all()
         units = torch.full((num_senders, 3), 77, dtype=torch.int32)
         list_units.interpret(
-            (num_senders,), torch.tensor(counts, dtype=torch.int32), units, STRIDE, rank, WORLD_SIZE=world_size,
-            WORLD_LANES=padded(world_size), NUM_BLOCKS=NUM_BLOCKS, COMPACT=compact, OWN_IN_PLACE=in_place,
-        )  # fmt: skip
+            (num_senders,),
+            torch.tensor(counts, dtype=torch.int32),
+            units,
+            STRIDE,
+            rank,
+            WORLD_SIZE=world_size,
+            WORLD_LANES=padded(world_size),
+            NUM_BLOCKS=NUM_BLOCKS,
+            COMPACT=compact,
+            OWN_IN_PLACE=in_place,
+        )
         assert torch.equal(out[1:-1], units)
         for sender, (source, index, row) in enumerate(units.tolist()):
             if index < counts[source]:
@@ -173,10 +227,23 @@ def test_the_first_unit_is_the_first_of_the_order(world_size, counts, compact, i
 
 @portable
 def send_back(
-    rows_in, weights_in, table, counts, stride, slots_per_rank, rank, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, COMPACT: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+    rows_in,
+    weights_in,
+    table,
+    counts,
+    stride,
+    slots_per_rank,
+    rank,
+    TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    COMPACT: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+):
     sender, num_senders = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
@@ -184,9 +251,21 @@ def send_back(
     block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False)
     first = first_unit(rows_in, table, vector, stride, rank, sender, sender >= 0, shape, block, OWN_IN_PLACE)
     push_results(
-        first, rows_in, weights_in, table, vector, stride, slots_per_rank, rank, sender, num_senders, shape, block,
-        HAS_WEIGHTS, OWN_IN_PLACE,
-    )  # fmt: skip
+        first,
+        rows_in,
+        weights_in,
+        table,
+        vector,
+        stride,
+        slots_per_rank,
+        rank,
+        sender,
+        num_senders,
+        shape,
+        block,
+        HAS_WEIGHTS,
+        OWN_IN_PLACE,
+    )
 
 
 @SENDS
@@ -202,10 +281,24 @@ def test_senders_send_every_row_to_its_slot_and_nothing_else(world_size, counts,
             memory = combine_memory(world_size)
             table = table_of(world_size, memory)
             send_back.interpret(
-                (num_senders,), rows, weights, table, torch.tensor(counts, dtype=torch.int32), STRIDE, SLOTS, rank,
-                TOPK=TOPK, TOPK_LANES=padded(TOPK), WORLD_SIZE=world_size, WORLD_LANES=padded(world_size),
-                HIDDEN=HIDDEN, GROUP=GROUP, HAS_WEIGHTS=has_weights, COMPACT=compact, OWN_IN_PLACE=in_place,
-            )  # fmt: skip
+                (num_senders,),
+                rows,
+                weights,
+                table,
+                torch.tensor(counts, dtype=torch.int32),
+                STRIDE,
+                SLOTS,
+                rank,
+                TOPK=TOPK,
+                TOPK_LANES=padded(TOPK),
+                WORLD_SIZE=world_size,
+                WORLD_LANES=padded(world_size),
+                HIDDEN=HIDDEN,
+                GROUP=GROUP,
+                HAS_WEIGHTS=has_weights,
+                COMPACT=compact,
+                OWN_IN_PLACE=in_place,
+            )
             expected = combine_memory(world_size)
             for row, (source, index) in row_numbers(counts, compact=compact).items():
                 if not (in_place and source == rank):
@@ -221,9 +314,16 @@ def test_senders_send_every_row_to_its_slot_and_nothing_else(world_size, counts,
 
 @portable
 def look_scaled(
-    rows, scales, slots_in, missing_out, total_out, WIDTH: tl.constexpr, GROUPS_LANES: tl.constexpr,
-    GROUP: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
+    rows,
+    scales,
+    slots_in,
+    missing_out,
+    total_out,
+    WIDTH: tl.constexpr,
+    GROUPS_LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
     slots = ()
     for peer in tl.static_range(WORLD_SIZE):
         slots = slots + (tl.load(slots_in + peer),)  # noqa: RUF005
@@ -247,9 +347,17 @@ def test_a_row_with_scales_has_arrived_with_the_last_of_them(num_groups):
     def seen(rows: torch.Tensor, scale_bits: torch.Tensor) -> tuple[int, torch.Tensor]:
         missing, total = torch.full((1,), 77, dtype=torch.int32), torch.zeros(padded(num_groups), group)
         look_scaled.interpret(
-            (1,), rows, scale_bits, slots, missing, total, WIDTH=width, GROUPS_LANES=padded(num_groups), GROUP=group,
+            (1,),
+            rows,
+            scale_bits,
+            slots,
+            missing,
+            total,
+            WIDTH=width,
+            GROUPS_LANES=padded(num_groups),
+            GROUP=group,
             WORLD_SIZE=world_size,
-        )  # fmt: skip
+        )
         return int(missing), total.flatten()[:width]
 
     bits = scales.view(torch.int32)
@@ -280,18 +388,38 @@ GOES = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]], dty
 
 @portable
 def add(
-    rows_in, weights_in, result, table, num_tokens, first_own_row, slots_per_rank, rank, poison_out,
-    TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, READ_AHEAD: tl.constexpr,
-):  # fmt: skip
+    rows_in,
+    weights_in,
+    result,
+    table,
+    num_tokens,
+    first_own_row,
+    slots_per_rank,
+    rank,
+    poison_out,
+    TOPK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+    READ_AHEAD: tl.constexpr,
+):
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
     poison = add_results(
         Receiver(table, rank, 1, num_tokens, slots_per_rank, first_own_row, receiver, num_receivers, 0),
-        rows_in, weights_in, result, rows_in, None, None, Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
+        rows_in,
+        weights_in,
+        result,
+        rows_in,
+        None,
+        None,
+        Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
         Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
         Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False),
-        Combine(tl.float32, False, OWN_IN_PLACE, READ_AHEAD), HAS_WEIGHTS,
-    )  # fmt: skip
+        Combine(tl.float32, False, OWN_IN_PLACE, READ_AHEAD),
+        HAS_WEIGHTS,
+    )
     tl.store(poison_out + receiver, poison)
 
 
@@ -354,10 +482,24 @@ def test_rows_are_added_when_they_have_come_and_left_empty(
     given = rows_in.clone()
     table = table_of(RANKS, {(region, RANK): each for region, each in memory.items()})
     add.interpret(
-        (num_receivers,), rows_in.view(torch.int32), weights_in.view(torch.int32), result, table, TOKENS,
-        first_own_row, SLOTS, RANK, poison, TOPK=TOPK, WORLD_SIZE=RANKS, HIDDEN=HIDDEN, GROUP=GROUP,
-        HAS_WEIGHTS=has_weights, OWN_IN_PLACE=in_place, READ_AHEAD=ahead,
-    )  # fmt: skip
+        (num_receivers,),
+        rows_in.view(torch.int32),
+        weights_in.view(torch.int32),
+        result,
+        table,
+        TOKENS,
+        first_own_row,
+        SLOTS,
+        RANK,
+        poison,
+        TOPK=TOPK,
+        WORLD_SIZE=RANKS,
+        HIDDEN=HIDDEN,
+        GROUP=GROUP,
+        HAS_WEIGHTS=has_weights,
+        OWN_IN_PLACE=in_place,
+        READ_AHEAD=ahead,
+    )
     assert parts == []
     assert not poison.any()
     for got, values in ((result, sent), (memory[Region.RESULT_WEIGHTS], sent_weights)):

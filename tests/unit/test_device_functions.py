@@ -271,8 +271,13 @@ def test_owners(num_experts, world_size):
 def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
     """The constants that most helpers take."""
     owners = ExpertPlacement(num_experts, world_size)
-    return {"TOPK": topk, "OWNERS": owners, "WORLD_SIZE": world_size, "COUNT_BITS": bits,
-            "WORLD_LANES": padded(world_size)}  # fmt: skip
+    return {
+        "TOPK": topk,
+        "OWNERS": owners,
+        "WORLD_SIZE": world_size,
+        "COUNT_BITS": bits,
+        "WORLD_LANES": padded(world_size),
+    }
 
 
 def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world_size: int) -> torch.Tensor:
@@ -291,8 +296,10 @@ def add(
     left, right, words_out, sums_out, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr
 ):
     lanes = tl.arange(0, WORLD_LANES)
-    pair = (packed(tl.load(left + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
-            packed(tl.load(right + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS))  # fmt: skip
+    pair = (
+        packed(tl.load(left + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
+        packed(tl.load(right + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
+    )
     total = plus(pair[0], pair[1], WORLD_SIZE, COUNT_BITS)
     for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
         tl.store(words_out + word, total[word])
@@ -344,9 +351,18 @@ def test_the_field_with_the_sign_of_its_word_counts_on(rank, bits, counts, more_
 
 @portable
 def fields_of_all(
-    ids, num_tokens, before_out, own_out, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
-):  # fmt: skip
+    ids,
+    num_tokens,
+    before_out,
+    own_out,
+    TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr,
+    OWNERS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):
     lanes, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
     going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
     for token in range(num_tokens + 1):
@@ -364,9 +380,15 @@ def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_siz
     mask[:num_tokens, :world_size] = destination_mask(ids[:num_tokens], num_experts, world_size)
     before, own = torch.full((2, num_tokens + 1, lanes), 77, dtype=torch.int32)
     fields_of_all.interpret(
-        (1,), ids, num_tokens, before, own, TOPK_LANES=padded(topk), TOKENS=16,
+        (1,),
+        ids,
+        num_tokens,
+        before,
+        own,
+        TOPK_LANES=padded(topk),
+        TOKENS=16,
         **topk_shapes(topk, num_experts, world_size, bits),
-    )  # fmt: skip
+    )
     assert torch.equal(before, (mask.cumsum(0) - mask).to(torch.int32))
     assert torch.equal(own, mask)
 
@@ -388,19 +410,31 @@ def test_a_rank_is_named_once_or_not_at_all(world_size, num_experts, bits):
     """A token's expert that it names twice, other experts of one rank, and ids that are none."""
     last = num_experts - 1
     lines = [
-        [0, 0, 0, 0], [last, INT_MIN, last, INT_MAX], [0, last, last, 0], [-1, 0, -1, num_experts],
-        [INT_MAX, INT_MIN, -1, last], [-1, -2, INT_MIN, INT_MAX],
+        [0, 0, 0, 0],
+        [last, INT_MIN, last, INT_MAX],
+        [0, last, last, 0],
+        [-1, 0, -1, num_experts],
+        [INT_MAX, INT_MIN, -1, last],
+        [-1, -2, INT_MIN, INT_MAX],
         [num_experts, num_experts + world_size, -num_experts, INT_MIN + 1],
         [last // 2, min(last, last // 2 + 1), last // 2, min(last, last // 2 + 2)],
-    ]  # fmt: skip
+    ]
     check_fields(torch.tensor(lines, dtype=torch.int32), len(lines), num_experts, world_size, bits)
 
 
 @portable
 def count(
-    ids, first, last, out, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr,
-):  # fmt: skip
+    ids,
+    first,
+    last,
+    out,
+    TOPK: tl.constexpr,
+    OWNERS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):
     lanes = tl.arange(0, WORLD_LANES)
     counts = count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
     tl.store(out + lanes, field_of(counts, lanes, WORLD_SIZE, COUNT_BITS))
@@ -456,9 +490,19 @@ def test_bits_of_a_field_hold_the_largest_count(most, bits):
 
 @portable
 def record(
-    routes, sent_ids, ids, first, last, next_rows, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
-):  # fmt: skip
+    routes,
+    sent_ids,
+    ids,
+    first,
+    last,
+    next_rows,
+    TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr,
+    OWNERS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):
     at = tl.arange(0, TOPK_LANES)
     before = packed(tl.load(next_rows + tl.arange(0, WORLD_LANES)), WORLD_SIZE, WORLD_LANES, COUNT_BITS)
     for token in range(first, last):
@@ -523,10 +567,19 @@ def begun(steps: list[int], stage: int) -> list[int]:
 @pytest.mark.parametrize(
     ("done", "epoch"),
     [
-        (0, 1), (1, 2), (2**31 - 2, 2**31 - 1), (2**31 - 1, 2**31), (2**31, 2**31 + 1), (2**32 - 2, 2**32 - 1),
-        (2**32 - 1, 1), (2**32, 2), (2 * (2**32 - 1) - 1, 2**32 - 1), (2 * (2**32 - 1), 1), (2**47 - 1, 2**15),
+        (0, 1),
+        (1, 2),
+        (2**31 - 2, 2**31 - 1),
+        (2**31 - 1, 2**31),
+        (2**31, 2**31 + 1),
+        (2**32 - 2, 2**32 - 1),
+        (2**32 - 1, 1),
+        (2**32, 2),
+        (2 * (2**32 - 1) - 1, 2**32 - 1),
+        (2 * (2**32 - 1), 1),
+        (2**47 - 1, 2**15),
     ],
-)  # fmt: skip
+)
 def test_epochs_wrap_and_skip_zero(done, epoch):
     """By definition: steps are counted from 1 to 2**32 - 1 and again; arrivals in the lower bits do not matter."""
     assert epoch == done % (2**32 - 1) + 1
@@ -641,8 +694,9 @@ def test_a_flag_that_nobody_has_written_is_late(epoch, orders):
 
 
 @portable
-def post_and_wait(table, out, REGION: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-                  ORDERS: tl.constexpr):  # fmt: skip
+def post_and_wait(
+    table, out, REGION: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, ORDERS: tl.constexpr
+):
     rank, epoch = tl.program_id(0), -5
     post_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS)
     if rank == WORLD_SIZE - 1:
@@ -659,9 +713,14 @@ def test_a_post_reaches_every_peer_once(world_size, orders):
         table[Region.COMBINE_FLAGS * world_size + peer] = flags[peer].data_ptr()
     out = torch.full((1,), 77, dtype=torch.int32)
     post_and_wait.interpret(
-        (world_size,), table, out, REGION=Region.COMBINE_FLAGS.value, WORLD_SIZE=world_size, LANES=padded(world_size),
+        (world_size,),
+        table,
+        out,
+        REGION=Region.COMBINE_FLAGS.value,
+        WORLD_SIZE=world_size,
+        LANES=padded(world_size),
         ORDERS=orders,
-    )  # fmt: skip
+    )
     assert out.tolist() == [0]
     assert (flags[:, :world_size] == -5).all()
     # no word but those of the ranks

@@ -62,9 +62,20 @@ ROW_WORDS, WORD_LANES = 6, 8
 
 @portable
 def look(
-    rows, sides, count_word, epoch_word, sent_lanes, out, side_out, index, SIDE_WORDS: tl.constexpr,
-    SIDE_LANES: tl.constexpr, ROW_WORDS: tl.constexpr, WORD_LANES: tl.constexpr, ALWAYS_FLAGGED: tl.constexpr,
-):  # fmt: skip
+    rows,
+    sides,
+    count_word,
+    epoch_word,
+    sent_lanes,
+    out,
+    side_out,
+    index,
+    SIDE_WORDS: tl.constexpr,
+    SIDE_LANES: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    ALWAYS_FLAGGED: tl.constexpr,
+):
     sides_at = tl.arange(0, SIDE_LANES)
     words_at = tl.arange(0, WORD_LANES)
     sent = tl.load(sent_lanes + sides_at) != 0
@@ -99,9 +110,21 @@ class Row:
         out, seen = torch.full((3,), 77, dtype=torch.int32), torch.full((SIDE_LANES,), 77, dtype=torch.int64)
         epoch = torch.tensor([as_int32(self.epoch)], dtype=torch.int32)
         look.interpret(
-            (1,), rows, sides, count, epoch, sent, out, seen, index, SIDE_WORDS=SIDE_WORDS, SIDE_LANES=SIDE_LANES,
-            ROW_WORDS=ROW_WORDS, WORD_LANES=WORD_LANES, ALWAYS_FLAGGED=self.cast,
-        )  # fmt: skip
+            (1,),
+            rows,
+            sides,
+            count,
+            epoch,
+            sent,
+            out,
+            seen,
+            index,
+            SIDE_WORDS=SIDE_WORDS,
+            SIDE_LANES=SIDE_LANES,
+            ROW_WORDS=ROW_WORDS,
+            WORD_LANES=WORD_LANES,
+            ALWAYS_FLAGGED=self.cast,
+        )
         # what is not sent is not looked at, but for the count, which has the lane behind the words
         expected = [self.sides[at] if at in self.sent else 0 for at in range(SIDE_WORDS)] + [self.count]
         assert seen.tolist() == expected + [0] * (SIDE_LANES - SIDE_WORDS - 1)
@@ -206,17 +229,47 @@ POISON_WORD = 4 << 16 | 2
 
 @portable
 def take(
-    table, rows, sides, count_word, sent_lanes, words_out, side_out, out, epoch, index, rank, source,
-    WORLD_SIZE: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_LANES: tl.constexpr, ROW_WORDS: tl.constexpr,
-    WORD_LANES: tl.constexpr, ALWAYS_FLAGGED: tl.constexpr, SPARSE_POLLS: tl.constexpr,
-):  # fmt: skip
+    table,
+    rows,
+    sides,
+    count_word,
+    sent_lanes,
+    words_out,
+    side_out,
+    out,
+    epoch,
+    index,
+    rank,
+    source,
+    WORLD_SIZE: tl.constexpr,
+    SIDE_WORDS: tl.constexpr,
+    SIDE_LANES: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    ALWAYS_FLAGGED: tl.constexpr,
+    SPARSE_POLLS: tl.constexpr,
+):
     sides_at = tl.arange(0, SIDE_LANES)
     words_at = tl.arange(0, WORD_LANES)
     sent = tl.load(sent_lanes + sides_at) != 0
     words, side, exists, poison = take_row_block(
-        table, rows, sides, count_word, epoch, source, index, words_at, sides_at, sent, rank, WORLD_SIZE,
-        ROW_WORDS, SIDE_WORDS, ALWAYS_FLAGGED, SPARSE_POLLS,
-    )  # fmt: skip
+        table,
+        rows,
+        sides,
+        count_word,
+        epoch,
+        source,
+        index,
+        words_at,
+        sides_at,
+        sent,
+        rank,
+        WORLD_SIZE,
+        ROW_WORDS,
+        SIDE_WORDS,
+        ALWAYS_FLAGGED,
+        SPARSE_POLLS,
+    )
     tl.store(words_out + words_at, words)
     tl.store(side_out + sides_at, side)
     tl.store(out, exists.to(tl.int32))
@@ -277,10 +330,27 @@ class Arrival:
         table = table_of(WORLD, {(Region.POISON, RANK): self.poison, (Region.LIMITS, RANK): self.limit})
         table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = self.num_ended << STEP_SHIFT.value
         take.interpret(
-            (1,), table, self.rows, self.sides, self.count, sent, words, sides, out, as_int32(row.epoch), index, RANK,
-            SOURCE, WORLD_SIZE=WORLD, SIDE_WORDS=SIDE_WORDS, SIDE_LANES=SIDE_LANES, ROW_WORDS=ROW_WORDS,
-            WORD_LANES=WORD_LANES, ALWAYS_FLAGGED=row.cast, SPARSE_POLLS=sparse,
-        )  # fmt: skip
+            (1,),
+            table,
+            self.rows,
+            self.sides,
+            self.count,
+            sent,
+            words,
+            sides,
+            out,
+            as_int32(row.epoch),
+            index,
+            RANK,
+            SOURCE,
+            WORLD_SIZE=WORLD,
+            SIDE_WORDS=SIDE_WORDS,
+            SIDE_LANES=SIDE_LANES,
+            ROW_WORDS=ROW_WORDS,
+            WORD_LANES=WORD_LANES,
+            ALWAYS_FLAGGED=row.cast,
+            SPARSE_POLLS=sparse,
+        )
         exists, poison = out.tolist()
         return words[:ROW_WORDS].tolist() if exists else None, sides[:SIDE_WORDS].tolist(), poison
 
@@ -300,9 +370,10 @@ ORDERS = {
     "row first": lambda row, side, count: [*row, *side, *count],
     "beside first": lambda row, side, count: [*side, *row, *count],
     "count first": lambda row, side, count: [*count, *side, *row],
-    "in turn": lambda row, side, count: [each for pair in zip(row, side) for each in pair] + row[len(side) :]
-    + side[len(row) :] + count,
-}  # fmt: skip
+    "in turn": lambda row, side, count: (
+        [each for pair in zip(row, side) for each in pair] + row[len(side) :] + side[len(row) :] + count
+    ),
+}
 
 
 def shuffled(seed: int) -> Any:
@@ -402,10 +473,25 @@ def store_rows(rows, out, token, WORLD_SIZE: tl.constexpr):
 
 @portable
 def find_rows(
-    ids, table, first_rows, row_limit, rank, num_tokens, alone_out, told_out, few_out, TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PROGRAM_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
-):  # fmt: skip
+    ids,
+    table,
+    first_rows,
+    row_limit,
+    rank,
+    num_tokens,
+    alone_out,
+    told_out,
+    few_out,
+    TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr,
+    OWNERS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WORLD_LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PROGRAM_LANES: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     ranks, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
     chunk = (num_tokens + num_programs - 1) // num_programs
@@ -417,8 +503,10 @@ def find_rows(
     alone = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
     own_counts = field_of(
         count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS),
-        ranks, WORLD_SIZE, COUNT_BITS,
-    )  # fmt: skip
+        ranks,
+        WORLD_SIZE,
+        COUNT_BITS,
+    )
     before_it = rows_of_programs_before(table, 9, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES)
     told = packed(before_it, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
     going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
@@ -442,20 +530,44 @@ def found_rows(
     table = table_of(world_size, {(Region.CHUNK_COUNTS, rank): chunk_counts})
     alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
     find_rows.interpret(
-        (NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, alone, told, few, TOPK=topk,
-        TOPK_LANES=padded(topk), OWNERS=ExpertPlacement(num_experts, world_size), WORLD_SIZE=world_size,
-        WORLD_LANES=padded(world_size), TOKENS=64, BLOCK_TOKENS=8, PROGRAM_LANES=1, COUNT_BITS=bits,
-    )  # fmt: skip
+        (NUM_PROGRAMS,),
+        ids,
+        table,
+        first_rows,
+        row_limit,
+        rank,
+        num_tokens,
+        alone,
+        told,
+        few,
+        TOPK=topk,
+        TOPK_LANES=padded(topk),
+        OWNERS=ExpertPlacement(num_experts, world_size),
+        WORLD_SIZE=world_size,
+        WORLD_LANES=padded(world_size),
+        TOKENS=64,
+        BLOCK_TOKENS=8,
+        PROGRAM_LANES=1,
+        COUNT_BITS=bits,
+    )
     return torch.stack([alone, told, few])
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "topk", "num_experts", "world_size", "bits"),
     [
-        (0, 2, 8, 4, 8), (1, 1, 1, 1, 8), (37, 8, 13, 3, 8), (37, 8, 13, 3, 16), (13, 5, 40, 8, 8), (7, 5, 40, 8, 16),
-        (7, 2, 40, 8, 32), (9, 5, 40, 9, 8), (5, 3, 100, 17, 16), (1, 3, 100, 72, 8),
+        (0, 2, 8, 4, 8),
+        (1, 1, 1, 1, 8),
+        (37, 8, 13, 3, 8),
+        (37, 8, 13, 3, 16),
+        (13, 5, 40, 8, 8),
+        (7, 5, 40, 8, 16),
+        (7, 2, 40, 8, 32),
+        (9, 5, 40, 9, 8),
+        (5, 3, 100, 17, 16),
+        (1, 3, 100, 72, 8),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("routing", first_is_quick((name, name) for name in ("repeated", "uniform", "out_of_range")))
 def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_experts, world_size, bits, routing):
     """Alone, with what other programs tell, or of few tokens: the sums of the mask, also at the limit."""

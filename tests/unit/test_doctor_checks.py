@@ -49,9 +49,14 @@ def with_variable(name: str, value: str, base: SystemInfo = H200_HOST) -> System
 
 def with_backend(base: SystemInfo, name: str, can: Capabilities, **facts: object) -> SystemInfo:
     backend = Backend(
-        name, library="some-library", install="pip install some-library", version="1.0", kernel="its own",
-        kernel_between_nodes="its own between nodes", capabilities=can,
-    )  # fmt: skip
+        name,
+        library="some-library",
+        install="pip install some-library",
+        version="1.0",
+        kernel="its own",
+        kernel_between_nodes="its own between nodes",
+        capabilities=can,
+    )
     return replace(base, backend=replace(backend, **facts))
 
 
@@ -505,7 +510,7 @@ def test_memory_between_hosts_is_not_guessed():
         (Request(max_tokens=4096, needed_bytes=200 * GIB), ["memory"]),
         (Request(max_tokens=4096, needed_bytes=None), []),
     ],
-)  # fmt: skip
+)
 def test_shapes_and_memory(request_, subjects):
     assert errors_of(H200_HOST, request_) == subjects
 
@@ -513,9 +518,14 @@ def test_shapes_and_memory(request_, subjects):
 # --- backends on other projects' libraries ---
 
 SOME_SIZES = Capabilities(
-    hidden_sizes=(4096, 7168), hidden_multiple=512, rank_counts=(2, 16), min_ranks=2, max_ranks=16, max_tokens=511,
+    hidden_sizes=(4096, 7168),
+    hidden_multiple=512,
+    rank_counts=(2, 16),
+    min_ranks=2,
+    max_ranks=16,
+    max_tokens=511,
     dispatch_casts=("none", "fp8_per_1x128"),
-)  # fmt: skip
+)
 
 
 def test_a_library_backend_runs_its_own_kernels():
@@ -572,9 +582,11 @@ FOR_AMD = Capabilities(gpus=("AMD",), rdma="across nodes")
 def rocm(name: str, can: Capabilities | None = None, **torch: object) -> SystemInfo:
     """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of; a backend is asked for on it."""
     machine = changed(
-        H200_HOST, torch={"cuda_build": None, "hip_build": "7.2", "nccl": None, "has_symmetric_memory": False, **torch},
-        host={"gpu_direct": "", "compiler": ""}, driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
-    )  # fmt: skip
+        H200_HOST,
+        torch={"cuda_build": None, "hip_build": "7.2", "nccl": None, "has_symmetric_memory": False, **torch},
+        host={"gpu_direct": "", "compiler": ""},
+        driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
+    )
     return replace(machine, backend=Backend(name)) if can is None else with_backend(machine, name, can)
 
 

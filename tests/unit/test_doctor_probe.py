@@ -71,9 +71,12 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     # without the real one, which comes before a folder that is no package
     done = subprocess.run(
-        [sys.executable, "-S", "-P", str(DOCTOR / "probe_programs.py"), "torch"], env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-S", "-P", str(DOCTOR / "probe_programs.py"), "torch"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "stands in its place" in done.stdout
 
 
@@ -277,14 +280,15 @@ def test_folders_of_others_are_not_trusted(tmp_path):
 def test_the_report_says_what_to_do_and_counts():
     sections = {
         "software": [
-            Diagnostic("torch", OK, "2.13.0"), Diagnostic("triton", ERROR, "not installed", "pip install triton")
+            Diagnostic("torch", OK, "2.13.0"),
+            Diagnostic("triton", ERROR, "not installed", "pip install triton"),
         ],
         "nothing": [],
         "memory": [
             Diagnostic("/dev/shm", WARNING, "60 of 64 MiB free", "--shm-size"),
             Diagnostic("RDMA", NOTE, "no devices " * 30),
         ],
-    }  # fmt: skip
+    }
     text = report.render("0.1.0", sections)
     assert "  ERROR    triton" in text
     assert "> pip install triton" in text

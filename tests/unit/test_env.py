@@ -248,11 +248,9 @@ USES: dict[str, Callable[[], Any]] = {
     "EP_A2A_LOG_LEVEL": set_up_logging,
     **{
         variable.name: variable.get
-        for variable in (
-            env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES
-        )
+        for variable in (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

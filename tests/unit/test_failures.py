@@ -140,7 +140,7 @@ CASES = {
         ForeignIndicesError,
         ("token 12", "combine 7 on rank 1", "topk_ids", "op.reset()"),
     ),
-}  # fmt: skip
+}
 
 
 def test_the_rank_that_reads_is_not_among_the_late_ones():

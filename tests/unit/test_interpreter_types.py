@@ -21,9 +21,17 @@ def facts_of(kind: Any) -> tuple[Any, ...]:
     tensor = core.tensor("handle", kind)
     shape = kind.shape.values if kind.is_block() else None
     return (
-        str(kind), shape, getattr(kind, "numel", None), kind.scalar, tensor.handle, tensor.type is kind, tensor.dtype,
-        tensor.numel.value, [size.value for size in tensor.shape], interpreter._get_np_dtype(kind),
-    )  # fmt: skip
+        str(kind),
+        shape,
+        getattr(kind, "numel", None),
+        kind.scalar,
+        tensor.handle,
+        tensor.type is kind,
+        tensor.dtype,
+        tensor.numel.value,
+        [size.value for size in tensor.shape],
+        interpreter._get_np_dtype(kind),
+    )
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)

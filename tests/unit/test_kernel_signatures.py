@@ -36,9 +36,12 @@ def numbered_constants(function: ast.FunctionDef) -> list[str]:
     return [
         ast.unparse(node)
         for node in ast.walk(function)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in constants
-        and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int)
-    ]  # fmt: skip
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in constants
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, int)
+    ]
 
 
 def test_no_function_has_many_parameters() -> None:

@@ -40,22 +40,32 @@ SPARSE_RANKS = FLAGGED_MAX_ROWS // FEW_TOKENS
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
     ("none", "compact", 8): (
-        "dispatch-has_weights", "dispatch-has_weights-alone", "flagged_dispatch-has_weights-dependent",
+        "dispatch-has_weights",
+        "dispatch-has_weights-alone",
+        "flagged_dispatch-has_weights-dependent",
         "combine-has_weights-dependent",
     ),
     ("none", "rank_major", 8): (
-        "dispatch", "dispatch-alone", "dispatch-has_weights", "flagged_dispatch-has_weights-dependent",
+        "dispatch",
+        "dispatch-alone",
+        "dispatch-has_weights",
+        "flagged_dispatch-has_weights-dependent",
     ),
     ("fp8_per_1x128", "compact", 8): (
-        "dispatch-cast128-has_weights", "dispatch-scales56-has_weights", "dispatch-scales56-has_weights-alone",
+        "dispatch-cast128-has_weights",
+        "dispatch-scales56-has_weights",
+        "dispatch-scales56-has_weights-alone",
         "flagged_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_1x128", "rank_major", 8): (
-        "dispatch-cast128", "dispatch-cast128-has_weights-alone", "dispatch-has_weights",
+        "dispatch-cast128",
+        "dispatch-cast128-has_weights-alone",
+        "dispatch-has_weights",
         "flagged_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_token", "compact", 8): (
-        "dispatch-cast7168-has_weights", "flagged_dispatch-cast7168-has_weights-dependent",
+        "dispatch-cast7168-has_weights",
+        "flagged_dispatch-cast7168-has_weights-dependent",
     ),
     ("fp8_per_token", "rank_major", 8): ("dispatch-scales1",),
     # of few ranks also steps of more tokens are flagged
@@ -65,7 +75,7 @@ DISPATCHES = {
     ("fp8_per_1x128", "rank_major", SPARSE_RANKS): ("flagged_dispatch-scales56-sparse",),
     ("fp8_blockwise", "compact", 8): ("combine-has_weights-check_indices-quantized-scaled",),
     ("fp8_direct_cast", "rank_major", 8): ("combine-quantized",),
-}  # fmt: skip
+}
 # Programs are wider where their number is bounded.
 WIDE = {
     ("fp8_per_1x128", "rank_major"): ("dispatch-cast128-has_weights", "flagged_dispatch-cast128-has_weights-dependent"),
@@ -223,10 +233,12 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
 @pytest.mark.parametrize(
     "name",
     [
-        "dispatch-has_weights", "dispatch-has_weights-alone", "flagged_dispatch-has_weights-dependent",
+        "dispatch-has_weights",
+        "dispatch-has_weights-alone",
+        "flagged_dispatch-has_weights-dependent",
         "combine-has_weights",
     ],
-)  # fmt: skip
+)
 def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     """Other numbers of warps are other variants: their registers must allow as many programs as the policy gives."""
     config = config_of(launch="manual", block_num=1 << 16, warp_num_per_block=num_warps, hidden_dim=1024)
@@ -273,11 +285,15 @@ def test_casts_change_dispatch_only():
 
     def others(quant: str) -> list[Any]:
         return [
-            (kind_of(variant), variant.named_constants, variant.num_warps,
-             [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args])
+            (
+                kind_of(variant),
+                variant.named_constants,
+                variant.num_warps,
+                [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args],
+            )
             for variant, args in variants_of(config_of(quant_type=quant))
             if not is_dispatch(variant)
-        ]  # fmt: skip
+        ]
 
     assert others("none") == others("fp8_per_1x128") == others("fp8_per_token")
 
@@ -327,11 +343,13 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
 @pytest.mark.parametrize(
     ("changes", "num_few", "num_all"),
     [
-        ({}, 5, 15), ({"quant_type": "fp8_per_1x128"}, 5, 27), ({"layout": "expert_major"}, 8, 11),
+        ({}, 5, 15),
+        ({"quant_type": "fp8_per_1x128"}, 5, 27),
+        ({"layout": "expert_major"}, 8, 11),
         ({"scale_dim": 56, "scale_type_size": 4, "data_type": torch.float8_e4m3fn}, 5, 21),
     ],
     ids=["bf16", "cast", "expert_major", "scales"],
-)  # fmt: skip
+)
 def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
     """One form of dispatch and one of combine, for each size of step: all of them are among those of all calls."""
     few, every = (variants_of(config_of(compiled_calls=calls, **changes)) for calls in ("serving", "all"))
@@ -423,9 +441,14 @@ def test_many_ranks_and_an_older_gpu():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_every_dtype_compiles_for_an_older_gpu(dtype):
     config = config_of(
-        data_type=dtype, world_size=3, hidden_dim=144, num_experts_per_token=3, num_experts_per_rank=5,
-        scale_dim=5, scale_type_size=1,
-    )  # fmt: skip
+        data_type=dtype,
+        world_size=3,
+        hidden_dim=144,
+        num_experts_per_token=3,
+        num_experts_per_rank=5,
+        scale_dim=5,
+        scale_type_size=1,
+    )
     for variant, args in variants_of(config, AMPERE):
         constants = variant.named_constants
         has_scales = constants.get("SCALE_WIDTH") or constants.get("HAS_SCALES")

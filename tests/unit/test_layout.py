@@ -106,22 +106,40 @@ def test_sizes_by_an_independent_formula(config):
     int32, int64 = 4, 8
     expected = {
         "control": [
-            int32, int32 * world, int32 * world, world * (world + 1) * int64, int32 * world,
-            rows * topk * int32, rows * int32,
-            flagged * hidden * token_bytes, flagged * (scale_words + 2 * topk + 1) * int64,
+            int32,
+            int32 * world,
+            int32 * world,
+            world * (world + 1) * int64,
+            int32 * world,
+            rows * topk * int32,
+            rows * int32,
+            flagged * hidden * token_bytes,
+            flagged * (scale_words + 2 * topk + 1) * int64,
         ],
         "dispatch": [rows * hidden * token_bytes, rows * scale_bytes, rows * topk * 4],
         "combine": [sent * hidden * wire_bytes, sent * num_combine_scales * 4, sent * topk * 4],
         "local": [
-            16 * int32, 1024 * world * int64, int64, tokens * world * int32, tokens * topk * int32, world * int32,
-            int32, 3 * int32, 3 * int32,
+            16 * int32,
+            1024 * world * int64,
+            int64,
+            tokens * world * int32,
+            tokens * topk * int32,
+            world * int32,
+            int32,
+            3 * int32,
+            3 * int32,
         ],
         "result": [tokens * hidden * result_bytes, tokens * topk * 4],
         "expert": [
-            3 * rows * hidden * token_bytes, 3 * rows * scale_bytes, 3 * rows * 4, rows * topk * int32,
+            3 * rows * hidden * token_bytes,
+            3 * rows * scale_bytes,
+            3 * rows * 4,
+            rows * topk * int32,
             rows * hidden * result_bytes,
-        ] if config.layout == "expert_major" else [0],
-    }  # fmt: skip
+        ]
+        if config.layout == "expert_major"
+        else [0],
+    }
     layout = OpLayout.of(config)
     for name, sizes in expected.items():
         assert getattr(layout, name).num_bytes == sum(math.ceil(size / 256) * 256 for size in sizes), name

@@ -19,9 +19,16 @@ from ep_a2a.testing.offline_compile import compile_offline
 def config_of(**changes: Any) -> Any:
     """The shape of the published benchmark: 8 GPUs, 128 tokens each, top 8 of 256 experts, hidden size 7168."""
     values: dict[str, Any] = {
-        "max_m": 128, "hidden": 7168, "topk": 8, "num_experts": 256, "online_quant_fp8": True, "fp8_gsize": 128,
-        "dtype": torch.bfloat16, "world_size": 8, "rank": 3,
-    }  # fmt: skip
+        "max_m": 128,
+        "hidden": 7168,
+        "topk": 8,
+        "num_experts": 256,
+        "online_quant_fp8": True,
+        "fp8_gsize": 128,
+        "dtype": torch.bfloat16,
+        "world_size": 8,
+        "rank": 3,
+    }
     return make_config(**{**values, **changes})
 
 
@@ -47,14 +54,31 @@ def test_what_travels(changes, wire, combined, num_scales):
 def test_arguments_are_those_of_triton_distributed():
     layer = list(inspect.signature(EPLowLatencyAllToAllLayer).parameters.values())
     assert [each.name for each in layer if each.kind is each.POSITIONAL_OR_KEYWORD] == [
-        "max_m", "hidden", "topk", "online_quant_fp8", "rank", "num_experts", "local_world_size", "world_size",
-        "fp8_gsize", "dtype", "enable_profiling",
-    ]  # fmt: skip
+        "max_m",
+        "hidden",
+        "topk",
+        "online_quant_fp8",
+        "rank",
+        "num_experts",
+        "local_world_size",
+        "world_size",
+        "fp8_gsize",
+        "dtype",
+        "enable_profiling",
+    ]
     assert [each.default for each in layer[8:11]] == [128, torch.bfloat16, False]
     context = inspect.signature(create_ep_ll_a2a_ctx).parameters.values()
     assert [each.name for each in context if each.kind is each.POSITIONAL_OR_KEYWORD] == [
-        "max_m", "hidden", "topk", "num_experts", "online_quant_fp8", "fp8_gsize", "dtype", "world_size", "rank",
-    ]  # fmt: skip
+        "max_m",
+        "hidden",
+        "topk",
+        "num_experts",
+        "online_quant_fp8",
+        "fp8_gsize",
+        "dtype",
+        "world_size",
+        "rank",
+    ]
     combine = list(inspect.signature(EPLowLatencyAllToAllLayer.combine).parameters)
     assert combine == ["self", "send_tokens", "topk_indices", "topk_weights", "dispatch_meta", "zero_copy"]
     dispatch = list(inspect.signature(EPLowLatencyAllToAllLayer.dispatch).parameters)
@@ -63,9 +87,14 @@ def test_arguments_are_those_of_triton_distributed():
 
 @pytest.mark.parametrize(
     ("topk", "spans"),
-    [(6, False), *(pytest.param(topk, spans, marks=pytest.mark.full) for topk, spans in
-                   ((1, False), (8, False), (1, True), (6, True), (8, True)))],
-)  # fmt: skip
+    [
+        (6, False),
+        *(
+            pytest.param(topk, spans, marks=pytest.mark.full)
+            for topk, spans in ((1, False), (8, False), (1, True), (6, True), (8, True))
+        ),
+    ],
+)
 def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)

@@ -15,18 +15,29 @@ from ep_a2a.interface import DispatchResult
 
 TOPK, NUM_TOKENS, NUM_RECEIVED, NUM_ROWS = 2, 3, 5, 16
 CONFIG = EpDispatchCombineConfig(
-    data_type=torch.float32, rank=0, world_size=2, hidden_dim=32, scale_dim=0, scale_type_size=0,
-    max_token_type_size=4, max_num_inp_token_per_rank=8, num_experts_per_rank=2, num_experts_per_token=TOPK,
-)  # fmt: skip
+    data_type=torch.float32,
+    rank=0,
+    world_size=2,
+    hidden_dim=32,
+    scale_dim=0,
+    scale_type_size=0,
+    max_token_type_size=4,
+    max_num_inp_token_per_rank=8,
+    num_experts_per_rank=2,
+    num_experts_per_token=TOPK,
+)
 
 
 @pytest.fixture
 def dispatched():
     warn_once.cache_clear()
     result = DispatchResult(
-        torch.ones(NUM_ROWS, 32), torch.ones(NUM_ROWS, TOPK), None, torch.zeros(NUM_ROWS, TOPK, dtype=torch.int32),
+        torch.ones(NUM_ROWS, 32),
+        torch.ones(NUM_ROWS, TOPK),
+        None,
+        torch.zeros(NUM_ROWS, TOPK, dtype=torch.int32),
         torch.tensor([NUM_RECEIVED], dtype=torch.int32),
-    )  # fmt: skip
+    )
     return Dispatched(torch.ones(NUM_TOKENS, TOPK), NUM_TOKENS, result)
 
 

@@ -79,8 +79,11 @@ def test_other_names_are_left_alone() -> None:
 def test_a_program_runs_by_its_old_path() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "ep_a2a.bench.layer", "--help"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 

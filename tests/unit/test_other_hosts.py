@@ -265,8 +265,14 @@ def test_foreign_datagrams_change_nothing(ranks):
     token = ranks[0].others._mouth.token
     report = Report({1: Seen(int(Presence.ENDED), 0.0)}, (), {}).to_json()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        for text in (b"\xff", b"[]", json.dumps(["other", 1, report]).encode(), json.dumps([token, 1, 3]).encode(),
-                     json.dumps([token, [], report]).encode(), b"[" * 5000):  # fmt: skip
+        for text in (
+            b"\xff",
+            b"[]",
+            json.dumps(["other", 1, report]).encode(),
+            json.dumps([token, 1, 3]).encode(),
+            json.dumps([token, [], report]).encode(),
+            b"[" * 5000,
+        ):
             stranger.sendto(text, ("127.0.0.1", port))
     time.sleep(2 * other_hosts.SPEAK_SECS)
     # not as a stranger has said: at most a loaded machine lets it pause

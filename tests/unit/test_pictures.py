@@ -62,8 +62,16 @@ DRAWN = {
         {"rows": [[7] * 24] * 24, "backend": "ep_a2a"}, DemoSettings(24), path
     ),
     "bench": lambda path: plot_bench(
-        [row for row in bench_rows() if row["quant_type"] == "fp8_per_1x128" and row["combine_quant"] == "none"
-         and not row["max_sms"] and not row["gpus_per_node"]], path, GPUS
+        [
+            row
+            for row in bench_rows()
+            if row["quant_type"] == "fp8_per_1x128"
+            and row["combine_quant"] == "none"
+            and not row["max_sms"]
+            and not row["gpus_per_node"]
+        ],
+        path,
+        GPUS,
     ),
     "bench, one size": lambda path: plot_bench([row for row in bench_rows() if row["num_tokens"] == 1], path, GPUS),
     "bench, nothing": lambda path: plot_bench([], path, GPUS),
@@ -79,7 +87,7 @@ DRAWN = {
     "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
     "one number of nodes": lambda path: plot_predictions(predictions("2", max_tokens=32, hidden_dim=512), path),
     "nodes": lambda path: plot_predictions(predictions("2,4", max_tokens=32, hidden_dim=512), path),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

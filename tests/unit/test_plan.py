@@ -42,7 +42,8 @@ QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "model_type": "qwen3_moe",
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int, str]]] = {
     "Qwen3-30B-A3B": ({**QWEN, "hidden_size": 2048}, (2048, 128, 8, "none")),
     "Qwen3-235B-A22B-FP8": (
-        {**QWEN, "hidden_size": 4096, "quantization_config": BLOCK_FP8}, (4096, 128, 8, "fp8_per_1x128")
+        {**QWEN, "hidden_size": 4096, "quantization_config": BLOCK_FP8},
+        (4096, 128, 8, "fp8_per_1x128"),
     ),
     "DeepSeek-V2-Lite": (
         {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 2048, "model_type": "deepseek_v2", **BF16},
@@ -54,30 +55,44 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int, str]]] = {
         (4096, 8, 2, "none"),
     ),
     "gpt-oss": (
-        {"num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4, "hidden_size": 2880,
-         "model_type": "gpt_oss", "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}},
+        {
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "hidden_size": 2880,
+            "model_type": "gpt_oss",
+            "dtype": "bfloat16",
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
         (2880, 128, 4, "none"),
     ),
     "GLM-4.5-FP8": (
-        {"n_routed_experts": 160, "num_experts_per_tok": 8, "hidden_size": 5120, "model_type": "glm4_moe",
-         "quantization_config": PER_TOKEN_FP8},
+        {
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 8,
+            "hidden_size": 5120,
+            "model_type": "glm4_moe",
+            "quantization_config": PER_TOKEN_FP8,
+        },
         (5120, 160, 8, "fp8_per_token"),
     ),
     "Llama-4-Scout": (
-        {"model_type": "llama4", **BF16, "vision_config": {"hidden_size": 1408},
-         "text_config": {"num_local_experts": 16, "num_experts_per_tok": 1, "hidden_size": 5120}},
+        {
+            "model_type": "llama4",
+            **BF16,
+            "vision_config": {"hidden_size": 1408},
+            "text_config": {"num_local_experts": 16, "num_experts_per_tok": 1, "hidden_size": 5120},
+        },
         (5120, 16, 1, "none"),
     ),
-    "Qwen3-Omni": (
-        {"thinker_config": {"text_config": {**QWEN, "hidden_size": 2048}}}, (2048, 128, 8, "none")
-    ),
+    "Qwen3-Omni": ({"thinker_config": {"text_config": {**QWEN, "hidden_size": 2048}}}, (2048, 128, 8, "none")),
     "Hunyuan": ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096, **BF16}, (4096, 64, 8, "none")),
     "Ernie-4.5-VL": ({"moe_num_experts": [64, 64], "moe_k": 6, "hidden_size": 2560}, (2560, 64, 6, "none")),
     "Nemotron-H": (
         {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_latent_size": 1024, "hidden_size": 4096},
         (1024, 512, 22, "none"),
     ),
-}  # fmt: skip
+}
 
 
 def configs_of(values: dict[str, Any], **options: Any) -> Any:
@@ -169,12 +184,19 @@ def test_options_override_the_model():
         ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "weights": "fp8"}}}, "weights"),
         ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "input_activations": [8]}}}, "input_activations"),
         *(
-            ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "weights": {**FLOAT8, "strategy": "block",
-             "block_structure": structure}}}}, "block_structure")
+            (
+                {
+                    **PER_TOKEN_FP8,
+                    "config_groups": {
+                        "g": {**GROUP, "weights": {**FLOAT8, "strategy": "block", "block_structure": structure}}
+                    },
+                },
+                "block_structure",
+            )
             for structure in ("AxB", "128", "128x", "128x128x128", [128], 128)
         ),
     ],
-)  # fmt: skip
+)
 def test_odd_quantisation_is_refused_by_its_key(quantization, named):
     with pytest.raises(ConfigError, match=f"by {named} in") as caught:
         configs_of({**DEEPSEEK, "quantization_config": quantization})
@@ -243,9 +265,15 @@ def test_files_that_are_no_config(tmp_path):
 
 def test_the_kwargs_of_vllms_layers():
     sizes = {
-        "rank": 1, "world_size": 4, "dtype": torch.float16, "hidden_dim": 256, "topk": 3, "num_experts": 10,
-        "num_local_experts": 3, "max_num_tokens": 17,
-    }  # fmt: skip
+        "rank": 1,
+        "world_size": 4,
+        "dtype": torch.float16,
+        "hidden_dim": 256,
+        "topk": 3,
+        "num_experts": 10,
+        "num_local_experts": 3,
+        "max_num_tokens": 17,
+    }
     config = config_from_handle_kwargs(handle_kwargs(RAW, **sizes), topology_internode=False)
     assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
     assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
@@ -361,10 +389,19 @@ def test_any_op(model_file):
     arguments += "--combine-quant fp8_blockwise --layout expert_major --scale-format ue8m0 --flagged-max-tokens 16"
     found = json.loads(run(*arguments.split(), "--json").stdout)
     assert found["op"] == {
-        "ranks": 3, "max_tokens_per_rank": 64, "hidden_dim": 256, "topk": 2, "experts": 7, "layout": "expert_major",
-        "dtype": "float16", "quant": "fp8_per_token", "scale_format": "ue8m0", "combine_quant": "fp8_blockwise",
-        "max_total_recv_tokens": 0, "flagged_max_tokens": 16,
-    }  # fmt: skip
+        "ranks": 3,
+        "max_tokens_per_rank": 64,
+        "hidden_dim": 256,
+        "topk": 2,
+        "experts": 7,
+        "layout": "expert_major",
+        "dtype": "float16",
+        "quant": "fp8_per_token",
+        "scale_format": "ue8m0",
+        "combine_quant": "fp8_blockwise",
+        "max_total_recv_tokens": 0,
+        "flagged_max_tokens": 16,
+    }
     assert found["bytes_by_rank"][0] > found["bytes_by_rank"][1] == found["bytes_by_rank"][2]
     assert found["bytes_allocated_later"] == {"combine_input": 3 * 3 * 64 * 256 * 2}
     capped = json.loads(run("--max-total-recv-tokens", "100", "--ranks", "8", "--json").stdout)

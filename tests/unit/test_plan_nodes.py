@@ -27,8 +27,11 @@ def test_json_of_predictions():
     assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)["predictions"]
     assert [(each["ranks"], each["copy_per"]) for each in found] == [
-        (8, "node"), (8, "rank"), (12, "node"), (12, "rank")
-    ]  # fmt: skip
+        (8, "node"),
+        (8, "rank"),
+        (12, "node"),
+        (12, "rank"),
+    ]
     assert all(each["predicted"] and each["nic_gbps"] == 200 for each in found)
     first = found[0]
     assert first["nic_combine_bytes"] == pytest.approx(first["remote_copies_per_token"] * 32 * 512, abs=2)

@@ -241,9 +241,13 @@ def test_no_grid_exceeds_what_fits(
 ):
     """Programs wait for other ranks: those that are not resident must not be needed to let the others go on."""
     config = config_of(
-        world_size=world_size, max_sms=max_sms, launch=launch, hidden_dim=hidden_dim,
-        block_num=config_numbers[0], warp_num_per_block=config_numbers[1],
-    )  # fmt: skip
+        world_size=world_size,
+        max_sms=max_sms,
+        launch=launch,
+        hidden_dim=hidden_dim,
+        block_num=config_numbers[0],
+        warp_num_per_block=config_numbers[1],
+    )
     arguments = (phase, int(max_num_tokens * share), max_num_tokens, num_sms, *call_numbers)
     chosen = choose_launch(config, *arguments)
     sms = min(num_sms, max_sms or num_sms)

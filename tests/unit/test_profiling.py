@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 
 CLOCK = "%globaltimer"
 KINDS = {
-    "dispatch": "rank_major", "flagged_dispatch": "rank_major", "combine": "rank_major", "expand": "expert_major",
-    "number_expert_rows": "expert_major", "reduce_experts": "expert_major",
-}  # fmt: skip
+    "dispatch": "rank_major",
+    "flagged_dispatch": "rank_major",
+    "combine": "rank_major",
+    "expand": "expert_major",
+    "number_expert_rows": "expert_major",
+    "reduce_experts": "expert_major",
+}
 """Kernels that can note times, each with a layout that launches it."""
 SPAN = TraceSpan("wait", "rows", "dispatch", 1, 0, 2_000, 5_000)
 
@@ -172,9 +176,15 @@ def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_n
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "layout", "num_clocks"),
-    [("expand", "expert_major", 0), ("number_expert_rows", "expert_major", 0), ("reduce_experts", "expert_major", 0),
-     ("combine", "rank_major", None), ("dispatch", "rank_major", None), ("flagged_dispatch", "rank_major", None)],
-)  # fmt: skip
+    [
+        ("expand", "expert_major", 0),
+        ("number_expert_rows", "expert_major", 0),
+        ("reduce_experts", "expert_major", 0),
+        ("combine", "rank_major", None),
+        ("dispatch", "rank_major", None),
+        ("flagged_dispatch", "rank_major", None),
+    ],
+)
 def test_kernels_that_note_times_are_other_ones(kind: str, layout: str, num_clocks: int | None, tmp_path: Path):
     """Without notes a kernel has no more clocks than its waits need; with them it needs about the same registers."""
     ptx, used = {}, {}

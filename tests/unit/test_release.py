@@ -43,8 +43,9 @@ def test_a_changed_tree_is_refused(release):
 
 def test_a_version_without_a_heading_is_refused(release):
     (release.PROJECT / "ep_a2a" / "__init__.py").write_text('__version__ = "1.2.4"\n')
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "y"], cwd=release.PROJECT,
-                   check=True)  # fmt: skip
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "y"], cwd=release.PROJECT, check=True
+    )
     with pytest.raises(release.ReleaseError, match=r"no heading \[1\.2\.4\]"):
         release.check_tree()
 

@@ -24,9 +24,11 @@ JSON = st.recursive(
 ANSWERS = st.fixed_dictionaries(
     {}, optional={VERSION_KEY: st.just(WIRE_FORMAT_VERSION) | JSON, "label": st.just(LABEL) | JSON, "message": JSON}
 )
-BYTES = st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()) | ANSWERS.map(
-    lambda value: json.dumps(value).encode()
-)  # fmt: skip
+BYTES = (
+    st.binary(max_size=40)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | ANSWERS.map(lambda value: json.dumps(value).encode())
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +58,28 @@ def test_any_bytes(group, text, own):
 
 @pytest.mark.parametrize(
     "text",
-    [b"\xff", b"[" * 100_000, b"{}", json.dumps(with_version({"label": 3})).encode(),
-     json.dumps(with_version({"label": LABEL, "message": [1]})).encode()],
-)  # fmt: skip
+    [
+        b"\xff",
+        b"[" * 100_000,
+        b"{}",
+        json.dumps(with_version({"label": 3})).encode(),
+        json.dumps(with_version({"label": LABEL, "message": [1]})).encode(),
+    ],
+)
 def test_the_rank_is_named(group, text):
     with pytest.raises(ConfigMismatchError, match=r"rank 1 at 'a meeting'|on ranks \[1\]"):
         meet(group, text, "a name")
 
 
 def test_messages_that_ranks_send_fit_each_other():
-    for own, other in (({"fields": {"a": "1"}, "error": None}, {"fields": {}, "error": "text"}), (None, "why not"),
-                       (None, ["error", "why"]),
-                       (1.5, 2), ([], [1.0]), ("handle", None)):  # fmt: skip
+    for own, other in (
+        ({"fields": {"a": "1"}, "error": None}, {"fields": {}, "error": "text"}),
+        (None, "why not"),
+        (None, ["error", "why"]),
+        (1.5, 2),
+        ([], [1.0]),
+        ("handle", None),
+    ):
         assert is_like(other, own)
         assert is_like(own, other)
 

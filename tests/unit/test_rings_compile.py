@@ -25,18 +25,26 @@ if TYPE_CHECKING:
 NUM_SMS = 132
 FORMS = {
     "bf16": {},
-    "cast-few-compact": {"quant_type": "fp8_per_1x128", "kernel_type": EpDispatchCombineKernelType.InterNodeV1LL,
-                         "layout": "compact"},
+    "cast-few-compact": {
+        "quant_type": "fp8_per_1x128",
+        "kernel_type": EpDispatchCombineKernelType.InterNodeV1LL,
+        "layout": "compact",
+    },
     "combine-cast": {"quant_type": "fp8_blockwise"},
     "scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 56, "scale_type_size": 4},
-}  # fmt: skip
+}
 
 
 # on 2 nodes of 8
 config_of = functools.partial(
-    deepseek_v3, world_size=16, num_experts_per_rank=16, gpu_per_node=8, layout="rank_major",
-    kernel_type=EpDispatchCombineKernelType.InterNodeV1, compiled_calls="serving",
-)  # fmt: skip
+    deepseek_v3,
+    world_size=16,
+    num_experts_per_rank=16,
+    gpu_per_node=8,
+    layout="rank_major",
+    kernel_type=EpDispatchCombineKernelType.InterNodeV1,
+    compiled_calls="serving",
+)
 
 
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
@@ -49,7 +57,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
         name = variant.kernel.__name__
         asm = compile_offline(
             variant.kernel, values, variant.constants, variant.num_warps, max_registers=variant.max_registers
-        )  # fmt: skip
+        )
         ptx = asm["ptx"]
         assert resources(asm["cubin"], tmp_path)["STACK"] == 0, name
         if name in moving:
@@ -109,9 +117,12 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {
-        "number_rows_kernel": min(NUM_SMS, channels), "exchange_kernel": channels, "bulk_dispatch_kernel": 1,
-        "offer_results_kernel": offering, "return_kernel": channels,
-    }  # fmt: skip
+        "number_rows_kernel": min(NUM_SMS, channels),
+        "exchange_kernel": channels,
+        "bulk_dispatch_kernel": 1,
+        "offer_results_kernel": offering,
+        "return_kernel": channels,
+    }
 
 
 def test_without_rings_there_is_no_memory_for_them() -> None:

@@ -81,10 +81,15 @@ def test_a_limit_on_nodes_is_kept():
 
 @settings(max_examples=30)
 @given(
-    num_nodes=st.integers(1, 4), gpus=st.integers(1, 4), tokens=st.integers(1, 60), topk=st.integers(1, 4),
-    chunk_tokens=st.integers(1, 16), num_credits=st.integers(1, 4), copies=st.sampled_from(list(Copies)),
+    num_nodes=st.integers(1, 4),
+    gpus=st.integers(1, 4),
+    tokens=st.integers(1, 60),
+    topk=st.integers(1, 4),
+    chunk_tokens=st.integers(1, 16),
+    num_credits=st.integers(1, 4),
+    copies=st.sampled_from(list(Copies)),
     seed=st.integers(0, 9),
-)  # fmt: skip
+)
 def test_no_exchange_beats_its_wires(num_nodes, gpus, tokens, topk, chunk_tokens, num_credits, copies, seed):
     cluster = Cluster(num_nodes, gpus, chunk_tokens=chunk_tokens, num_credits=num_credits)
     shape = Shape(tokens, 128, topk, 16)
@@ -184,9 +189,15 @@ def test_published_tables_become_times():
 
 @pytest.mark.parametrize(
     "values",
-    [{"num_nodes": 0}, {"gpus_per_node": 0}, {"nic_gbps": 0}, {"nic_gbps": -1.0}, {"chunk_tokens": 0},
-     {"num_credits": 0}],
-)  # fmt: skip
+    [
+        {"num_nodes": 0},
+        {"gpus_per_node": 0},
+        {"nic_gbps": 0},
+        {"nic_gbps": -1.0},
+        {"chunk_tokens": 0},
+        {"num_credits": 0},
+    ],
+)
 def test_impossible_clusters(values):
     with pytest.raises(ConfigError, match="above 0"):
         Cluster(**{"num_nodes": 2, **values})

@@ -30,10 +30,15 @@ FORMS = {
 
 # on 4 nodes of 8
 config_of = functools.partial(
-    deepseek_v3, world_size=32, num_experts_per_rank=8, gpu_per_node=8, layout="rank_major",
-    kernel_type=EpDispatchCombineKernelType.InterNodeV1, compiled_calls="serving",
+    deepseek_v3,
+    world_size=32,
+    num_experts_per_rank=8,
+    gpu_per_node=8,
+    layout="rank_major",
+    kernel_type=EpDispatchCombineKernelType.InterNodeV1,
+    compiled_calls="serving",
     internode_transport="torch.distributed",
-)  # fmt: skip
+)
 
 
 class MadeUp:
@@ -57,7 +62,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
             continue  # of rings, or of an op inside a node
         asm = compile_offline(
             variant.kernel, values, variant.constants, variant.num_warps, max_registers=variant.max_registers
-        )  # fmt: skip
+        )
         assert resources(asm["cubin"], tmp_path)["STACK"] == 0, name
         if name in moving:
             moving.remove(name)

@@ -81,8 +81,10 @@ def searched(best: TunedLaunch, budget: int = 10_000) -> tuple[tune.Launches, tu
 
     def time_of(launches: tune.Launches) -> float:
         spent.append(launches)
-        off = sum(abs(math.log2(getattr(launches["combine"], name) / getattr(best, name)))
-                  for name in ("num_warps", "send_elements", "num_senders"))  # fmt: skip
+        off = sum(
+            abs(math.log2(getattr(launches["combine"], name) / getattr(best, name)))
+            for name in ("num_warps", "send_elements", "num_senders")
+        )
         return 100.0 + 10 * off if launches["combine"].add_elements != 2048 else math.inf
 
     search = tune.Search(
@@ -97,8 +99,10 @@ def test_the_search_follows_what_is_faster_and_takes_nothing_wrong():
     found_, search = searched(best)
     combine = found_["combine"]
     assert (combine.num_warps, combine.send_elements, combine.num_senders) == (
-        best.num_warps, best.send_elements, best.num_senders
-    )  # fmt: skip
+        best.num_warps,
+        best.send_elements,
+        best.num_senders,
+    )
     assert combine.add_elements != 2048
     assert search.is_complete
     # effects are timed once

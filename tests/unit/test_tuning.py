@@ -88,9 +88,11 @@ def test_otherwise_the_nearest_size_counts(size, nearest):
     "wanted",
     [
         *map(key, (3, 4, 7, 1025, 1 << 20)),
-        key(16, cast="float16"), key(16, hidden_dim=1024), key(16, hidden_dim=1 << 15),
+        key(16, cast="float16"),
+        key(16, hidden_dim=1024),
+        key(16, hidden_dim=1 << 15),
     ],
-)  # fmt: skip
+)
 def test_what_is_far_or_of_another_cast_says_nothing(wanted):
     assert lookup(TABLE, wanted) is None
     assert lookup(Table(), wanted) is None
@@ -228,9 +230,14 @@ def shape(phase: Phase, size: int, launch: Launch) -> tuple[Any, ...]:
     """What kernels are compiled for; a program of a dispatch counts alone where tokens are few enough."""
     alone = phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE
     return (
-        phase, launch.num_warps, launch.send_elements, launch.add_elements, launch.sparse_polls, launch.dependent,
+        phase,
+        launch.num_warps,
+        launch.send_elements,
+        launch.add_elements,
+        launch.sparse_polls,
+        launch.dependent,
         alone,
-    )  # fmt: skip
+    )
 
 
 LAUNCHES = st.builds(

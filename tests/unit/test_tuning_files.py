@@ -48,15 +48,24 @@ def good_table() -> dict[str, Any]:
             {
                 "key": {"hidden_dim": 7168, "topk": 8, "cast": "bfloat16", "max_num_tokens": 16},
                 "launch": {
-                    "num_warps": 4, "num_senders": 1, "num_receivers": 2, "send_elements": 1024,
-                    "add_elements": 1024, "pause_ns": 0,
+                    "num_warps": 4,
+                    "num_senders": 1,
+                    "num_receivers": 2,
+                    "send_elements": 1024,
+                    "add_elements": 1024,
+                    "pause_ns": 0,
                 },
                 "evidence": {
-                    "us": 1.5, "gb_per_s": 2, "remote_rows": 3, "device": "a GPU", "versions": {}, "date": "2026-11-21",
+                    "us": 1.5,
+                    "gb_per_s": 2,
+                    "remote_rows": 3,
+                    "device": "a GPU",
+                    "versions": {},
+                    "date": "2026-11-21",
                 },
             }
         ],
-    }  # fmt: skip
+    }
 
 
 def refused(content: Any, tmp_path: Path, phase: str = "combine") -> ConfigError:
@@ -221,9 +230,12 @@ def test_shipped_tables_parse_and_their_launches_fit(path):
     for line in table.entries:
         size, casts = line.key.max_num_tokens, line.key.cast in ("fp8_per_1x128", "fp8_per_token")
         config = config_of(
-            world_size=int(num_ranks), hidden_dim=line.key.hidden_dim, num_experts_per_token=line.key.topk,
-            max_num_inp_token_per_rank=size, quant_type=line.key.cast if casts else "none",
-        )  # fmt: skip
+            world_size=int(num_ranks),
+            hidden_dim=line.key.hidden_dim,
+            num_experts_per_token=line.key.topk,
+            max_num_inp_token_per_rank=size,
+            quant_type=line.key.cast if casts else "none",
+        )
         tables = TunedTables({phase: table})
         launch = choose_launch(config, Phase(phase), size, size, H200_SMS, tables=tables)
         assert launch.reason == f"tuned table {path.name}, exact"

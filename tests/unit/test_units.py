@@ -10,7 +10,7 @@ from ep_a2a.commands.units import bytes_text, duration_text
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")],
-)  # fmt: skip
+)
 def test_bytes(num_bytes: int, text: str) -> None:
     assert bytes_text(num_bytes) == text
 

@@ -8,8 +8,18 @@ from pathlib import Path
 import ep_a2a
 
 PROJECT = Path(__file__).parents[2]
-READ = ("*.md", "*.toml", "*.cfg", "Makefile", "docs/**/*.md", "docs/**/*.py", "ep_a2a/**/*.py", "tools/**/*.py",
-        "examples/**/*.py", ".github/**/*.yml")  # fmt: skip
+READ = (
+    "*.md",
+    "*.toml",
+    "*.cfg",
+    "Makefile",
+    "docs/**/*.md",
+    "docs/**/*.py",
+    "ep_a2a/**/*.py",
+    "tools/**/*.py",
+    "examples/**/*.py",
+    ".github/**/*.yml",
+)
 HEADING = r"\[([\d.]+)\] - (\d{4}-\d\d-\d\d)"
 PLACES = {"ep_a2a/__init__.py", "CHANGELOG.md"}
 

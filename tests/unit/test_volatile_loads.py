@@ -83,8 +83,11 @@ class DeviceCode:
         elif isinstance(call.func, ast.Attribute) and call.func.attr == "to":
             yield call.func.value, where
         for function in self.functions.get(name, ()):
-            yield from ((node.value, function) for node in ast.walk(function)
-                        if isinstance(node, ast.Return) and node.value is not None)  # fmt: skip
+            yield from (
+                (node.value, function)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Return) and node.value is not None
+            )
 
     def _given_for(self, parameter: str, function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.FunctionDef]]:
         names = [each.arg for each in function.args.args]
@@ -96,15 +99,22 @@ class DeviceCode:
     def parsed_loads(self) -> dict[str, set[ast.Call]]:
         """By where words are taken apart: the loads that have brought them."""
         parses = [each for parser in PARSERS for each in self.calls[parser]]
-        return {f"{function.name}: {ast.unparse(call)}": loads_of(self.origins(call.args[0], function))
-                for function, call in parses}  # fmt: skip
+        return {
+            f"{function.name}: {ast.unparse(call)}": loads_of(self.origins(call.args[0], function))
+            for function, call in parses
+        }
 
     @cached_property
     def _regions(self) -> dict[ast.Call, set[str]]:
         """By load: the regions that its pointer comes from."""
-        return {load: {ast.unparse(each.args[1]) for each in self.origins(load.args[0], function)
-                       if ast.unparse(each.func) == "address"}
-                for function, load in self.calls["tl.load"]}  # fmt: skip
+        return {
+            load: {
+                ast.unparse(each.args[1])
+                for each in self.origins(load.args[0], function)
+                if ast.unparse(each.func) == "address"
+            }
+            for function, load in self.calls["tl.load"]
+        }
 
     def loads_of_region(self, region: str) -> set[ast.Call]:
         """Loads from a region."""
@@ -168,15 +178,23 @@ def test_a_function_that_polls_loads_volatile(kernels: DeviceCode, name: str) ->
 
 
 def test_no_volatile_load_is_beyond_these_rules(kernels: DeviceCode) -> None:
-    guarded = set().union(*kernels.parsed_loads().values(), *map(kernels.loads_of_region, POLLED_REGIONS),
-                          *map(kernels.loads_in, POLLING_FUNCTIONS))  # fmt: skip
-    others = [f"{function.name}: {ast.unparse(load)}" for function, load in kernels.calls["tl.load"]
-              if is_volatile(load) and load not in guarded]  # fmt: skip
+    guarded = set().union(
+        *kernels.parsed_loads().values(),
+        *map(kernels.loads_of_region, POLLED_REGIONS),
+        *map(kernels.loads_in, POLLING_FUNCTIONS),
+    )
+    others = [
+        f"{function.name}: {ast.unparse(load)}"
+        for function, load in kernels.calls["tl.load"]
+        if is_volatile(load) and load not in guarded
+    ]
     assert others == [], "these could lose volatile=True unseen: name their region or their function above"
 
 
 def test_plain_loads_are_found_behind_names_parameters_and_results() -> None:
-    code = DeviceCode(["""
+    code = DeviceCode(
+        [
+            """
 def inner(words):
     return payload_of(words)
 def read(at):
@@ -185,7 +203,9 @@ def outer(table, rank):
     lines = tl.multiple_of(address(table, COUNTS, rank, 2, tl.int64).to(tl.int64) + rank, 8)
     _, words = read(lines)
     return inner(words)
-"""])  # fmt: skip
+"""
+        ]
+    )
     assert [list(map(ast.unparse, loads)) for loads in code.parsed_loads().values()] == [["tl.load(at + 1)"]]
     assert plain_ones(code.loads_of_region("COUNTS")) == ["tl.load(at + 1)"]
     assert code.loads_of_region("POISON") == set()

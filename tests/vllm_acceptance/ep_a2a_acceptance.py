@@ -78,9 +78,12 @@ def add_to_combinations() -> None:
 
     if EpA2APrepareAndFinalize not in mk_objects.PREPARE_FINALIZE_INFO:
         mk_objects.register_prepare_and_finalize(
-            EpA2APrepareAndFinalize, mk_objects.standard_format, mk_objects.common_float_types,
-            blocked_quantization_support=True, backend=BACKEND_NAME,
-        )  # fmt: skip
+            EpA2APrepareAndFinalize,
+            mk_objects.standard_format,
+            mk_objects.common_float_types,
+            blocked_quantization_support=True,
+            backend=BACKEND_NAME,
+        )
 
 
 def add_to_layers(module: Any) -> None:

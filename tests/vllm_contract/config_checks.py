@@ -118,9 +118,12 @@ def copies_of_the_configuration_stay_what_they_are() -> None:
 
     config = chosen()
     copies = [
-        copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config),
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
         chosen(),
-    ]  # fmt: skip
+    ]
     for each in copies:
         assert type(each) is type(config)
         assert type(each) is not ParallelConfig
@@ -195,9 +198,12 @@ def options_that_cannot_work_are_refused() -> None:
     chosen()
     for option, (field, value) in OPTIONS.items():
         parallel = SimpleNamespace(
-            all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1, data_parallel_size=2,
+            all2all_backend=NAME,
+            enable_expert_parallel=True,
+            pipeline_parallel_size=1,
+            data_parallel_size=2,
             data_parallel_rank=0,
-        )  # fmt: skip
+        )
         config = SimpleNamespace(parallel_config=parallel, lora_config=None)
         check_options(config)
         setattr(config if field == "lora_config" else parallel, field, value)
@@ -216,9 +222,13 @@ def rays_old_executor_is_refused() -> None:
     from ep_a2a.integrations.vllm.parallel_config import check_options
 
     parallel = SimpleNamespace(
-        all2all_backend=NAME, enable_expert_parallel=True, pipeline_parallel_size=1, data_parallel_size=2,
-        data_parallel_rank=0, distributed_executor_backend="ray",
-    )  # fmt: skip
+        all2all_backend=NAME,
+        enable_expert_parallel=True,
+        pipeline_parallel_size=1,
+        data_parallel_size=2,
+        data_parallel_rank=0,
+        distributed_executor_backend="ray",
+    )
     config = SimpleNamespace(parallel_config=parallel, lora_config=None)
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
         check_options(config)
@@ -292,11 +302,17 @@ WITHOUT_CHOICE = {
 WITH_CHOICE = {
     check.__name__: check
     for check in (
-        the_command_line_takes_the_name, the_files_for_its_command_line_are_taken, a_version_that_is_too_old_is_refused,
-        the_configuration_answers_as_for_backends_of_vllm, copies_of_the_configuration_stay_what_they_are,
-        a_fresh_process_is_activated_by_the_configuration, the_platform_is_patched_once,
-        options_that_cannot_work_are_refused, rays_old_executor_is_refused,
+        the_command_line_takes_the_name,
+        the_files_for_its_command_line_are_taken,
+        a_version_that_is_too_old_is_refused,
+        the_configuration_answers_as_for_backends_of_vllm,
+        copies_of_the_configuration_stay_what_they_are,
+        a_fresh_process_is_activated_by_the_configuration,
+        the_platform_is_patched_once,
+        options_that_cannot_work_are_refused,
+        rays_old_executor_is_refused,
         it_is_said_once_where_the_backend_has_no_effect,
-        a_variable_that_cannot_be_read_is_refused, options_are_refused_by_the_real_configuration,
+        a_variable_that_cannot_be_read_is_refused,
+        options_are_refused_by_the_real_configuration,
     )
-}  # fmt: skip
+}

@@ -73,9 +73,7 @@ def the_engine_is_patched_where_its_configuration_is_made() -> None:
     assert all("/integrations/vllm/" in each.__code__.co_filename for each in functions)
     patch_engine()
     VllmConfig(parallel_config=chosen())
-    assert functions == [
-        EngineCoreProc._send_engine_dead, BackgroundResources.validate_alive, EngineDeadError.__init__
-    ]  # fmt: skip
+    assert functions == [EngineCoreProc._send_engine_dead, BackgroundResources.validate_alive, EngineDeadError.__init__]
 
 
 def the_engine_is_patched_where_its_configuration_arrives() -> None:
@@ -255,11 +253,18 @@ def an_engine_that_ends_in_another_way_is_left_alone() -> None:
 ENGINE_CHECKS = {
     check.__name__: check
     for check in (
-        the_engine_is_patched_where_its_configuration_is_made, the_engine_is_patched_where_its_configuration_arrives,
-        clients_are_told_our_errors, causes_of_other_errors_are_told, errors_of_workers_in_other_processes_are_told,
-        errors_of_rays_workers_are_told_without_their_traceback, long_and_broken_texts_are_no_burden,
-        other_errors_are_told_as_before, the_engine_dies_as_before_when_the_cause_cannot_be_told,
-        all_errors_of_the_client_have_the_cause, the_cause_is_forgotten_with_its_client, outputs_are_left_alone,
+        the_engine_is_patched_where_its_configuration_is_made,
+        the_engine_is_patched_where_its_configuration_arrives,
+        clients_are_told_our_errors,
+        causes_of_other_errors_are_told,
+        errors_of_workers_in_other_processes_are_told,
+        errors_of_rays_workers_are_told_without_their_traceback,
+        long_and_broken_texts_are_no_burden,
+        other_errors_are_told_as_before,
+        the_engine_dies_as_before_when_the_cause_cannot_be_told,
+        all_errors_of_the_client_have_the_cause,
+        the_cause_is_forgotten_with_its_client,
+        outputs_are_left_alone,
         an_engine_that_ends_in_another_way_is_left_alone,
     )
-}  # fmt: skip
+}

@@ -276,9 +276,14 @@ GROUP_CHECKS = {
     check.__name__: check
     for check in (
         a_vllm_with_other_signatures_is_refused,
-        the_communicator_of_experts_carries_our_manager, other_communicators_are_the_platforms_own,
-        without_replicas_or_experts_it_is_the_platforms_own, destroying_a_communicator_makes_no_manager,
-        the_manager_has_all_that_vllm_asks_of_one, hidden_states_travel_by_vllms_own_manager, checkpoints_are_refused,
-        layers_get_our_prepare_and_finalize, our_methods_take_what_vllm_passes,
+        the_communicator_of_experts_carries_our_manager,
+        other_communicators_are_the_platforms_own,
+        without_replicas_or_experts_it_is_the_platforms_own,
+        destroying_a_communicator_makes_no_manager,
+        the_manager_has_all_that_vllm_asks_of_one,
+        hidden_states_travel_by_vllms_own_manager,
+        checkpoints_are_refused,
+        layers_get_our_prepare_and_finalize,
+        our_methods_take_what_vllm_passes,
     )
-}  # fmt: skip
+}

@@ -236,10 +236,13 @@ def kernel_of(case: Layer, manager: Any, sp_size: int = 1, moe: Any = None) -> A
 
     deep_gemm.is_deep_gemm_e8m0_used = lambda: case.quant == "per_block_rounded"
     moe = moe or SimpleNamespace(
-        hidden_dim=case.hidden, in_dtype=torch.bfloat16, num_experts=case.num_experts, experts_per_token=case.topk,
+        hidden_dim=case.hidden,
+        in_dtype=torch.bfloat16,
+        num_experts=case.num_experts,
+        experts_per_token=case.topk,
         num_local_experts=num_owned_experts(case.num_experts, 2, manager.rank),
         moe_parallel_config=SimpleNamespace(sp_size=sp_size, dp_size=2, use_ep=True),
-    )  # fmt: skip
+    )
     experts = experts_class()(case, moe, quant_config_of(case), manager.rank)
     return mk.FusedMoEKernel(EpA2APrepareAndFinalize(manager, moe, case.max_tokens), experts)
 
@@ -255,10 +258,16 @@ def run_kernel(case: Layer, kernel: Any, rank: int) -> torch.Tensor:
     up, down = (all_experts[first:end] for all_experts in case.weights())
     before = tokens.clone()
     result = kernel.apply(
-        hidden_states=tokens, w1=up, w2=down, topk_weights=weights, topk_ids=ids, activation=MoEActivation.SILU,
-        global_num_experts=case.num_experts, expert_map=local if case.with_map else None,
+        hidden_states=tokens,
+        w1=up,
+        w2=down,
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=MoEActivation.SILU,
+        global_num_experts=case.num_experts,
+        expert_map=local if case.with_map else None,
         apply_router_weight_on_input=case.weight_on_input,
-    )  # fmt: skip
+    )
     assert torch.equal(tokens, before), "the caller's tokens have changed"
     return result
 

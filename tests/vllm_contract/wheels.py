@@ -60,13 +60,19 @@ def run_program(version: str, module: str, *arguments: str) -> dict[str, str | N
     python = python_with_dependencies()
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
     variables |= {
-        "PYTHONPATH": os.pathsep.join([str(wheel_folder(version)), str(ROOT)]), "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join([str(wheel_folder(version)), str(ROOT)]),
+        "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        [str(python), "-m", module, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True,
-        timeout=PROGRAM_TIMEOUT_SECS, check=False,
-    )  # fmt: skip
+        [str(python), "-m", module, *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_SECS,
+        check=False,
+    )
     reported: dict[str, str | None] = {"": f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"}
     for line in done.stdout.splitlines():
         if line.startswith(REPORT):

@@ -242,11 +242,15 @@ def what_vllm_saves_of_a_failed_output_is_saved(manager: Manager) -> None:
 WORKER_CHECKS = {
     check.__name__: check
     for check in (
-        the_workers_calls_are_checked, a_failed_step_hands_out_no_tokens,
-        a_failed_step_hands_out_no_tokens_later_either, vllms_outputs_can_be_watched,
-        outputs_that_nobody_asks_for_are_freed_at_once, errors_of_the_step_itself_arrive_as_they_are,
-        waits_are_shortened_when_any_worker_has_warmed_up, counters_are_read_by_the_name_of_a_workers_method,
+        the_workers_calls_are_checked,
+        a_failed_step_hands_out_no_tokens,
+        a_failed_step_hands_out_no_tokens_later_either,
+        vllms_outputs_can_be_watched,
+        outputs_that_nobody_asks_for_are_freed_at_once,
+        errors_of_the_step_itself_arrive_as_they_are,
+        waits_are_shortened_when_any_worker_has_warmed_up,
+        counters_are_read_by_the_name_of_a_workers_method,
         an_error_in_an_output_is_sent,
         what_vllm_saves_of_a_failed_output_is_saved,
     )
-}  # fmt: skip
+}

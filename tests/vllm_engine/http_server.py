@@ -33,7 +33,7 @@ class Server:
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
-            )  # fmt: skip
+            )
 
     def is_up(self) -> bool:
         """Whether it answers."""

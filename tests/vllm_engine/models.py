@@ -15,29 +15,68 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMON: dict[str, Any] = {
-    "torch_dtype": "float32", "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
-    "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 512, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False,
-    "bos_token_id": 0, "eos_token_id": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "torch_dtype": "float32",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_experts_per_tok": 2,
+}
 QWEN3_MOE: dict[str, Any] = COMMON | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2,
-    "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "use_sliding_window": False, "sliding_window": None, "router_aux_loss_coef": 0.0,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "router_aux_loss_coef": 0.0,
+}
 # vLLM's attention kernel for CPUs takes these two large sizes only, and is right with yarn scaling only, which the real
 # models have.
 DEEPSEEK_V2: dict[str, Any] = COMMON | {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 3,
-    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
-    "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
     "norm_topk_prob": False,
     "rope_scaling": {
-        "type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 0.707, "mscale_all_dim": 0.707,
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
     },
-}  # fmt: skip
+}
 CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2}
 
 Weight = tuple[str, tuple[int, ...], float]

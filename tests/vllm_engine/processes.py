@@ -38,9 +38,13 @@ def cpu_environment(folder: Path, wait_secs: float) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
     return kept | {
-        "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "EP_A2A_TIMEOUT_SECS": str(wait_secs),
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "EP_A2A_TIMEOUT_SECS": str(wait_secs),
+    }
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -17,9 +17,7 @@ from typing import Any
 
 from tests.vllm_engine.changes import EXTENSION, Changes
 
-PROMPTS = [
-    [5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]
-]  # fmt: skip
+PROMPTS = [[5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]]
 NUM_TOKENS = 12
 MAX_BATCHED_TOKENS = 128
 
@@ -39,9 +37,12 @@ def main() -> None:
     options = parser.parse_args()
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
     Changes(
-        rank=size * options.tensor_parallel - 1, late_secs=options.late, stop_after=options.stop,
-        ranks_per_node=options.ranks_per_node, routed=str(options.result.parent) if options.counters else "",
-    ).send()  # fmt: skip
+        rank=size * options.tensor_parallel - 1,
+        late_secs=options.late,
+        stop_after=options.stop,
+        ranks_per_node=options.ranks_per_node,
+        routed=str(options.result.parent) if options.counters else "",
+    ).send()
     outputs, counters = generate(options, PROMPTS[rank::size], rank)
     result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
     options.result.write_text(json.dumps(result | ({} if counters is None else {"counters": counters})))
@@ -56,13 +57,22 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
     SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = MAX_BATCHED_TOKENS
     parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
     llm = LLM(
-        str(options.model), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS, enforce_eager=not options.compiled, seed=0,
-        enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, disable_log_stats=True,
+        str(options.model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        enforce_eager=not options.compiled,
+        seed=0,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=True,
         tensor_parallel_size=options.tensor_parallel,
         distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
-        worker_extension_cls=EXTENSION, **parallel,
-    )  # fmt: skip
+        worker_extension_cls=EXTENSION,
+        **parallel,
+    )
     # not as many steps on all ranks, so that some run steps without tokens at the end
     params = SamplingParams(
         temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False

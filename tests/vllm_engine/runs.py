@@ -62,15 +62,24 @@ def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishe
 
 
 def _start(
-    stack: contextlib.ExitStack, folder: Path, model: Path, rank: int, num_ranks: int, port: int,
-    options: tuple[str, ...], more: dict[str, str],
-) -> subprocess.Popen[bytes]:  # fmt: skip
+    stack: contextlib.ExitStack,
+    folder: Path,
+    model: Path,
+    rank: int,
+    num_ranks: int,
+    port: int,
+    options: tuple[str, ...],
+    more: dict[str, str],
+) -> subprocess.Popen[bytes]:
     variables = cpu_environment(folder, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if num_ranks > 1:
         variables |= {
-            "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(num_ranks),
-            "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),
-        }  # fmt: skip
+            "VLLM_DP_RANK": str(rank),
+            "VLLM_DP_RANK_LOCAL": str(rank),
+            "VLLM_DP_SIZE": str(num_ranks),
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": str(port),
+        }
         options = ("--expert-parallel", *options)
     variables |= more
     log = stack.enter_context((folder / f"{rank}.log").open("wb"))

@@ -28,8 +28,10 @@ LAST_WORDS_SECS = 5
 """Given to the other ranks when one has failed, and to all to write their stacks before they are killed."""
 FIXED = {
     # the sampler is not what is tested, and FlashInfer may not be there
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 @dataclass
@@ -64,18 +66,35 @@ class Run:
 def arguments(model: Path, backend: str, **more: Any) -> dict[str, Any]:
     """Arguments of vllm.LLM for an expert-parallel engine with an all-to-all backend."""
     found: dict[str, Any] = {
-        "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_model_len": 1024,
-        "max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_prefix_caching": False, "disable_log_stats": True,
-        "distributed_executor_backend": "uni", "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "moe_backend": "triton", "enable_expert_parallel": True, "all2all_backend": backend,
-    }  # fmt: skip
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "moe_backend": "triton",
+        "enable_expert_parallel": True,
+        "all2all_backend": backend,
+    }
     return found | more
 
 
 def run_engine(
-    folder: Path, engine: dict[str, Any], actions: list[Action], num_ranks: int, limit_secs: float,
-    place: int = 0, num_engines: int = 1, **variables: str,
-) -> Run:  # fmt: skip
+    folder: Path,
+    engine: dict[str, Any],
+    actions: list[Action],
+    num_ranks: int,
+    limit_secs: float,
+    place: int = 0,
+    num_engines: int = 1,
+    **variables: str,
+) -> Run:
     """Runs one process per rank that does the actions, until all end, one fails, or the time is over.
 
     `engine` are arguments of vllm.LLM, `variables` are added to the environment. Engines whose folders lie in one
@@ -101,15 +120,22 @@ def run_engine(
 
 def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     ranks = {
-        "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(num_ranks),
-        "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),
-    }  # fmt: skip
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": str(num_ranks),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
     command = [sys.executable, "-m", "tests.vllm_gpu.rank", str(folder), str(rank)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment() | FIXED | ranks | variables, stdout=log, stderr=log,
+            command,
+            cwd=ROOT,
+            env=environment() | FIXED | ranks | variables,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:

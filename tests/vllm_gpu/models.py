@@ -20,35 +20,76 @@ COMMON: dict[str, Any] = {"torch_dtype": "bfloat16", "hidden_size": 2048}
 YARN = CONFIGS["deepseek_v2"]["rope_scaling"]
 # FlashAttention 3 has kernels for these head sizes of MLA only
 MLA: dict[str, Any] = {
-    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     # four layers: what engines of two backends are compared with
-    "qwen3_moe": CONFIGS["qwen3_moe"] | COMMON | {
-        "intermediate_size": 4096, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+    "qwen3_moe": CONFIGS["qwen3_moe"]
+    | COMMON
+    | {
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
         "max_position_embeddings": 8192,
     },
-    "deepseek_v2": CONFIGS["deepseek_v2"] | COMMON | MLA | {
-        "intermediate_size": 4096, "moe_intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096,
-        "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "max_position_embeddings": 8192,
+    "deepseek_v2": CONFIGS["deepseek_v2"]
+    | COMMON
+    | MLA
+    | {
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "vocab_size": 4096,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "max_position_embeddings": 8192,
         "rope_scaling": YARN | {"original_max_position_embeddings": 2048},
     },
     # Qwen/Qwen3-30B-A3B
-    "qwen3_30b": CONFIGS["qwen3_moe"] | COMMON | {
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-        "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    "qwen3_30b": CONFIGS["qwen3_moe"]
+    | COMMON
+    | {
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
     },
     # deepseek-ai/DeepSeek-V2-Lite
-    "deepseek_v2_lite": CONFIGS["deepseek_v2"] | COMMON | MLA | {
-        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "vocab_size": 102400,
-        "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "max_position_embeddings": 163840,
+    "deepseek_v2_lite": CONFIGS["deepseek_v2"]
+    | COMMON
+    | MLA
+    | {
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "vocab_size": 102400,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "max_position_embeddings": 163840,
         "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096},
     },
-}  # fmt: skip
+}
 
 
 def save_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -63,10 +104,12 @@ def quantized(config: dict[str, Any]) -> dict[str, Any]:
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
     return config | {
         "quantization_config": {
-            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": ["lm_head", *gates],
         }
-    }  # fmt: skip
+    }
 
 
 def save_model(folder: Path, config: dict[str, Any], expert_gain: float = 2.0) -> Path:

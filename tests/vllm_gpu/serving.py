@@ -42,10 +42,13 @@ SETTLE_SECS = 3
 APART_SECS = 2
 """Between the starts of two servers, which would else look for free ports at the same time."""
 FIGURES = {
-    "ttft_ms": "median_ttft_ms", "ttft_p99_ms": "p99_ttft_ms", "tpot_ms": "median_tpot_ms",
-    "tpot_p99_ms": "p99_tpot_ms", "output_tokens_per_sec": "output_throughput",
+    "ttft_ms": "median_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "tpot_ms": "median_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+    "output_tokens_per_sec": "output_throughput",
     "total_tokens_per_sec": "total_token_throughput",
-}  # fmt: skip
+}
 """Name in our rows, and in what vLLM's bench returns."""
 NOT_OF_SERVERS = ("model", "skip_tokenizer_init", "distributed_executor_backend", "disable_log_stats")
 """Arguments of vllm.LLM for other tests."""
@@ -102,9 +105,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="default: the shape's own number")
     parser.add_argument("--backends", default="ep_a2a,allgather_reducescatter", help="comma-separated")
     parser.add_argument(
-        "--workloads", default="decode:128x64x128,prefill:32x2048x8",
+        "--workloads",
+        default="decode:128x64x128,prefill:32x2048x8",
         type=lambda text: [Workload(each) for each in text.split(",")],
-    )  # fmt: skip
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--engine", default={}, type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=400, help="seconds for all servers to start")
@@ -141,21 +145,28 @@ def arguments_of(options: argparse.Namespace, model: Path, backend: str) -> dict
     """Arguments of a server, named as those of vllm.LLM."""
     most = max(each.num_requests for each in options.workloads)
     own = {
-        "data_parallel_size": options.ranks, "load_format": "dummy", "stream_interval": STREAM_INTERVAL,
+        "data_parallel_size": options.ranks,
+        "load_format": "dummy",
+        "stream_interval": STREAM_INTERVAL,
         "max_model_len": max(each.prompt + each.output for each in options.workloads) + 16,
-        "max_num_seqs": most, "max_num_batched_tokens": MAX_BATCHED_TOKENS, "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "gpu_memory_utilization": round(0.8 / len(options.backends.split(",")), 3),
         # the requests of all ranks seldom spread evenly
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, *range(8, most // options.ranks + 33, 8)]},
-    }  # fmt: skip
+    }
     found = {key: value for key, value in arguments(model, backend).items() if key not in NOT_OF_SERVERS} | own
     if options.device == "cpu":
         for key in ("moe_backend", "compilation_config", "gpu_memory_utilization"):
             del found[key]
         found |= {
-            "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_num_seqs": 8,
             "max_num_batched_tokens": 128,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -208,12 +219,34 @@ def measured(options: argparse.Namespace, server: Candidate, workload: Workload,
     add_cli_args(parser)
     tokenizer = options.folder / server.backend.replace(":", "-") / "model"
     # a seed for each round: no server may have seen the prompts before
-    chosen = parser.parse_args([
-        "--backend", "vllm", "--base-url", server.url, "--model", MODEL, "--tokenizer", str(tokenizer),
-        "--dataset-name", "random", "--random-input-len", str(workload.prompt),
-        "--random-output-len", str(workload.output), "--num-prompts", str(workload.num_requests), "--ignore-eos",
-        "--seed", str(number), "--temperature", "0", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el",
-    ])  # fmt: skip
+    chosen = parser.parse_args(
+        [
+            "--backend",
+            "vllm",
+            "--base-url",
+            server.url,
+            "--model",
+            MODEL,
+            "--tokenizer",
+            str(tokenizer),
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            str(workload.prompt),
+            "--random-output-len",
+            str(workload.output),
+            "--num-prompts",
+            str(workload.num_requests),
+            "--ignore-eos",
+            "--seed",
+            str(number),
+            "--temperature",
+            "0",
+            "--disable-tqdm",
+            "--percentile-metrics",
+            "ttft,tpot,itl,e2el",
+        ]
+    )
     with (options.folder / "bench.log").open("a") as log, contextlib.redirect_stdout(log):
         try:
             result = vllm_bench(chosen)
@@ -223,10 +256,16 @@ def measured(options: argparse.Namespace, server: Candidate, workload: Workload,
         sys.stdout.write(f"{server.backend} failed: {result.get('error', '')}\n{server.last_words()}\n")
         return None
     return {
-        "backend": server.backend, "ranks": options.ranks, "shape": options.shape, "layers": options.layers,
-        "workload": workload.name, "requests": workload.num_requests, "prompt": workload.prompt,
-        "output": workload.output, "round": number,
-    } | {name: round(result[key], 3) for name, key in FIGURES.items()}  # fmt: skip
+        "backend": server.backend,
+        "ranks": options.ranks,
+        "shape": options.shape,
+        "layers": options.layers,
+        "workload": workload.name,
+        "requests": workload.num_requests,
+        "prompt": workload.prompt,
+        "output": workload.output,
+        "round": number,
+    } | {name: round(result[key], 3) for name, key in FIGURES.items()}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

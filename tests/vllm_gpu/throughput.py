@@ -92,19 +92,32 @@ def measure(
     config = SHAPES[options.shape]
     config = config | {"num_hidden_layers": options.layers or config["num_hidden_layers"]}
     batches, prompts, outputs = zip(*options.workloads)
-    engine = arguments(
-        save_config(folder / "model", config), name, load_format="dummy",
-        gpu_memory_utilization=0.8 / num_engines,
-        max_model_len=max(map(sum, zip(prompts, outputs))), max_num_seqs=max(batches),
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        compilation_config={"cudagraph_capture_sizes": sorted({1, *batches})},
-    ) | options.engine | own_arguments  # fmt: skip
+    engine = (
+        arguments(
+            save_config(folder / "model", config),
+            name,
+            load_format="dummy",
+            gpu_memory_utilization=0.8 / num_engines,
+            max_model_len=max(map(sum, zip(prompts, outputs))),
+            max_num_seqs=max(batches),
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            compilation_config={"cudagraph_capture_sizes": sorted({1, *batches})},
+        )
+        | options.engine
+        | own_arguments
+    )
     rounds = range(max(1, options.rounds))
     actions = [
-        {"action": "throughput", "label": f"{number} {batch}x{prompt}x{output}", "batch": batch, "prompt": prompt,
-         "output": output}
-        for number in rounds for batch, prompt, output in options.workloads
-    ]  # fmt: skip
+        {
+            "action": "throughput",
+            "label": f"{number} {batch}x{prompt}x{output}",
+            "batch": batch,
+            "prompt": prompt,
+            "output": output,
+        }
+        for number in rounds
+        for batch, prompt, output in options.workloads
+    ]
     run = run_engine(folder, engine, actions, options.ranks, options.limit, place, num_engines, **variables)
     results: list[dict[str, Any]] = []
     for number, (batch, prompt, output) in itertools.product(rounds, options.workloads):
@@ -114,12 +127,21 @@ def measure(
         secs, few_secs = (max(rank[name] for rank in ranks) for name in ("secs", "few_secs"))
         step_secs = (secs - few_secs) / (output - ranks[0]["few"])
         total = options.ranks * batch
-        results.append({
-            "backend": backend, "shape": options.shape, "layers": config["num_hidden_layers"], "ranks": options.ranks,
-            "round": number, "batch": batch, "prompt": prompt, "output": output,
-            "decode_step_ms": round(step_secs * 1e3, 3), "decode_tokens_per_sec": round(total / step_secs),
-            "output_tokens_per_sec": round(total * output / secs),
-        })  # fmt: skip
+        results.append(
+            {
+                "backend": backend,
+                "shape": options.shape,
+                "layers": config["num_hidden_layers"],
+                "ranks": options.ranks,
+                "round": number,
+                "batch": batch,
+                "prompt": prompt,
+                "output": output,
+                "decode_step_ms": round(step_secs * 1e3, 3),
+                "decode_tokens_per_sec": round(total / step_secs),
+                "output_tokens_per_sec": round(total * output / secs),
+            }
+        )
     return results
 
 

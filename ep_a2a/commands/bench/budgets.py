@@ -51,8 +51,9 @@ def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: in
         if wrong:
             raise ConfigError(
                 f"--max-sms from {LEAST_PROGRAMS} to {most}: {sharing} ranks share a GPU of {num_sms} multiprocessors",
-                ", ".join(map(str, wrong)), f"Lower --max-sms to {most}, or start fewer --ranks; 0 takes the share.",
-            )  # fmt: skip
+                ", ".join(map(str, wrong)),
+                f"Lower --max-sms to {most}, or start fewer --ranks; 0 takes the share.",
+            )
 
 
 def require_several(num_ranks: Sequence[int]) -> None:

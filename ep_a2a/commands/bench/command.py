@@ -17,7 +17,7 @@ from ep_a2a.commands.bench.contenders import (
     ONLY_WHEN_NAMED,
     check_names,
     present_names,
-)  # fmt: skip
+)
 from ep_a2a.commands.bench.launcher import make_runner, run_sweep
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import JsonLines, describe, reasons, write_markdown
@@ -97,9 +97,16 @@ def run(options: dict[str, Any]) -> bool:
         if kind == "cuda" and runner.world_size is None:
             check_budgets(sweep.max_sms, sweep.world_size, runner.num_gpus, multiprocessors())
         return execute(
-            runner, sweep, names, settings, kind, as_json=options["as_json"], output=output, plot=plot,
+            runner,
+            sweep,
+            names,
+            settings,
+            kind,
+            as_json=options["as_json"],
+            output=output,
+            plot=plot,
             markdown=markdown,
-        )  # fmt: skip
+        )
 
 
 def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
@@ -157,9 +164,13 @@ def execute(
     progress_console.quiet |= not runner.shows_results
     with Progress("measuring", len(points) * len(names), progress_console) as progress:
         rows_of_points = run_sweep(
-            points, names, settings, runner, lambda row: progress.end(_progress_text(row, device)),
+            points,
+            names,
+            settings,
+            runner,
+            lambda row: progress.end(_progress_text(row, device)),
             lambda workload, name: progress.begin(_part_text(workload, name, device)),
-        )  # fmt: skip
+        )
         for rows in rows_of_points:
             records += make_records(rows, device)
             if lines is not None:
@@ -195,9 +206,10 @@ def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:
     """Raises UnsupportedError where every contender was unavailable."""
     if all(record["status"] == Status.UNAVAILABLE for record in records):
         raise UnsupportedError(
-            "a contender that can run here", "; ".join(reasons(records)),
+            "a contender that can run here",
+            "; ".join(reasons(records)),
             "Name others by --contenders, or run this where they can run.",
-        )  # fmt: skip
+        )
 
 
 def multiprocessors() -> int:

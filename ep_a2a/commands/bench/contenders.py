@@ -236,4 +236,4 @@ def check_round_trip(name: str, workload: Workload, x: torch.Tensor, copies: tor
             f"{name} to return x times the rows summed: {want[token, element].item():g} in token {token}, "
             f"element {element}",
             f"{got[token, element].item():g}; {int(wrong.sum())} of {wrong.numel()} elements are off",
-        )  # fmt: skip
+        )

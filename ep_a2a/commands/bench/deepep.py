@@ -59,15 +59,22 @@ class _LowLatencySession(_DeepEPSession):
         experts = workload.num_experts
         self._tokens = max(1, workload.max_num_tokens)
         self._buffer = low_latency_buffer(
-            self._deep_ep, context.group, max_num_tokens=self._tokens, hidden_dim=workload.hidden_dim,
-            world_size=context.world_size, num_experts=experts,
-        )  # fmt: skip
+            self._deep_ep,
+            context.group,
+            max_num_tokens=self._tokens,
+            hidden_dim=workload.hidden_dim,
+            world_size=context.world_size,
+            num_experts=experts,
+        )
         self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=self._ids.device)
         local_experts = experts // context.world_size
         self._rows = torch.randn(
-            local_experts, context.world_size * self._tokens, workload.hidden_dim,
-            dtype=torch.bfloat16, device=context.device,
-        )  # fmt: skip
+            local_experts,
+            context.world_size * self._tokens,
+            workload.hidden_dim,
+            dtype=torch.bfloat16,
+            device=context.device,
+        )
         self.details = {"version": "V1 low-latency", "dispatch": "cast inside, a row per expert"}
 
     def dispatch(self) -> tuple[Any, Any]:
@@ -95,9 +102,13 @@ class _ElasticSession(_DeepEPSession):
         if workload.quant_type != QuantType.NONE:
             self._sent = quantize(self._x, workload.quant_type)
         self._buffer = elastic_buffer(
-            self._deep_ep, context.group, max_num_tokens=max(1, workload.max_num_tokens),
-            hidden_dim=workload.hidden_dim, topk=workload.topk, fp8_rows=workload.quant_type != QuantType.NONE,
-        )  # fmt: skip
+            self._deep_ep,
+            context.group,
+            max_num_tokens=max(1, workload.max_num_tokens),
+            hidden_dim=workload.hidden_dim,
+            topk=workload.topk,
+            fp8_rows=workload.quant_type != QuantType.NONE,
+        )
         dispatched = self.dispatch()
         received = dispatched[0]
         shape = (received if isinstance(received, torch.Tensor) else received[0]).shape
@@ -107,9 +118,13 @@ class _ElasticSession(_DeepEPSession):
 
     def dispatch(self) -> tuple[Any, Any]:
         received, _, _, handle, _ = self._buffer.dispatch(
-            self._sent, self._ids, self._weights, num_experts=self._workload.num_experts,
-            num_sms=self._workload.max_sms, do_cpu_sync=False,
-        )  # fmt: skip
+            self._sent,
+            self._ids,
+            self._weights,
+            num_experts=self._workload.num_experts,
+            num_sms=self._workload.max_sms,
+            do_cpu_sync=False,
+        )
         return received, handle
 
     def combine(self, dispatched: Any) -> torch.Tensor:
@@ -138,12 +153,14 @@ class DeepEPContender(Contender):
         reason = (
             unavailable_on(device, {"deep_ep": f"deep_ep is not installed: {BUFFER.install}"})
             or BUFFER.stand_in_problem()
-            or first_true({
-                "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
-                "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
-                "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
-            })
-        )  # fmt: skip
+            or first_true(
+                {
+                    "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
+                    "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
+                    "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
+                }
+            )
+        )
         if reason is None and self._takes_v1() and workload.max_num_tokens > LOW_LATENCY_MAX_TOKENS:
             reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
         return reason

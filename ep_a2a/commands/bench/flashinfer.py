@@ -50,10 +50,14 @@ class OneSidedExchange:
         hidden_dim, dtype, device = workload.hidden_dim, workload.dtype, self._ids.device
         self._native = NVLinkOneSided(
             {name: (each.shape[1], each.dtype) for name, each in payloads.items()},
-            num_experts=workload.num_experts, topk=workload.topk, max_num_tokens=max(1, workload.max_num_tokens),
-            combine_row_bytes=hidden_dim * dtype.itemsize, group=context.group, rank=context.rank,
+            num_experts=workload.num_experts,
+            topk=workload.topk,
+            max_num_tokens=max(1, workload.max_num_tokens),
+            combine_row_bytes=hidden_dim * dtype.itemsize,
+            group=context.group,
+            rank=context.rank,
             world_size=context.world_size,
-        )  # fmt: skip
+        )
         self._payloads = self._native.packed(payloads)
         self._out = torch.empty(workload.num_tokens, hidden_dim, dtype=dtype, device=device)
         self.received = self.dispatch()
@@ -78,9 +82,12 @@ class OneSidedExchange:
     def combine(self) -> torch.Tensor:
         """Sums `combine_rows` of the ranks that each token went to: `[T, H]`, at the same address every time."""
         return self._native.combine(
-            self.combine_rows, self._max_num_tokens, self._out, in_workspace=not self._fp8_combine,
+            self.combine_rows,
+            self._max_num_tokens,
+            self._out,
+            in_workspace=not self._fp8_combine,
             fp8=self._fp8_combine,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Unmaps the workspace once no rank uses it. Collective."""
@@ -150,11 +157,13 @@ def _unsupported(workload: Workload) -> str | None:
     """Returns why the library cannot run the workload, or None."""
     ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
     casts_back = workload.combine_quant != QuantType.NONE
-    return first_true({
-        f"supports top-k {TOPKS}, not {workload.topk}": workload.topk not in TOPKS,
-        f"needs at most {MAX_RANKS} ranks and an expert on each":
-            not workload.world_size <= min(MAX_RANKS, workload.num_experts),
-        "its fp8 combine wire has no scales: fp8_direct_cast": workload.combine_quant == QuantType.FP8_BLOCKWISE,
-        "its fp8 combine wire is for bfloat16 rows": casts_back and workload.dtype != torch.bfloat16,
-        "sends dropped slots to rank 0": bool(((ids < 0) | (ids >= workload.num_experts)).any()),
-    })  # fmt: skip
+    return first_true(
+        {
+            f"supports top-k {TOPKS}, not {workload.topk}": workload.topk not in TOPKS,
+            f"needs at most {MAX_RANKS} ranks and an expert on each": not workload.world_size
+            <= min(MAX_RANKS, workload.num_experts),
+            "its fp8 combine wire has no scales: fp8_direct_cast": workload.combine_quant == QuantType.FP8_BLOCKWISE,
+            "its fp8 combine wire is for bfloat16 rows": casts_back and workload.dtype != torch.bfloat16,
+            "sends dropped slots to rank 0": bool(((ids < 0) | (ids >= workload.num_experts)).any()),
+        }
+    )

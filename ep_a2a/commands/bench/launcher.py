@@ -84,9 +84,11 @@ class PoolRunner(Runner):
         if self._pool is None or self._pool.world_size != workload.world_size:
             self.close()
             self._pool = RankPool(
-                workload.world_size, device=self._device, timeout_secs=CONTENDER_TIMEOUT_SECS,
+                workload.world_size,
+                device=self._device,
+                timeout_secs=CONTENDER_TIMEOUT_SECS,
                 num_gpus=self.num_gpus,
-            )  # fmt: skip
+            )
         try:
             row: Row = self._pool.run(run_contender, workload, name, settings)[0]
         except RankFailure as failure:

@@ -122,10 +122,14 @@ def _row_of(name: str, workload: Workload, reason: str | None, times: list[tuple
     layer_us, compute_us = statistics.median(layers), statistics.median(computations)
     communication_us = layer_us - compute_us
     return row | {
-        "layer_us": layer_us, "compute_us": compute_us, "communication_us": communication_us,
-        "communication_share": communication_us / layer_us, "least_us": min(layers), "most_us": max(layers),
+        "layer_us": layer_us,
+        "compute_us": compute_us,
+        "communication_us": communication_us,
+        "communication_share": communication_us / layer_us,
+        "least_us": min(layers),
+        "most_us": max(layers),
         "rounds_us": list(layers),
-    }  # fmt: skip
+    }
 
 
 def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -176,11 +180,17 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     options.timing = TimingSettings(options.warmups, options.runs, options.layers, num_host_calls=0)
     options.workloads = [
         Workload(
-            world_size=options.ranks, num_tokens=num_tokens, max_num_tokens=num_tokens, hidden_dim=options.hidden,
-            topk=options.topk, num_experts=options.experts, quant_type=options.quant, layout="rank_major",
+            world_size=options.ranks,
+            num_tokens=num_tokens,
+            max_num_tokens=num_tokens,
+            hidden_dim=options.hidden,
+            topk=options.topk,
+            num_experts=options.experts,
+            quant_type=options.quant,
+            layout="rank_major",
         )
         for num_tokens in options.tokens
-    ]  # fmt: skip
+    ]
     return options
 
 
@@ -239,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(parser, arguments)
     run_sweep(
         options, COLUMNS, run_layers, options.intermediate, tuple(options.transports), options.timing, options.rounds
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

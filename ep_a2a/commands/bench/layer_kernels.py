@@ -12,9 +12,16 @@ from ep_a2a.kernels.jit import portable
 
 @portable
 def gather_rows_kernel(
-    rows, scales, pairs, count, out,
-    TOPK: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    scales,
+    pairs,
+    count,
+    out,
+    TOPK: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """out[slot] = rows[pairs[slot] // TOPK], times its scales where GROUP is not 0, in bf16, for slot < count."""
     for slot in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
         row = tl.cast(tl.load(pairs + slot) // TOPK, tl.int64)
@@ -46,9 +53,14 @@ def swiglu_kernel(projected, weights, pairs, count, out, WIDTH: tl.constexpr, BL
 
 @portable(do_not_specialize=["num_rows"])
 def sum_rows_kernel(
-    contributions, slots, out, num_rows,
-    TOPK: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    contributions,
+    slots,
+    out,
+    num_rows,
+    TOPK: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out[row] = sum of contributions[slots[row, k]] over the slots that are not -1, in float32, rounded to bf16."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         for first in tl.static_range(0, HIDDEN, BLOCK):
@@ -67,9 +79,14 @@ def sum_rows_kernel(
 
 @portable(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
-    rows, quantized, scales, num_rows,
-    GROUPS: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    quantized,
+    scales,
+    num_rows,
+    GROUPS: tl.constexpr,
+    GROUPS_LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """The cast of dispatch as a launch of its own, for libraries that want tokens cast before."""
     groups = tl.arange(0, GROUPS_LANES)
     inside = groups < GROUPS

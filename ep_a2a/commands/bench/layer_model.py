@@ -158,17 +158,33 @@ def run_experts(received: Received, weights: MoEWeights) -> None:
     count = ends[-1:]
     inputs = torch.empty(pairs.numel(), hidden_dim, dtype=torch.bfloat16, device=device)
     launch(
-        gather_rows_kernel, device, rows, row_weights if scales is None else scales, pairs, count, inputs,
-        TOPK=topk, HIDDEN=hidden_dim, BLOCK=block_of(hidden_dim), GROUP=0 if scales is None else FP8_GROUP_SIZE,
-    )  # fmt: skip
+        gather_rows_kernel,
+        device,
+        rows,
+        row_weights if scales is None else scales,
+        pairs,
+        count,
+        inputs,
+        TOPK=topk,
+        HIDDEN=hidden_dim,
+        BLOCK=block_of(hidden_dim),
+        GROUP=0 if scales is None else FP8_GROUP_SIZE,
+    )
     projected = grouped_matmul(inputs, weights.w1, ends)
     activated = torch.empty(pairs.numel(), width, dtype=torch.bfloat16, device=device)
     launch(swiglu_kernel, device, projected, row_weights, pairs, count, activated, WIDTH=width, BLOCK=block_of(width))
     contributions = grouped_matmul(activated, weights.w2, ends)
     launch(
-        sum_rows_kernel, device, contributions, slots, out, num_rows,
-        TOPK=topk, HIDDEN=hidden_dim, BLOCK=block_of(hidden_dim),
-    )  # fmt: skip
+        sum_rows_kernel,
+        device,
+        contributions,
+        slots,
+        out,
+        num_rows,
+        TOPK=topk,
+        HIDDEN=hidden_dim,
+        BLOCK=block_of(hidden_dim),
+    )
 
 
 def grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -218,9 +234,16 @@ def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Ten
     """
     num_groups = scales.shape[1]
     launch(
-        quantize_rows_kernel, rows.device, rows, quantized.view(torch.uint8), scales.view(torch.int32), rows.shape[0],
-        GROUPS=num_groups, GROUPS_LANES=1 << (num_groups - 1).bit_length(), GROUP=FP8_GROUP_SIZE,
-    )  # fmt: skip
+        quantize_rows_kernel,
+        rows.device,
+        rows,
+        quantized.view(torch.uint8),
+        scales.view(torch.int32),
+        rows.shape[0],
+        GROUPS=num_groups,
+        GROUPS_LANES=1 << (num_groups - 1).bit_length(),
+        GROUP=FP8_GROUP_SIZE,
+    )
 
 
 def check_layer(

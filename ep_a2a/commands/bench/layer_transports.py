@@ -85,9 +85,14 @@ class OpTransport(Transport):
     name = "ep_a2a"
 
     def __init__(
-        self, workload: Workload, gate: Gate, weights: MoEWeights, context: RankContext, arena: Arena | None = None,
+        self,
+        workload: Workload,
+        gate: Gate,
+        weights: MoEWeights,
+        context: RankContext,
+        arena: Arena | None = None,
         index: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from ep_a2a.ops.op import EpDispatchCombineOp
 
         super().__init__(workload, gate, weights, context)

@@ -30,9 +30,11 @@ class LowLatencyLayerSession(InputsSession):
         self._arena = Arena(context.group, context.device)
         try:
             self._layer = EPLowLatencyAllToAllLayer(
-                **contender.arguments(workload), rank=context.rank, enable_profiling=contender.records_spans,
+                **contender.arguments(workload),
+                rank=context.rank,
+                enable_profiling=contender.records_spans,
                 arena=self._arena,
-            )  # fmt: skip
+            )
         except Exception:
             self._arena.close()
             raise
@@ -98,11 +100,16 @@ class LowLatencyLayerContender(Contender):
         """Returns the layer's arguments that are equal on all ranks."""
         per_token = workload.quant_type == QuantType.FP8_PER_TOKEN
         return {
-            "max_m": workload.max_num_tokens, "hidden": workload.hidden_dim, "topk": workload.topk,
-            "online_quant_fp8": workload.quant_type != QuantType.NONE, "num_experts": workload.num_experts,
-            "local_world_size": workload.world_size, "world_size": workload.world_size,
-            "fp8_gsize": workload.hidden_dim if per_token else FP8_GROUP_SIZE, "dtype": workload.dtype,
-        }  # fmt: skip
+            "max_m": workload.max_num_tokens,
+            "hidden": workload.hidden_dim,
+            "topk": workload.topk,
+            "online_quant_fp8": workload.quant_type != QuantType.NONE,
+            "num_experts": workload.num_experts,
+            "local_world_size": workload.world_size,
+            "world_size": workload.world_size,
+            "fp8_gsize": workload.hidden_dim if per_token else FP8_GROUP_SIZE,
+            "dtype": workload.dtype,
+        }
 
 
 CONTENDERS = (LowLatencyLayerContender(), LowLatencyLayerContender("ep_low_latency_traced", records_spans=True))

@@ -154,18 +154,27 @@ def make_config(workload: Workload, rank: int, contender: OpContender | None = N
         kernel_type = contender.kernel_type or inter_node_kernel(workload.max_num_tokens)
     has_combine_cast = workload.combine_quant != QuantType.NONE
     return EpDispatchCombineConfig(
-        data_type=workload.dtype, rank=rank, world_size=workload.world_size, hidden_dim=workload.hidden_dim,
-        scale_dim=0, scale_type_size=0, max_token_type_size=workload.dtype.itemsize,
+        data_type=workload.dtype,
+        rank=rank,
+        world_size=workload.world_size,
+        hidden_dim=workload.hidden_dim,
+        scale_dim=0,
+        scale_type_size=0,
+        max_token_type_size=workload.dtype.itemsize,
         max_num_inp_token_per_rank=workload.max_num_tokens,
         num_experts_per_rank=num_owned_experts(workload.num_experts, workload.world_size, rank),
-        num_experts_per_token=workload.topk, num_experts=workload.num_experts,
+        num_experts_per_token=workload.topk,
+        num_experts=workload.num_experts,
         quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
         dispatch_quant_type=workload.quant_type if has_combine_cast else None,
         # The bench makes only these calls. Each further form takes seconds to compile.
         compiled_calls=CompiledCalls.SERVING,
-        layout=workload.layout, max_sms=workload.max_sms, kernel_type=kernel_type,
-        gpu_per_node=workload.world_size // workload.num_nodes, internode_transport=contender.internode_transport,
-    )  # fmt: skip
+        layout=workload.layout,
+        max_sms=workload.max_sms,
+        kernel_type=kernel_type,
+        gpu_per_node=workload.world_size // workload.num_nodes,
+        internode_transport=contender.internode_transport,
+    )
 
 
 def identity_experts(

@@ -28,9 +28,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def all_gather(context: RankContext, gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Gathers several tensors from all ranks, on a GPU as one group of all-gathers. Collective."""
     on_cpu = context.device.type == "cpu"
-    group: Any = contextlib.nullcontext() if on_cpu else distributed_c10d._coalescing_manager(
-        group=context.group, device=context.device, async_ops=False
-    )  # fmt: skip
+    group: Any = (
+        contextlib.nullcontext()
+        if on_cpu
+        else distributed_c10d._coalescing_manager(group=context.group, device=context.device, async_ops=False)
+    )
     with group:
         for whole, part in zip(gathered, parts, strict=True):
             _all_gather_single(whole, part, group=context.group)
@@ -103,7 +105,7 @@ class AllToAllSession(_CollectiveSession):
         self._first_row = torch.cumsum(copies, 0) - copies
         self._bytes = torch.cat(
             [*self._payload, self._ids.view(torch.uint8), self._weights.view(torch.uint8)], dim=1
-        ).contiguous()  # fmt: skip
+        ).contiguous()
         self._received = self._bytes.new_empty(sum(self._receives), self._bytes.shape[1])
         self._returned = self._x.new_empty(ranks.numel(), workload.hidden_dim)
         self.dispatch()

@@ -93,11 +93,18 @@ def _run_schedule(name: str, schedule: Schedule, bench: LayerBench, settings: Ov
         layer_us = bench.time_checked(work, schedule.check)
         if settings.traces is not None:
             write_trace(work, bench.context, settings.traces / f"{name}_{variant}_{num_tokens}.json.gz")
-        rows.append({
-            "tokens": num_tokens, "quant": bench.workload.quant_type, "schedule": name, "variant": variant,
-            "comm_sms": settings.comm_sms, "layer_us": layer_us, "compute_us": compute_us,
-            "exposed_us": layer_us - compute_us,
-        })  # fmt: skip
+        rows.append(
+            {
+                "tokens": num_tokens,
+                "quant": bench.workload.quant_type,
+                "schedule": name,
+                "variant": variant,
+                "comm_sms": settings.comm_sms,
+                "layer_us": layer_us,
+                "compute_us": compute_us,
+                "exposed_us": layer_us - compute_us,
+            }
+        )
     for batch in schedule.batches:
         batch.close()
     return rows

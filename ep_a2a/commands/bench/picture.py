@@ -69,9 +69,10 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
     ours_first = sorted(lines, key=lambda label: (is_limit(label), not label.startswith(NATIVE)))
     for number, label in enumerate(ours_first):
         style = (
-            {"color": "gray", "linestyle": "--", "linewidth": 1.8} if is_limit(label)
+            {"color": "gray", "linestyle": "--", "linewidth": 1.8}
+            if is_limit(label)
             else {"marker": MARKERS[number % len(MARKERS)]}
-        )  # fmt: skip
+        )
         points = sorted((places[value], us / size) for value, us in lines[label].items())
         panel.lines.append((label, points, style))
     silent = dict.fromkeys(record["contender"] for record in records if label_of(record, records) not in lines)

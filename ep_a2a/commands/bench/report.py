@@ -28,10 +28,21 @@ CONTENDER = "contender"
 Record = dict[str, Any]
 
 FIELDS = {
-    "world_size": "EP", "num_tokens": "T", "max_num_tokens": "M", "hidden_dim": "H", "topk": "K",
-    "num_experts": "experts", "dtype": "dtype", "quant_type": "dispatch cast", "combine_quant": "combine cast",
-    "layout": "layout", "routing": "routing", "max_sms": "max SMs", "gpus_per_node": "GPUs per node", "seed": "seed",
-}  # fmt: skip
+    "world_size": "EP",
+    "num_tokens": "T",
+    "max_num_tokens": "M",
+    "hidden_dim": "H",
+    "topk": "K",
+    "num_experts": "experts",
+    "dtype": "dtype",
+    "quant_type": "dispatch cast",
+    "combine_quant": "combine cast",
+    "layout": "layout",
+    "routing": "routing",
+    "max_sms": "max SMs",
+    "gpus_per_node": "GPUs per node",
+    "seed": "seed",
+}
 """Fields of a workload and their headings."""
 TIMES: dict[str, Callable[[Record], str]] = {
     "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",

@@ -27,7 +27,7 @@ VECTOR_WORDS = tl.constexpr(4)
 @portable
 def push_kernel(
     source, plan, state, max_polls, NUM_PEERS: tl.constexpr, PEER_LANES: tl.constexpr, THREADS: tl.constexpr
-):  # fmt: skip
+):
     """Pushes a contiguous run of 16-byte vectors to every peer, posts one flag each, and waits for all peers' flags.
 
     Program p serves peer p % NUM_PEERS. The last program to finish releases one flag per peer, acquires all of its own,

@@ -92,9 +92,10 @@ class WireLimitSession(Session):
         budget = budget or self._num_peers
         if budget < self._num_peers:
             raise UnsupportedError(
-                f"a budget of {self._num_peers} multiprocessors, one for each rank that a push goes to", str(budget),
+                f"a budget of {self._num_peers} multiprocessors, one for each rank that a push goes to",
+                str(budget),
                 "Raise --max-sms, or start fewer --ranks.",
-            )  # fmt: skip
+            )
         self.details |= {"max_sms": budget, "counts_local_rows": True}
         return tuple((budget, num_threads) for num_threads in SHARED_GPU_THREADS)
 

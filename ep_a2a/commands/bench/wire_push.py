@@ -33,10 +33,12 @@ LOADS_IN_FLIGHT = 8
 MAX_THREADS = 1024
 CUDA_SOURCE = Path(__file__).with_name("wire_push.cu")
 CUDA_CONSTANTS = {
-    "LOADS": LOADS_IN_FLIGHT, "MAX_THREADS": MAX_THREADS,
+    "LOADS": LOADS_IN_FLIGHT,
+    "MAX_THREADS": MAX_THREADS,
     # Reading the clock is slow: at every poll it would delay the next look at the flag.
-    "POLLS_PER_CLOCK_READING": 4096, "TIMEOUT_NS": "10000000000ULL",
-}  # fmt: skip
+    "POLLS_PER_CLOCK_READING": 4096,
+    "TIMEOUT_NS": "10000000000ULL",
+}
 
 
 @dataclass(frozen=True)

@@ -236,9 +236,12 @@ class Sweep:
 
 def _workload(values: dict[str, Any]) -> Workload:
     for name, allowed in (
-        ("dtype", DTYPES), ("quant_type", DISPATCH_QUANT_TYPES), ("combine_quant", COMBINE_QUANT_TYPES),
-        ("layout", tuple(Layout)), ("routing", ROUTINGS),
-    ):  # fmt: skip
+        ("dtype", DTYPES),
+        ("quant_type", DISPATCH_QUANT_TYPES),
+        ("combine_quant", COMBINE_QUANT_TYPES),
+        ("layout", tuple(Layout)),
+        ("routing", ROUTINGS),
+    ):
         if values[name] not in allowed:
             raise UnknownNameError(f"{name} to be one of {', '.join(map(str, allowed))}", repr(values[name]))
     bound = values["max_num_tokens"]

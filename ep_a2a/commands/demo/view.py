@@ -108,14 +108,17 @@ def _setup(it: dict[str, Any]) -> Rows:
     return [
         ("text", f"{it['text']}: {available} words and marks, {used}"),
         ("tokens", f"{' + '.join(map(str, it['tokens_per_rank']))} by rank, uneven on purpose; {cast}"),
-        ("layer", f"hidden size {it['hidden_dim']}, {it['experts']} SwiGLU experts of intermediate size "
-                  f"{it['intermediate_dim']}, softmax top-{it['topk']} router"),
+        (
+            "layer",
+            f"hidden size {it['hidden_dim']}, {it['experts']} SwiGLU experts of intermediate size "
+            f"{it['intermediate_dim']}, softmax top-{it['topk']} router",
+        ),
         ("ranks", f"{it['ranks']}, one process each"),
         ("device", device),
         ("topology", it["topology"]),
         ("backend", f"{it['backend']}: {it['backend_reason']}"),
         ("kernel", f"{it['kernel']}: {it['kernel_reason']}"),
-    ]  # fmt: skip
+    ]
 
 
 def _wire(it: dict[str, Any]) -> Rows:
@@ -145,11 +148,17 @@ def _times(it: dict[str, Any]) -> Rows:
 def _errors(it: dict[str, Any]) -> Rows:
     found = it["comparison"]
     rows = [
-        ("largest error", f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to "
-                          f"{found['max_output']:.2e}; worst element at {found['worst_share']:.0%} of its tolerance"),
-        ("tolerance", "strict, by element: each rank's sum is rounded to bfloat16 once, so is the sum over ranks, "
-                      "and between them each node's where there are several"),
-    ]  # fmt: skip
+        (
+            "largest error",
+            f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to "
+            f"{found['max_output']:.2e}; worst element at {found['worst_share']:.0%} of its tolerance",
+        ),
+        (
+            "tolerance",
+            "strict, by element: each rank's sum is rounded to bfloat16 once, so is the sum over ranks, "
+            "and between them each node's where there are several",
+        ),
+    ]
     if it["quant_type"] != "none":
         change = f"{found['max_change_by_cast']:.2e}"
         rows.append(("fp8 cast", f"the dense layer sees the same cast tokens; the cast moves it by {change}"))

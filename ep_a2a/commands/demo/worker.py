@@ -68,9 +68,14 @@ def run_rank(
     """
     rank, device, is_gpu = context.rank, context.device, context.device.type == "cuda"
     init_dist_env(
-        1, 0, "cpu:gloo,cuda:nccl" if is_gpu else "gloo", local_rank=rank, data_parallel_size=context.world_size,
-        data_parallel_rank=rank, all2all_backend=settings.backend,
-    )  # fmt: skip
+        1,
+        0,
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        local_rank=rank,
+        data_parallel_size=context.world_size,
+        data_parallel_rank=rank,
+        all2all_backend=settings.backend,
+    )
     group = get_ep_group()
     manager = group.device_communicator.all2all_manager
     kwargs = settings.handle_kwargs(rank)
@@ -106,11 +111,17 @@ def run_rank(
         steps.append([end - start for start, end in itertools.pairwise(times)])
     result = RankResult(
         # The op's memory ends with the group, so the output is copied.
-        tokens, weights, ids, output[: tokens.shape[0]].clone(), op.recv_counts.tolist(), steps[1:],
+        tokens,
+        weights,
+        ids,
+        output[: tokens.shape[0]].clone(),
+        op.recv_counts.tolist(),
+        steps[1:],
         manager.explain(settings.gpus_per_node, kwargs["max_num_tokens_per_dp_rank"]),
-        torch.cuda.get_device_name(device) if is_gpu else "", isinstance(manager, CollectiveAll2AllManager),
+        torch.cuda.get_device_name(device) if is_gpu else "",
+        isinstance(manager, CollectiveAll2AllManager),
         {name: str(sys.modules[name].__version__) for name in ("torch", "triton") if name in sys.modules},
-    )  # fmt: skip
+    )
     destroy_dist_env()
     return result
 

@@ -130,38 +130,74 @@ def _kernel(name: str, ranks: tuple[int, ...], max_tokens: int | None, backend: 
 def _check_shape(info: SystemInfo, request: Request) -> Iterator[Diagnostic]:
     hidden, casts = request.hidden_dim or 0, request.quant != "none"
     row_bytes = hidden * (1 if casts else 2)
-    yield from every("hidden size",
-        (ERROR, row_bytes % ROW_ALIGNMENT_BYTES,
-         f"{hidden}: rows of {row_bytes} bytes, not a multiple of {ROW_ALIGNMENT_BYTES}", "Pad the hidden size."),
-        (ERROR, request.quant == "fp8_per_1x128" and hidden % GROUP_ELEMENTS,
-         f"{hidden} is no multiple of {GROUP_ELEMENTS}", "Use fp8_per_token."))  # fmt: skip
+    yield from every(
+        "hidden size",
+        (
+            ERROR,
+            row_bytes % ROW_ALIGNMENT_BYTES,
+            f"{hidden}: rows of {row_bytes} bytes, not a multiple of {ROW_ALIGNMENT_BYTES}",
+            "Pad the hidden size.",
+        ),
+        (
+            ERROR,
+            request.quant == "fp8_per_1x128" and hidden % GROUP_ELEMENTS,
+            f"{hidden} is no multiple of {GROUP_ELEMENTS}",
+            "Use fp8_per_token.",
+        ),
+    )
     old = "".join([gpu.name for gpu in info.driver.gpus if gpu.capability and gpu.capability < FP8_CAPABILITY][:1])
-    yield from first("fp8",
-        (ERROR, casts and old, f"no fp8 casts on {old}, which need compute capability {dotted(FP8_CAPABILITY)}",
-         "Use no cast."))  # fmt: skip
+    yield from first(
+        "fp8",
+        (
+            ERROR,
+            casts and old,
+            f"no fp8 casts on {old}, which need compute capability {dotted(FP8_CAPABILITY)}",
+            "Use no cast.",
+        ),
+    )
 
 
 def _check_reach(info: SystemInfo, ranks: tuple[int, ...]) -> Iterator[Diagnostic]:
     """Checks what ep_a2a's own kernels need of nodes, and between GPUs."""
     num_gpus = info.torch.num_gpus
-    yield from every("nodes",
-        (ERROR, len(set(ranks)) > 1, f"unlike numbers of ranks: {', '.join(map(str, ranks))}",
-         f"Start as many ranks on each node, or use {PORTABLE}."),
-        (WARNING, len(ranks) > 1 and num_gpus, "between nodes, ep_a2a on GPUs has run on one host's virtual nodes only",
-         f"Or use {PORTABLE}."))  # fmt: skip
+    yield from every(
+        "nodes",
+        (
+            ERROR,
+            len(set(ranks)) > 1,
+            f"unlike numbers of ranks: {', '.join(map(str, ranks))}",
+            f"Start as many ranks on each node, or use {PORTABLE}.",
+        ),
+        (
+            WARNING,
+            len(ranks) > 1 and num_gpus,
+            "between nodes, ep_a2a on GPUs has run on one host's virtual nodes only",
+            f"Or use {PORTABLE}.",
+        ),
+    )
     for way, pairs in info.driver.unreached().items():
-        yield from first(way,
-            (ERROR, num_gpus and pairs,
-             f"missing between GPUs {pairs_text(pairs)}; ep_a2a's kernels need it (NVLink)", USE_PORTABLE))  # fmt: skip
+        yield from first(
+            way,
+            (
+                ERROR,
+                num_gpus and pairs,
+                f"missing between GPUs {pairs_text(pairs)}; ep_a2a's kernels need it (NVLink)",
+                USE_PORTABLE,
+            ),
+        )
 
 
 def _check_ranks(info: SystemInfo, ranks: tuple[int, ...], name: str) -> list[Diagnostic]:
     num_gpus = info.torch.num_gpus
-    return first("ranks",
-        (NOTE, 0 < num_gpus < max(ranks) and name == DEFAULT_BACKEND,
-         f"{max(ranks)} on a node share {num_gpus} GPUs: right, and slower than with a GPU each"),
-        (ERROR, 0 < num_gpus < max(ranks), f"{max(ranks)} on a node, {num_gpus} GPUs here",
-         "Start one rank per GPU."))  # fmt: skip
+    return first(
+        "ranks",
+        (
+            NOTE,
+            0 < num_gpus < max(ranks) and name == DEFAULT_BACKEND,
+            f"{max(ranks)} on a node share {num_gpus} GPUs: right, and slower than with a GPU each",
+        ),
+        (ERROR, 0 < num_gpus < max(ranks), f"{max(ranks)} on a node, {num_gpus} GPUs here", "Start one rank per GPU."),
+    )
 
 
 def _check_memory(info: SystemInfo, request: Request, ranks: tuple[int, ...], name: str) -> list[Diagnostic]:
@@ -174,11 +210,12 @@ def _check_memory(info: SystemInfo, request: Request, ranks: tuple[int, ...], na
     else:
         needed *= max(ranks)
     text = f"{needed:,} bytes needed on {of}"
-    return first("memory",
+    return first(
+        "memory",
         (NOTE, name != DEFAULT_BACKEND, f"not known for {name}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes"),
         (NOTE, len(ranks) > 1, "not known over torch.distributed: `ep-a2a plan --vllm` counts it for a model"),
         (NOTE, request.needed_bytes is None, "`ep-a2a plan` gives no answer for these sizes", "Run it: it says why."),
         (NOTE, free < 0, text),
-        (ERROR, needed > free, f"{text}, {free:,} free {place}",
-         "Lower max_num_inp_token_per_rank, or free memory."),
-        (OK, True, f"{text}, {free:,} free {place}"))  # fmt: skip
+        (ERROR, needed > free, f"{text}, {free:,} free {place}", "Lower max_num_inp_token_per_rank, or free memory."),
+        (OK, True, f"{text}, {free:,} free {place}"),
+    )

@@ -42,13 +42,24 @@ def check_variables(info: SystemInfo) -> Iterator[Diagnostic]:
     problems = [problem for name, value in own.items() for problem in _own_variable(info, name, value)]
     yield from problems or [Diagnostic("variables", OK, _listed(own) or "no EP_A2A_* is set")]
     for name, effect in OTHERS.items():
-        yield from first(name,
-            (WARNING, variables.get(name) == "1" and info.has_gpus, f"{name}=1: {effect}",
-             "Unset it, unless it is meant."))  # fmt: skip
-    yield from first(VLLM_STEP,
-        (WARNING if info.vllm.version is None else ERROR, math.isnan(_vllm_step_secs(info)),
-         f"{VLLM_STEP}={variables.get(VLLM_STEP)} is no whole number: vLLM cannot read it and exits",
-         "Correct or unset it."))  # fmt: skip
+        yield from first(
+            name,
+            (
+                WARNING,
+                variables.get(name) == "1" and info.has_gpus,
+                f"{name}=1: {effect}",
+                "Unset it, unless it is meant.",
+            ),
+        )
+    yield from first(
+        VLLM_STEP,
+        (
+            WARNING if info.vllm.version is None else ERROR,
+            math.isnan(_vllm_step_secs(info)),
+            f"{VLLM_STEP}={variables.get(VLLM_STEP)} is no whole number: vLLM cannot read it and exits",
+            "Correct or unset it.",
+        ),
+    )
     others = _listed({n: v for n, v in variables.items() if not n.startswith("EP_A2A_") and n not in OTHERS})
     yield from first("other variables", (NOTE, others, others))
 
@@ -72,24 +83,49 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
     vllm_secs = math.nan if info.vllm.version is None else _vllm_step_secs(info)
     hca = info.environment.get("NCCL_IB_HCA")
     cuda_major = (info.torch.cuda_build or "13").partition(".")[0]
-    return first(name,
+    return first(
+        name,
         (ERROR, problem, f"{text}: {problem}", "Correct or unset it; docs/env.md lists them all."),
-        (WARNING, name not in known and not present_name, f"{text} is no variable of this version: it does nothing",
-         did_you_mean(name, known) or "docs/env.md lists them all."),
-        (ERROR, of(env.INTERNODE_TRANSPORT) and value not in INTERNODE_TRANSPORTS, f"{text} is not in this version",
-         f"Use one of {', '.join(INTERNODE_TRANSPORTS)}."),
-        (ERROR, of(env.INTERNODE_TRANSPORT) == "nvshmem" and not info.installation.has_nvshmem,
-         f"{text}, and no package nvidia-nvshmem", f"pip install nvidia-nvshmem-cu{cuda_major}."),
-        (ERROR, of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(value).is_dir(), f"{text} is no folder",
-         "Make it, or unset the variable."),
-        (ERROR, of(env.LOG_LEVEL) and value.upper() not in LEVELS, f"{text} is no level",
-         f"One of {', '.join(LEVELS)}."),
+        (
+            WARNING,
+            name not in known and not present_name,
+            f"{text} is no variable of this version: it does nothing",
+            did_you_mean(name, known) or "docs/env.md lists them all.",
+        ),
+        (
+            ERROR,
+            of(env.INTERNODE_TRANSPORT) and value not in INTERNODE_TRANSPORTS,
+            f"{text} is not in this version",
+            f"Use one of {', '.join(INTERNODE_TRANSPORTS)}.",
+        ),
+        (
+            ERROR,
+            of(env.INTERNODE_TRANSPORT) == "nvshmem" and not info.installation.has_nvshmem,
+            f"{text}, and no package nvidia-nvshmem",
+            f"pip install nvidia-nvshmem-cu{cuda_major}.",
+        ),
+        (
+            ERROR,
+            of(env.TUNING_DIR) not in ("", NO_TABLES) and not Path(value).is_dir(),
+            f"{text} is no folder",
+            "Make it, or unset the variable.",
+        ),
+        (
+            ERROR,
+            of(env.LOG_LEVEL) and value.upper() not in LEVELS,
+            f"{text} is no level",
+            f"One of {', '.join(LEVELS)}.",
+        ),
         (ERROR, absent, f"no device {absent} on this host; there are: {devices}", "Correct it."),
         (WARNING, of(env.RDMA_DEVICES) and hca, f"does not count: NCCL_IB_HCA={hca} is set", "Unset one of the two."),
         (WARNING, present_name, f"{name} is the former name of {present_name}", f"Set {present_name}."),
-        (WARNING, secs >= vllm_secs,
-         f"{secs:g} s: vLLM gives a step up after {vllm_secs:g} s, and cannot say which rank was missing",
-         f"Lower it below {vllm_secs:g}."))  # fmt: skip
+        (
+            WARNING,
+            secs >= vllm_secs,
+            f"{secs:g} s: vLLM gives a step up after {vllm_secs:g} s, and cannot say which rank was missing",
+            f"Lower it below {vllm_secs:g}.",
+        ),
+    )
 
 
 def _backend_refusal(config_file: str, backend: str) -> EpA2AError | None:

@@ -40,11 +40,14 @@ def read_query(text: str) -> tuple[str, tuple[Gpu, ...]] | None:
         return None
     return rows[0][1], tuple(
         Gpu(
-            name=row[0], total_bytes=_mebibytes(row[2]), free_bytes=_mebibytes(row[3]), mig=row[4] == "Enabled",
+            name=row[0],
+            total_bytes=_mebibytes(row[2]),
+            free_bytes=_mebibytes(row[3]),
+            mig=row[4] == "Enabled",
             compute_mode=row[5],
         )
         for row in rows
-    )  # fmt: skip
+    )
 
 
 def read_links(text: str) -> tuple[tuple[str, ...], ...]:

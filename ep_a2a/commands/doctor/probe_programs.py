@@ -138,9 +138,12 @@ def _cuda_facts(library: ctypes.CDLL) -> dict[str, Any]:
         attributes = (CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS, COMPUTE_MODE)
         major, minor, num_sms, mode = (integer("cuDeviceGetAttribute", each, device) for each in attributes)
         return {
-            "name": name.value.decode(), "capability": [major, minor], "num_sms": num_sms,
-            "total_bytes": num_bytes.value, "compute_mode": COMPUTE_MODES.get(mode, str(mode)),
-        }  # fmt: skip
+            "name": name.value.decode(),
+            "capability": [major, minor],
+            "num_sms": num_sms,
+            "total_bytes": num_bytes.value,
+            "compute_mode": COMPUTE_MODES.get(mode, str(mode)),
+        }
 
     def pairs(attribute: int) -> list[list[bool]]:
         return [[a == b or bool(integer("cuDeviceGetP2PAttribute", attribute, a, b)) for b in devices] for a in devices]
@@ -161,10 +164,12 @@ def declaration_facts(folder: str, name: str) -> dict[str, Any]:
 
     def declared(manager: type[All2AllManagerBase], library: Library) -> dict[str, Any]:
         return {
-            "library": library.distribution, "install": library.install,
-            "kernel": manager.kernel_for(1)[0], "kernel_between_nodes": manager.kernel_for(2)[0],
+            "library": library.distribution,
+            "install": library.install,
+            "kernel": manager.kernel_for(1)[0],
+            "kernel_between_nodes": manager.kernel_for(2)[0],
             "capabilities": dataclasses.asdict(manager.capabilities),
-        }  # fmt: skip
+        }
 
     return _backend_facts(folder, name, declared)
 
@@ -214,9 +219,13 @@ def _import_package(folder: str) -> None:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    "torch": torch_facts, "triton": triton_facts, "driver": driver_facts, "declaration": declaration_facts,
-    "library": library_facts, "sharing": sharing_facts,
-}  # fmt: skip
+    "torch": torch_facts,
+    "triton": triton_facts,
+    "driver": driver_facts,
+    "declaration": declaration_facts,
+    "library": library_facts,
+    "sharing": sharing_facts,
+}
 
 if __name__ == "__main__":
     sys.stdout.write(f"\n{MARK}{json.dumps(PROBES[sys.argv[1]](*sys.argv[2:]))}\n")

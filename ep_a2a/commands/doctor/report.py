@@ -50,9 +50,10 @@ def _lines(diagnostic: Diagnostic, width: int, columns: int) -> list[str]:
     texts = [(diagnostic.found, start, indent), (diagnostic.remedy, f"{indent}> ", f"{indent}  ")]
     wrapped = [
         line
-        for text, first, rest in texts if text
+        for text, first, rest in texts
+        if text
         for line in textwrap.wrap(text, columns, initial_indent=first, subsequent_indent=rest)
-    ]  # fmt: skip
+    ]
     return [*before, *wrapped] or [start.rstrip()]
 
 

@@ -183,10 +183,16 @@ def _slow_links(test: SelfTest) -> list[Diagnostic]:
         return []
     usual = statistics.median(rates)
     return [
-        Diagnostic(f"ranks {a}, {b}", WARNING, f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
-                   "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.")
-        for a, row in enumerate(test.gb_per_s) for b, rate in enumerate(row) if 0 < rate < SLOW * usual
-    ]  # fmt: skip
+        Diagnostic(
+            f"ranks {a}, {b}",
+            WARNING,
+            f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
+            "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.",
+        )
+        for a, row in enumerate(test.gb_per_s)
+        for b, rate in enumerate(row)
+        if 0 < rate < SLOW * usual
+    ]
 
 
 def _error_text(failure: RankFailure) -> str:

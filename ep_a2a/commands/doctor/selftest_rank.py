@@ -194,6 +194,7 @@ def _tokens(rank: int, step: int) -> torch.Tensor:
 def _require(right: bool, what: str, rank: int) -> None:
     if not right:
         raise CheckFailedError(
-            f"{what} to arrive as it was sent", f"something else at rank {rank} of the group",
+            f"{what} to arrive as it was sent",
+            f"something else at rank {rank} of the group",
             "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid",
-        )  # fmt: skip
+        )

@@ -29,9 +29,14 @@ def run_probe(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]
     flags = ["-P"] + ["-S"] * bool(sys.flags.no_site) + ["-E"] * bool(sys.flags.ignore_environment)
     try:
         done = subprocess.run(
-            [sys.executable, *flags, str(program), name, *arguments], capture_output=True, text=True, errors="replace",
-            timeout=timeout_secs, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, *flags, str(program), name, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_secs,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return {"version": "?", "problem": f"it had not answered within {timeout_secs:g} s"}
     for line in done.stdout.splitlines():

@@ -28,13 +28,23 @@ MAX_GPU_BYTES = 512 << 30
 
 
 FOR_MODEL = (
-    "data_parallel_size", "tensor_parallel_size", "max_num_batched_tokens", "num_redundant_experts",
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "max_num_batched_tokens",
+    "num_redundant_experts",
     "sequence_parallel",
-)  # fmt: skip
+)
 FOR_OP = (
-    "ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens",
+    "ranks",
+    "max_tokens",
+    "topk",
+    "experts",
+    "layout",
+    "combine_quant",
+    "scale_format",
+    "max_total_recv_tokens",
     "flagged_max_tokens",
-)  # fmt: skip
+)
 BETWEEN_NODES = ("nodes", "nic_gbps", "chunk_tokens", "num_credits", "markdown", "plot", "seed")
 """Parameters of the command by what they are for."""
 
@@ -51,9 +61,11 @@ def execute(options: dict[str, Any]) -> None:
     for_model, for_op, between = ({name: options[name] for name in some} for some in (FOR_MODEL, FOR_OP, BETWEEN_NODES))
     vllm, as_json, output = options["vllm"], options["as_json"], options["output"]
     for_both = {
-        "gpus_per_node": options["gpus_per_node"], "hidden_dim": options["hidden"],
-        "dtype": dtype_named(options["dtype"]), "cast": options["quant"] and options["quant"].value,
-    }  # fmt: skip
+        "gpus_per_node": options["gpus_per_node"],
+        "hidden_dim": options["hidden"],
+        "dtype": dtype_named(options["dtype"]),
+        "cast": options["quant"] and options["quant"].value,
+    }
     check_can_write(output)
     if options["nodes"] is not None or options["published"]:
         from ep_a2a.commands.plan.nodes import show_nodes
@@ -75,18 +87,32 @@ def execute(options: dict[str, Any]) -> None:
 
 
 def plan_op(
-    *, ranks: int = 8, gpus_per_node: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168, topk: int = 8,
-    experts: int = 256, dtype: torch.dtype | None = None, cast: str = "none", combine_quant: str = "none",
+    *,
+    ranks: int = 8,
+    gpus_per_node: int | None = None,
+    max_tokens: int = 4096,
+    hidden_dim: int = 7168,
+    topk: int = 8,
+    experts: int = 256,
+    dtype: torch.dtype | None = None,
+    cast: str = "none",
+    combine_quant: str = "none",
     **others: Any,
-) -> tuple[Plan, list[str]]:  # fmt: skip
+) -> tuple[Plan, list[str]]:
     """Returns the plan of an op of these sizes, and what it assumes."""
     parse_enum(QuantType, combine_quant, "--combine-quant")
     kwargs = {
-        "num_ep_ranks": ranks, "input_dtype": dtype or torch.bfloat16,
-        "quant_dtype": None if cast == "none" else FP8_DTYPE, "token_hidden_size": hidden_dim,
-        "max_num_tokens_per_dp_rank": max_tokens, "num_experts_per_token": topk,
-        "num_experts": experts, "quant_type": combine_quant, "dispatch_quant_type": cast, **others,
-    }  # fmt: skip
+        "num_ep_ranks": ranks,
+        "input_dtype": dtype or torch.bfloat16,
+        "quant_dtype": None if cast == "none" else FP8_DTYPE,
+        "token_hidden_size": hidden_dim,
+        "max_num_tokens_per_dp_rank": max_tokens,
+        "num_experts_per_token": topk,
+        "num_experts": experts,
+        "quant_type": combine_quant,
+        "dispatch_quant_type": cast,
+        **others,
+    }
     if across := ranks > (gpus_per_node or ranks):
         kwargs["gpu_per_node"] = gpus_per_node
     configs = [
@@ -114,9 +140,10 @@ def show(plan: Plan, assumed: list[str], *, as_json: bool, output: Path | None =
     """
     if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
         raise ConfigError(
-            f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}", bytes_text(num_bytes),
+            f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}",
+            bytes_text(num_bytes),
             "Lower the tokens per rank, the hidden size or the number of ranks.",
-        )  # fmt: skip
+        )
     give_json({**plan.as_json_object(), "assumed": assumed}, output, as_json=as_json)
     if not as_json:
         messages.output().print(view_of(plan, assumed, verbose=verbose))

@@ -29,11 +29,28 @@ NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_BITS = 8
 
-COPIED_TOKENS = frozenset({
-    "afmoe", "aria_text", "bailing_moe", "dbrx", "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe",
-    "glm4_moe_lite", "glm4v_moe_text", "jamba", "lfm2_moe", "longcat_flash", "minimax_m2", "mixtral", "olmoe",
-    "phimoe", "step3_text",
-})  # fmt: skip
+COPIED_TOKENS = frozenset(
+    {
+        "afmoe",
+        "aria_text",
+        "bailing_moe",
+        "dbrx",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe_text",
+        "jamba",
+        "lfm2_moe",
+        "longcat_flash",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "step3_text",
+    }
+)
 """model_type of models whose MoE layers in vLLM 0.24 to 0.33 know no sequence parallelism: each tensor-parallel rank
 brings all tokens of its replica."""
 
@@ -206,9 +223,12 @@ def _odd(expected: str, found: Any) -> ConfigError:
 
 def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        quant_dtype=FP8_DTYPE, block_shape=block_shape, per_act_token_quant=by_token,
-        a1_scale="static" if is_static else None, a1_gscale=None,
-    )  # fmt: skip
+        quant_dtype=FP8_DTYPE,
+        block_shape=block_shape,
+        per_act_token_quant=by_token,
+        a1_scale="static" if is_static else None,
+        a1_gscale=None,
+    )
 
 
 def _names(keys: tuple[str, ...]) -> str:

@@ -19,10 +19,20 @@ CASTS = ("none", "fp8_per_1x128")
 
 
 def predictions(
-    nodes: str, *, ranks: int | None = None, gpus_per_node: int = GPUS_PER_NODE, nic_gbps: float | None = None,
-    chunk_tokens: int | None = None, num_credits: int | None = None, max_tokens: int = 4096, hidden_dim: int = 7168,
-    topk: int = 8, experts: int = 256, cast: str = "none", seed: int = 0,
-) -> list[Prediction]:  # fmt: skip
+    nodes: str,
+    *,
+    ranks: int | None = None,
+    gpus_per_node: int = GPUS_PER_NODE,
+    nic_gbps: float | None = None,
+    chunk_tokens: int | None = None,
+    num_credits: int | None = None,
+    max_tokens: int = 4096,
+    hidden_dim: int = 7168,
+    topk: int = 8,
+    experts: int = 256,
+    cast: str = "none",
+    seed: int = 0,
+) -> list[Prediction]:
     """Returns predictions for a copy per node and a copy per rank, for each number of nodes.
 
     Raises:
@@ -42,8 +52,9 @@ def predictions(
         if ranks not in (None, cluster.num_ranks):
             raise ConfigError(
                 f"--ranks {cluster.num_ranks}, which is --nodes {cluster.num_nodes} x --gpus-per-node {gpus_per_node}",
-                str(ranks), "Leave --ranks out, or make them agree.",
-            )  # fmt: skip
+                str(ranks),
+                "Leave --ranks out, or make them agree.",
+            )
     return [predict(cluster, shape, copies, seed) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 

@@ -32,10 +32,12 @@ def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Pat
     ticks = {count: str(count) for count in sorted({each.cluster.num_ranks for each in found})}
     values: dict[str, tuple[Sequence[tuple[float, str]], dict[str, Callable[[Prediction], float]]]] = {
         "time": (TIME_UNITS, {"dispatch": lambda each: each.dispatch_us, "combine": lambda each: each.combine_us}),
-        "sent by a GPU's NIC": (BYTE_UNITS, {"dispatch": lambda each: each.nic_dispatch_bytes,
-                                             "combine": lambda each: each.nic_combine_bytes}),
+        "sent by a GPU's NIC": (
+            BYTE_UNITS,
+            {"dispatch": lambda each: each.nic_dispatch_bytes, "combine": lambda each: each.nic_combine_bytes},
+        ),
         "buffers of a GPU": (BINARY_UNITS, {"buffers": lambda each: each.buffer_bytes}),
-    }  # fmt: skip
+    }
     copies = list(dict.fromkeys(each.copies for each in found))
     panels = []
     for label, (units, lines) in values.items():

@@ -82,13 +82,29 @@ def report_of(found: Sequence[Prediction]) -> Report:
         f"{shape.num_tokens} tokens per GPU, hidden size {shape.hidden_dim}, top-{shape.topk} of {shape.num_experts} "
         f"experts, dispatch {cast}, combine bf16, {cluster.gpus_per_node} GPUs per node, NICs of {cluster.nic_gbps:g} "
         "Gb/s",
-        ("GPUs", "nodes", "copy per", "dispatch µs", "combine µs", "copies to other nodes", "NIC MB dispatch",
-         "NIC MB combine", "buffers MiB", "experts' rows MiB"),
+        (
+            "GPUs",
+            "nodes",
+            "copy per",
+            "dispatch µs",
+            "combine µs",
+            "copies to other nodes",
+            "NIC MB dispatch",
+            "NIC MB combine",
+            "buffers MiB",
+            "experts' rows MiB",
+        ),
         tuple(
             (
-                str(each.cluster.num_ranks), str(each.cluster.num_nodes), each.copies.value, f"{each.dispatch_us:.1f}",
-                f"{each.combine_us:.1f}", f"{each.remote_copies:.3f}", f"{each.nic_dispatch_bytes / MB:.2f}",
-                f"{each.nic_combine_bytes / MB:.2f}", f"{each.buffer_bytes / MIB:,.0f}",
+                str(each.cluster.num_ranks),
+                str(each.cluster.num_nodes),
+                each.copies.value,
+                f"{each.dispatch_us:.1f}",
+                f"{each.combine_us:.1f}",
+                f"{each.remote_copies:.3f}",
+                f"{each.nic_dispatch_bytes / MB:.2f}",
+                f"{each.nic_combine_bytes / MB:.2f}",
+                f"{each.buffer_bytes / MIB:,.0f}",
                 f"{each.expert_rows_bytes / MIB:,.0f}",
             )
             for each in found
@@ -101,8 +117,9 @@ def report_of(found: Sequence[Prediction]) -> Report:
             "with more GPUs than experts each expert has as many copies as it takes to fill them",
             CONSTANTS,
         ),
-        num_group_columns=0, num_names=3,
-    )  # fmt: skip
+        num_group_columns=0,
+        num_names=3,
+    )
 
 
 def report_of_published(found: Sequence[Compared]) -> Report:
@@ -116,9 +133,15 @@ def report_of_published(found: Sequence[Compared]) -> Report:
         ("library", "machines", "GPUs", "tokens", "copy per", "phase", "published µs", "predicted µs", "error %"),
         tuple(
             (
-                each.published.source, each.published.machine, str(each.published.num_ranks),
-                str(each.published.shape.num_tokens), each.published.copies.value, each.phase.value,
-                f"{each.published_us:.1f}", f"{each.predicted_us:.1f}", f"{each.error_percent:+.1f}",
+                each.published.source,
+                each.published.machine,
+                str(each.published.num_ranks),
+                str(each.published.shape.num_tokens),
+                each.published.copies.value,
+                each.phase.value,
+                f"{each.published_us:.1f}",
+                f"{each.predicted_us:.1f}",
+                f"{each.error_percent:+.1f}",
             )
             for each in found
         ),
@@ -130,5 +153,6 @@ def report_of_published(found: Sequence[Compared]) -> Report:
             "no constant is fitted to a row; NVLink of H800 and links of MI300X and MI355X are the same documents'",
             CONSTANTS,
         ),
-        num_group_columns=2, num_names=4,
-    )  # fmt: skip
+        num_group_columns=2,
+        num_names=4,
+    )

@@ -92,8 +92,10 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
     if options.num_redundant_experts and num_experts % world_size:
         raise ConfigError(
             f"experts and redundant ones in all to be a multiple of the {world_size} ranks, as vLLM's load balancer "
-            "wants them", f"{model.num_experts} + {options.num_redundant_experts}", "Change --num-redundant-experts.",
-        )  # fmt: skip
+            "wants them",
+            f"{model.num_experts} + {options.num_redundant_experts}",
+            "Change --num-redundant-experts.",
+        )
     if options.world_size % options.node_size:
         raise ConfigError(
             f"--gpus-per-node to divide the {options.world_size} ranks: nodes are of one size",
@@ -105,16 +107,22 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
     between = {"gpu_per_node": options.node_size, "internode_transport": TRANSPORT} if options.num_nodes > 1 else {}
     return [
         config_from_handle_kwargs(
-            between | handle_kwargs(
-                wire, rank=rank, world_size=world_size, dtype=options.dtype or model.dtype, hidden_dim=hidden_dim,
-                topk=model.topk, num_experts=num_experts,
+            between
+            | handle_kwargs(
+                wire,
+                rank=rank,
+                world_size=world_size,
+                dtype=options.dtype or model.dtype,
+                hidden_dim=hidden_dim,
+                topk=model.topk,
+                num_experts=num_experts,
                 num_local_experts=num_owned_experts(num_experts, world_size, rank),
                 max_num_tokens=tokens_per_rank(options.num_tokens, options.sequence_parallel_size(model)),
             ),
             topology_internode=options.num_nodes > 1,
         )
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
 
 
 def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
@@ -139,9 +147,10 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
     if options.tensor_parallel_size > 1:
         shared = options.sequence_parallel_size(model) > 1
         found.append(
-            "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel" if shared else
-            "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
-        )  # fmt: skip
+            "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
+            if shared
+            else "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
+        )
     if options.cast is None and cast != "none":
         found.append(
             f"experts that take rows cast by {cast}; --quant none for those that want {op_facts(config)['dtype']} "

@@ -46,9 +46,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for option, value in (
-            ("--nodes", self.num_nodes), ("--gpus-per-node", self.gpus_per_node), ("--nic-gbps", self.nic_gbps),
-            ("--chunk-tokens", self.chunk_tokens), ("--credits", self.num_credits),
-        ):  # fmt: skip
+            ("--nodes", self.num_nodes),
+            ("--gpus-per-node", self.gpus_per_node),
+            ("--nic-gbps", self.nic_gbps),
+            ("--chunk-tokens", self.chunk_tokens),
+            ("--credits", self.num_credits),
+        ):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{option} above 0", str(value), f"Say a positive {option}.")
 

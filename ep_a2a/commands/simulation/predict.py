@@ -88,6 +88,12 @@ def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Pr
     chunks = sample_chunks(cluster, shape, copies, seed)
     dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
     return Prediction(
-        cluster, shape, copies, dispatch_us, combine_us, expected_remote_copies(cluster, shape, copies),
-        wire_buffers(cluster, shape, copies), expert_rows_bytes(cluster, shape),
-    )  # fmt: skip
+        cluster,
+        shape,
+        copies,
+        dispatch_us,
+        combine_us,
+        expected_remote_copies(cluster, shape, copies),
+        wire_buffers(cluster, shape, copies),
+        expert_rows_bytes(cluster, shape),
+    )

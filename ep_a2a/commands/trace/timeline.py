@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 NS_PER_US = 1000
 PUSHES, WAITS, WORK = range(3)
 COLOURS = {
-    "quant_and_put": PUSHES, "count_put": PUSHES, "copy_and_put": PUSHES, "wait": WAITS, "recv_wait": WAITS,
-    "postprocess": WORK, "topk_reduce": WORK,
-}  # fmt: skip
+    "quant_and_put": PUSHES,
+    "count_put": PUSHES,
+    "copy_and_put": PUSHES,
+    "wait": WAITS,
+    "recv_wait": WAITS,
+    "postprocess": WORK,
+    "topk_reduce": WORK,
+}
 KEY = "Blue: pushes; orange: waits; green: work on own memory; grey: the host's calls"
 CPU_READING = "CPU, Triton's interpreter: the times say nothing about GPUs"
 GPU_READING = "stronger: more programs at once. Kernels that note times are slower than those that serve"

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 def execute(
-    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, folder: Path, *, as_json: bool = False,
+    points: Sequence[Workload],
+    settings: TimingSettings,
+    budget_secs: float,
+    folder: Path,
+    *,
+    as_json: bool = False,
     note: str = "",
-) -> bool:  # fmt: skip
+) -> bool:
     """Searches for each workload, writes tables into the folder and prints the outcomes.
 
     note: sharing_note of the ranks, for JSON.

@@ -31,9 +31,10 @@ def default_output(note: str = "") -> Path:
     """
     if note:
         raise ConfigError(
-            "--output DIR where ranks share GPUs", note,
+            "--output DIR where ranks share GPUs",
+            note,
             "Say --output with a folder of its own: ranks with a GPU each take their launches from the usual tables.",
-        )  # fmt: skip
+        )
     own = env.TUNING_DIR.get()
     if own and own != tables.NO_TABLES:
         return Path(own)

@@ -144,10 +144,12 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
     """Returns tables with these launches for steps of M tokens."""
     nothing = Evidence(0.0, 0.0, 0, "", {}, "")
     size = config.max_num_inp_token_per_rank
-    return TunedTables({
-        phase: Table((TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),))
-        for phase, launch in launches.items()
-    })  # fmt: skip
+    return TunedTables(
+        {
+            phase: Table((TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),))
+            for phase, launch in launches.items()
+        }
+    )
 
 
 def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None) -> Launches:
@@ -184,9 +186,7 @@ def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int)
     return tuple(replace(launch, reason="") for launch in chosen)
 
 
-def search_point(
-    context: RankContext, workload: Workload, settings: TimingSettings, budget_secs: float
-) -> Outcome:  # fmt: skip
+def search_point(context: RankContext, workload: Workload, settings: TimingSettings, budget_secs: float) -> Outcome:
     """Searches for the best launches of one workload. Collective; the same on every rank.
 
     Raises:
@@ -278,9 +278,7 @@ def tune(
     check_folder(output)
     for workload in points:
         try:
-            with RankPool(
-                workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS
-            ) as pool:  # fmt: skip
+            with RankPool(workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS) as pool:
                 outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
                 note = pool.note
         except RankFailure as failure:
@@ -301,8 +299,9 @@ def check_can_tune(num_ranks: int) -> None:
     if num_gpus == 0:
         raise UnsupportedError(
             "GPUs to tune on: launch numbers are for GPUs, and times in Triton's interpreter say nothing about them",
-            "none that torch can use", "Run this where the engine will run, or use the tables in configs/.",
-        )  # fmt: skip
+            "none that torch can use",
+            "Run this where the engine will run, or use the tables in configs/.",
+        )
     if num_ranks < 2:
         raise UnsupportedError("2 ranks at least", str(num_ranks), "Say --ranks; ranks may share a GPU.")
 

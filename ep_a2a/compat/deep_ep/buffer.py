@@ -142,9 +142,11 @@ class Buffer(BufferBase):
     ) -> tuple[Tokens, None, None, None, None, EventOverlap]:
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         received, event = self._stream.run(
-            lambda: self._normal.dispatch_again(tokens, scales, handle, num_sms), (tokens, scales, handle.routing.ids),
-            previous_event, async_finish,
-        )  # fmt: skip
+            lambda: self._normal.dispatch_again(tokens, scales, handle, num_sms),
+            (tokens, scales, handle.routing.ids),
+            previous_event,
+            async_finish,
+        )
         return _pair(received.x, received.scales), None, None, None, None, event
 
     def _dispatch_by_layout(
@@ -152,9 +154,11 @@ class Buffer(BufferBase):
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         (received, per_expert, handle, _), event = self._stream.run(
-            lambda: self._normal.dispatch(tokens, scales, layout, num_sms), (tokens, scales, layout),
-            previous_event, async_finish,
-        )  # fmt: skip
+            lambda: self._normal.dispatch(tokens, scales, layout, num_sms),
+            (tokens, scales, layout),
+            previous_event,
+            async_finish,
+        )
         x = _pair(received.x, received.scales)
         return x, received.topk_idx, received.topk_weights, per_expert, handle, event
 
@@ -192,8 +196,10 @@ class Buffer(BufferBase):
         num_sms = self._num_sms(config)
         (combined, weights), event = self._stream.run(
             lambda: self._normal.combine(x, handle, topk_weights, bias, num_sms),
-            (x, topk_weights, bias, handle.routing.ids), previous_event, async_finish,
-        )  # fmt: skip
+            (x, topk_weights, bias, handle.routing.ids),
+            previous_event,
+            async_finish,
+        )
         return combined, weights, event
 
     def low_latency_dispatch(
@@ -247,9 +253,14 @@ class Buffer(BufferBase):
         _one_of(async_finish, return_recv_hook)
         _refuse_wait_stats(dispatch_wait_recv_cost_stats)
         given = LowLatencyInput(
-            x, topk_idx, topk_weights, num_max_dispatch_tokens_per_rank, num_experts,
-            _scale_format(round_scale, use_ue8m0) if use_fp8 else None, cumulative_local_expert_recv_stats,
-        )  # fmt: skip
+            x,
+            topk_idx,
+            topk_weights,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            _scale_format(round_scale, use_ue8m0) if use_fp8 else None,
+            cumulative_local_expert_recv_stats,
+        )
         (received, handle, _), event = self._stream.run(
             lambda: self._low_latency.dispatch(given, return_recv_hook), given, None, async_finish
         )
@@ -301,11 +312,11 @@ class Buffer(BufferBase):
             remedy = remedy_of("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
             raise UnsupportedError("rows of bf16 in combine", "use_logfmt", remedy)
         combined, event = self._stream.run(
-            lambda: self._low_latency.combine(
-                x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook
-            ),
-            (x, topk_idx, topk_weights, out, handle.ids), None, async_finish,
-        )  # fmt: skip
+            lambda: self._low_latency.combine(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook),
+            (x, topk_idx, topk_weights, out, handle.ids),
+            None,
+            async_finish,
+        )
         return combined, event, handle.step.combine_hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -334,6 +345,7 @@ def _one_of(async_finish: bool, return_recv_hook: bool) -> None:
 def _refuse_wait_stats(stats: torch.Tensor | None) -> None:
     if stats is not None:
         raise UnsupportedError(
-            "no statistics of waits by source rank", "a tensor for them",
+            "no statistics of waits by source rank",
+            "a tensor for them",
             remedy_of("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats"),
-        )  # fmt: skip
+        )

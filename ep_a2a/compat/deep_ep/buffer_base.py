@@ -57,11 +57,13 @@ class BufferBase:
                 "a torch process group", f"group None, comm {comm!r}", remedy_of("deep_ep", "Buffer", "comm")
             )
         ignored = {
-            "num_nvl_bytes": num_nvl_bytes > 0, "num_rdma_bytes": num_rdma_bytes > 0,
+            "num_nvl_bytes": num_nvl_bytes > 0,
+            "num_rdma_bytes": num_rdma_bytes > 0,
             "num_qps_per_rank": num_qps_per_rank != DEFAULT_QPS,
             "allow_nvlink_for_low_latency_mode": not allow_nvlink_for_low_latency_mode,
-            "allow_mnnvl": allow_mnnvl, "use_fabric": use_fabric,
-        }  # fmt: skip
+            "allow_mnnvl": allow_mnnvl,
+            "use_fabric": use_fabric,
+        }
         warn_once("deep_ep", "Buffer", *(name for name, is_given in ignored.items() if is_given))
         self._steps = Steps(max_open_steps)
         self._ops = Ops(group, device, max_num_tokens_per_rank)
@@ -126,9 +128,11 @@ class BufferBase:
             ConfigError: a number below 1.
         """
         sizes = {
-            "num_max_dispatch_tokens_per_rank": num_max_dispatch_tokens_per_rank, "hidden": hidden,
-            "num_ranks": num_ranks, "num_experts": num_experts,
-        }  # fmt: skip
+            "num_max_dispatch_tokens_per_rank": num_max_dispatch_tokens_per_rank,
+            "hidden": hidden,
+            "num_ranks": num_ranks,
+            "num_experts": num_experts,
+        }
         for name, size in sizes.items():
             checked_integer(name, size, 1)
         return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts, CURRENT)
@@ -142,9 +146,10 @@ class BufferBase:
     ) -> NoReturn:
         """Not supported: there is no raw buffer."""
         raise UnsupportedError(
-            "a raw buffer", "none: each op lays out memory of its own",
+            "a raw buffer",
+            "none: each op lays out memory of its own",
             remedy_of("deep_ep", "Buffer.get_local_buffer_tensor"),
-        )  # fmt: skip
+        )
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: calls of both modes need no cleaned memory."""

@@ -31,8 +31,9 @@ class Config(ChunkConfig):
         _require(self.num_sms >= 0, "num_sms >= 0", self.num_sms)
         _require(
             0 < self.num_max_nvl_chunked_send_tokens < self.num_max_nvl_chunked_recv_tokens,
-            "0 < num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens", self,
-        )  # fmt: skip
+            "0 < num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens",
+            self,
+        )
         _require(rdma_send > 0, "num_max_rdma_chunked_send_tokens > 0", rdma_send)
         whole_chunks = -(-self.num_max_rdma_chunked_recv_tokens // rdma_send) * rdma_send
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", whole_chunks)
@@ -53,8 +54,9 @@ class Config(ChunkConfig):
         _require(hidden_bytes > 0, "hidden_bytes > 0", hidden_bytes)
         _require(
             0 < num_ranks < peers or (num_ranks > 0 and num_ranks % peers == 0),
-            f"fewer than {peers} ranks or a multiple of it", num_ranks,
-        )  # fmt: skip
+            f"fewer than {peers} ranks or a multiple of it",
+            num_ranks,
+        )
         _require(
             num_ranks <= peers or self.num_sms % 2 == 0, f"an even num_sms for more than {peers} ranks", self.num_sms
         )

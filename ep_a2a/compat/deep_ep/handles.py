@@ -100,8 +100,9 @@ class LowLatencyHandle(Sequence[Any]):
         if self._sources is None:
             if not self.step.is_open:
                 raise StateError(
-                    "src_info and layout_range to be read before combine", "a dispatch that is over",
+                    "src_info and layout_range to be read before combine",
+                    "a dispatch that is over",
                     "Read handle[0] and handle[1] once between low_latency_dispatch and low_latency_combine.",
-                )  # fmt: skip
+                )
             self._sources = expert_row_sources(self.step.op)
         return self._sources

@@ -91,9 +91,15 @@ class LowLatencyMode:
         return received, handle, ids
 
     def combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, handle: LowLatencyHandle,
-        zero_copy: bool, out: torch.Tensor | None, in_halves: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: LowLatencyHandle,
+        zero_copy: bool,
+        out: torch.Tensor | None,
+        in_halves: bool,
+    ) -> torch.Tensor:
         """Sends the experts' rows back, weighed, and adds them. With `in_halves` the hook of the step adds.
 
         Returns:
@@ -176,17 +182,23 @@ class LowLatencyMode:
 
     def _shape(self, given: LowLatencyInput) -> OpShape:
         return OpShape(
-            given.x.dtype, given.x.shape[-1], given.topk_idx.shape[-1], given.num_experts, given.max_num_tokens,
-            Layout.EXPERT_MAJOR, scale_format=given.scale_format,
-        )  # fmt: skip
+            given.x.dtype,
+            given.x.shape[-1],
+            given.topk_idx.shape[-1],
+            given.num_experts,
+            given.max_num_tokens,
+            Layout.EXPERT_MAJOR,
+            scale_format=given.scale_format,
+        )
 
     def _check(self, given: LowLatencyInput, shape: OpShape) -> None:
         check_num_experts(given.num_experts, self._ops.num_ranks)
         if given.x.shape[0] > given.max_num_tokens:
             raise TooManyTokensError(
-                f"at most {given.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)", str(given.x.shape[0]),
+                f"at most {given.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)",
+                str(given.x.shape[0]),
                 "Raise num_max_dispatch_tokens_per_rank on every rank, or split the batch.",
-            )  # fmt: skip
+            )
         if given.topk_idx.dtype not in (torch.int64, torch.int32):
             raise DtypeError("topk_idx of dtype torch.int64 or torch.int32", str(given.topk_idx.dtype))
         group = FP8_GROUP_SIZE * (PACKED_SCALES if given.scale_format is ScaleFormat.UE8M0 else 1)

@@ -126,9 +126,14 @@ class NormalMode:
         return out, None if sums is None else sums[: routing.num_tokens].clone()
 
     def _launch(
-        self, routing: Routing, shape: OpShape, x: torch.Tensor, scales: torch.Tensor | None,
-        weights: torch.Tensor | None, num_sms: int,
-    ) -> DispatchResult:  # fmt: skip
+        self,
+        routing: Routing,
+        shape: OpShape,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        num_sms: int,
+    ) -> DispatchResult:
         """Dispatches by a routing on an op of this shape, and makes that the routing's step."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
@@ -145,9 +150,15 @@ class NormalMode:
             raise ShapeError("scales of shape [T, S], S per token", str(tuple(scales.shape)))
         num_scales, scale_bytes = (0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)
         return OpShape(
-            x.dtype, x.shape[1], routing.ids.shape[1], routing.num_experts,
-            self._ops.max_tokens_for(routing.max_num_tokens), Layout.COMPACT, num_scales, scale_bytes,
-        )  # fmt: skip
+            x.dtype,
+            x.shape[1],
+            routing.ids.shape[1],
+            routing.num_experts,
+            self._ops.max_tokens_for(routing.max_num_tokens),
+            Layout.COMPACT,
+            num_scales,
+            scale_bytes,
+        )
 
     def _received(self, routing: Routing, got: DispatchResult, ids_dtype: torch.dtype | None) -> Received:
         """Copies the result out of the op's memory, since tensors of DeepEP outlive the step."""
@@ -179,9 +190,10 @@ class NormalMode:
         most = layout.num_worst_tokens // self._ops.num_ranks
         if num_tokens > most or not most:
             raise TooManyTokensError(
-                f"at most {most} tokens on each rank, num_worst_tokens / {self._ops.num_ranks}", str(num_tokens),
+                f"at most {most} tokens on each rank, num_worst_tokens / {self._ops.num_ranks}",
+                str(num_tokens),
                 "Pass num_worst_tokens = ranks * the most tokens of any rank, the same on all ranks.",
-            )  # fmt: skip
+            )
         if layout.topk_idx is None:
             raise InputError("topk_idx and topk_weights with num_worst_tokens, as DeepEP wants them", "none")
         return most, layout.num_worst_tokens

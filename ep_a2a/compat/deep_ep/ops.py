@@ -98,9 +98,10 @@ class Ops:
         if topology.internode:
             self.close()
             raise UnsupportedError(
-                "all ranks of the buffer on one node", topology.reason,
+                "all ranks of the buffer on one node",
+                topology.reason,
                 "Across nodes use ops of ep_a2a's own manager (docs/architecture.md).",
-            )  # fmt: skip
+            )
 
     @property
     def device(self) -> torch.device:
@@ -120,9 +121,10 @@ class Ops:
             return 1 << (num_tokens - 1).bit_length()  # powers of two: few ops are made while batches grow
         if num_tokens > self.max_num_tokens:
             raise TooManyTokensError(
-                f"at most {self.max_num_tokens} tokens on any rank (max_num_tokens_per_rank)", str(num_tokens),
+                f"at most {self.max_num_tokens} tokens on any rank (max_num_tokens_per_rank)",
+                str(num_tokens),
                 "Raise max_num_tokens_per_rank of the buffer on every rank, or leave it out.",
-            )  # fmt: skip
+            )
         return self.max_num_tokens
 
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:

@@ -44,9 +44,10 @@ class Hook:
         """Receives. Raises StateError if another dispatch has taken the memory."""
         if self._is_displaced:
             raise StateError(
-                "the hook to be called before its memory is needed again", "a call after that",
+                "the hook to be called before its memory is needed again",
+                "a call after that",
                 "Call the hook before as many further dispatches as the buffer keeps open (max_open_steps).",
-            )  # fmt: skip
+            )
         self.finish()
 
     def finish(self) -> None:
@@ -151,7 +152,7 @@ class Steps:
                 f"at most {self.max_open_steps} dispatches to wait for their combine (max_open_steps)",
                 "the combine of one whose rows a later dispatch has overwritten",
                 "Combine it earlier, or create the Buffer with a larger max_open_steps on every rank.",
-            )  # fmt: skip
+            )
 
     def clear(self) -> None:
         """Removes all steps; their ops must be closed."""

@@ -44,9 +44,10 @@ def install(*, replace: bool = False) -> None:
         return
     if present is not None and not replace:
         raise StateError(
-            "no module named mori in this process yet", f"one from {getattr(present, '__file__', None)}",
+            "no module named mori in this process yet",
+            f"one from {getattr(present, '__file__', None)}",
             "Call install() before anything imports mori, or install(replace=True).",
-        )  # fmt: skip
+        )
     others = {name: module for name, module in sys.modules.items() if _is_mori(name)}
     # every module, or `import mori.ops` would load the same files a second time under that name
     below = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]

@@ -168,10 +168,11 @@ class LostRows:
         num_lost = int(self._on_host[0])
         if num_lost > 0:
             raise InputError(
-                "input of combine to hold all total_recv received rows", f"{num_lost} rows fewer",
+                "input of combine to hold all total_recv received rows",
+                f"{num_lost} rows fewer",
                 "Pass one row per received row, in the order of dispatch's rows; not one per token of this rank. "
                 "On GPUs the sums of the step are wrong: call reset() and repeat it.",
-            )  # fmt: skip
+            )
 
     def clear(self) -> None:
         """Forgets what was noted."""

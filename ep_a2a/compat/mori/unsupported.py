@@ -25,9 +25,10 @@ def refused(function: str, parameter: str = "") -> UnsupportedError:
     """
     what = f"{parameter} of mori.{function}" if parameter else f"mori.{function}"
     return UnsupportedError(
-        "a function or value that ep_a2a.compat.mori offers", f"{what}, which only MORI's own kernels have",
+        "a function or value that ep_a2a.compat.mori offers",
+        f"{what}, which only MORI's own kernels have",
         remedy_of("mori", function, parameter),
-    )  # fmt: skip
+    )
 
 
 class EpDispatchRoutingHandle:

@@ -112,16 +112,27 @@ class LowlatencyCombineContext(_PhasedContext):
         """
         if self.phase not in self._asked_phases:
             raise InputError(
-                "rows in combine_ctx.send_tokens_comm_buf with zero_copy", "a buffer that nobody has asked for",
+                "rows in combine_ctx.send_tokens_comm_buf with zero_copy",
+                "a buffer that nobody has asked for",
                 "Write the rows there before each combine, or pass zero_copy=False.",
-            )  # fmt: skip
+            )
         return self.send_tokens_comm_buf
 
 
 def create_ep_ll_a2a_ctx(
-    max_m: int, hidden: int, topk: int, num_experts: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype,
-    world_size: int, rank: int, *, local_world_size: int | None = None, arena: Arena | None = None,
-) -> tuple[LowlatencyDispatchContext, LowlatencyCombineContext]:  # fmt: skip
+    max_m: int,
+    hidden: int,
+    topk: int,
+    num_experts: int,
+    online_quant_fp8: bool,
+    fp8_gsize: int,
+    dtype: torch.dtype,
+    world_size: int,
+    rank: int,
+    *,
+    local_world_size: int | None = None,
+    arena: Arena | None = None,
+) -> tuple[LowlatencyDispatchContext, LowlatencyCombineContext]:
     """Makes the buffers of a layer and its two contexts. Collective.
 
     Args:
@@ -148,7 +159,7 @@ def create_ep_ll_a2a_ctx(
             max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, local_world_size
         ),
         arena,
-    )  # fmt: skip
+    )
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
         LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),

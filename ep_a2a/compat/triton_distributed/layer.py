@@ -68,9 +68,18 @@ class EPLowLatencyAllToAllLayer:
         arena: Arena | None = None,
     ) -> None:
         self.dispatch_ctx, self.combine_ctx = create_ep_ll_a2a_ctx(
-            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank,
-            local_world_size=local_world_size, arena=arena,
-        )  # fmt: skip
+            max_m,
+            hidden,
+            topk,
+            num_experts,
+            online_quant_fp8,
+            fp8_gsize,
+            dtype,
+            world_size,
+            rank,
+            local_world_size=local_world_size,
+            arena=arena,
+        )
         self.max_m, self.hidden, self.topk, self.rank, self.world_size = max_m, hidden, topk, rank, world_size
         self.num_experts, self.local_world_size = num_experts, local_world_size
         self.num_experts_per_rank = self._phases[0].op.config.num_local_experts

@@ -54,8 +54,9 @@ class DispatchMetaInfo:
         if self._sources is None:
             if not self.buffers.is_open(self.step):
                 raise StateError(
-                    "sources of rows to be asked for before combine", "a dispatch that has been combined",
+                    "sources of rows to be asked for before combine",
+                    "a dispatch that has been combined",
                     "Read them once between dispatch and combine; they stay then.",
-                )  # fmt: skip
+                )
             self._sources = expert_row_sources(self.buffers.op)
         return self._sources

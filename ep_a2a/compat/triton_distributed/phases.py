@@ -24,9 +24,17 @@ WIDEST_ELEMENT_BYTES = 4
 
 
 def make_config(
-    max_m: int, hidden: int, topk: int, num_experts: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype,
-    world_size: int, rank: int, local_world_size: int | None = None,
-) -> EpDispatchCombineConfig:  # fmt: skip
+    max_m: int,
+    hidden: int,
+    topk: int,
+    num_experts: int,
+    online_quant_fp8: bool,
+    fp8_gsize: int,
+    dtype: torch.dtype,
+    world_size: int,
+    rank: int,
+    local_world_size: int | None = None,
+) -> EpDispatchCombineConfig:
     """Returns the op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
 
     Raises:
@@ -35,9 +43,10 @@ def make_config(
     """
     if local_world_size not in (None, world_size):
         raise UnsupportedError(
-            f"all ranks on one node, local_world_size == world_size ({world_size})", str(local_world_size),
+            f"all ranks on one node, local_world_size == world_size ({world_size})",
+            str(local_world_size),
             remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
-        )  # fmt: skip
+        )
     has_scales = online_quant_fp8 or dtype == FP8_DTYPE
     if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):
         raise ConfigError(
@@ -49,25 +58,36 @@ def make_config(
     if online_quant_fp8:
         if dtype == FP8_DTYPE:
             raise ConfigError(
-                "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8", "float8_e4m3fn",
+                "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8",
+                "float8_e4m3fn",
                 "Pass online_quant_fp8=False for tokens that are all cast already.",
-            )  # fmt: skip
+            )
         casts = {hidden: QuantType.FP8_PER_TOKEN, FP8_GROUP_SIZE: QuantType.FP8_PER_1X128}
         if fp8_gsize not in casts:
             raise UnsupportedError(
-                f"fp8_gsize {FP8_GROUP_SIZE} or hidden ({hidden}) with online_quant_fp8", str(fp8_gsize),
+                f"fp8_gsize {FP8_GROUP_SIZE} or hidden ({hidden}) with online_quant_fp8",
+                str(fp8_gsize),
                 "Use one of them, or cast before dispatch (online_quant_fp8=False, dtype=torch.float8_e4m3fn).",
-            )  # fmt: skip
+            )
         quant_type = casts[fp8_gsize]
     elif dtype == FP8_DTYPE:
         num_scales = hidden // fp8_gsize
     return EpDispatchCombineConfig(
-        data_type=dtype, rank=rank, world_size=world_size, hidden_dim=hidden, scale_dim=num_scales,
-        scale_type_size=SCALE_BYTES if num_scales else 0, max_token_type_size=WIDEST_ELEMENT_BYTES,
-        max_num_inp_token_per_rank=max_m, num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
-        num_experts_per_token=topk, num_experts=num_experts, gpu_per_node=world_size, quant_type=quant_type.value,
+        data_type=dtype,
+        rank=rank,
+        world_size=world_size,
+        hidden_dim=hidden,
+        scale_dim=num_scales,
+        scale_type_size=SCALE_BYTES if num_scales else 0,
+        max_token_type_size=WIDEST_ELEMENT_BYTES,
+        max_num_inp_token_per_rank=max_m,
+        num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
+        num_experts_per_token=topk,
+        num_experts=num_experts,
+        gpu_per_node=world_size,
+        quant_type=quant_type.value,
         layout=Layout.EXPERT_MAJOR.value,
-    )  # fmt: skip
+    )
 
 
 class PhaseBuffers:
@@ -102,9 +122,10 @@ class PhaseBuffers:
         """Raises AlternationError unless dispatch number `step` waits for its combine."""
         if not self.is_open(step):
             raise AlternationError(
-                "a dispatch that waits for its combine", "the dispatch_meta of one that has been combined, or reset",
+                "a dispatch that waits for its combine",
+                "the dispatch_meta of one that has been combined, or reset",
                 "Call combine once for each dispatch, with the dispatch_meta that it returned.",
-            )  # fmt: skip
+            )
 
     @property
     def num_bytes(self) -> int:

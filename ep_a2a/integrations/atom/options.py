@@ -25,18 +25,22 @@ def check_options(config: Any, envs: Any) -> None:
     known = [each.value for each in COMBINE_QUANT_TYPES]
     refused = {
         "--moe-backend mega": (
-            getattr(config, "moe_backend", "standard") == "mega", "its kernels move tokens themselves, with MORI",
+            getattr(config, "moe_backend", "standard") == "mega",
+            "its kernels move tokens themselves, with MORI",
             "Use --moe-backend standard.",
         ),
         "ATOM_MORI_V2=1": (envs.ATOM_MORI_V2, "that is MORI's second op interface", "Unset ATOM_MORI_V2."),
         "ATOM_MORI_FP4_DISPATCH=1": (
-            envs.ATOM_MORI_FP4_DISPATCH, "fp4 rows do not travel here", "Unset ATOM_MORI_FP4_DISPATCH.",
+            envs.ATOM_MORI_FP4_DISPATCH,
+            "fp4 rows do not travel here",
+            "Unset ATOM_MORI_FP4_DISPATCH.",
         ),
         f"ATOM_MORI_COMBINE_QUANT={envs.ATOM_MORI_COMBINE_QUANT}": (
-            envs.ATOM_MORI_COMBINE_QUANT not in known, f"combine's rows travel as {', '.join(known)}",
+            envs.ATOM_MORI_COMBINE_QUANT not in known,
+            f"combine's rows travel as {', '.join(known)}",
             "Set ATOM_MORI_COMBINE_QUANT to one of these, or unset it.",
         ),
-    }  # fmt: skip
+    }
     for setting, (is_used, why, remedy) in refused.items():
         if is_used:
             raise UnsupportedError(f"no {setting} with EP_A2A_BACKEND: {why}", setting, remedy)

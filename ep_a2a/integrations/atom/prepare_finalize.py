@@ -142,9 +142,10 @@ class AtomPrepareAndFinalize:
     def _check(apply_router_weight_on_input: bool) -> None:
         if apply_router_weight_on_input:
             raise UnsupportedError(
-                "router weights that are applied by the experts", "apply_router_weight_on_input=True",
+                "router weights that are applied by the experts",
+                "apply_router_weight_on_input=True",
                 "ATOM's own MORI path refuses it too; use a model without it.",
-            )  # fmt: skip
+            )
 
 
 def _tensors(

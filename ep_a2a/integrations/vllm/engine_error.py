@@ -46,8 +46,10 @@ def patch_engine() -> None:
             return
         message = getattr(EngineCoreProc, MESSAGE)
         users = (
-            EngineCoreProc._send_engine_dead, EngineCoreProc.process_output_sockets, BackgroundResources.validate_alive
-        )  # fmt: skip
+            EngineCoreProc._send_engine_dead,
+            EngineCoreProc.process_output_sockets,
+            BackgroundResources.validate_alive,
+        )
         if not isinstance(message, bytes) or not all(_reads_message(each) for each in users):
             raise AttributeError(f"{MESSAGE} is not used as it was")
         send = _sending_cause(EngineCoreProc, message)

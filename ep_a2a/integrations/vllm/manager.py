@@ -110,9 +110,14 @@ class VllmAll2AllManager(NativeAll2AllManager):
                 found = self.explain(kwargs.get("gpu_per_node"), op.config.max_num_inp_token_per_rank)
                 over = "" if op.config.internode_transport == "auto" else f" over {op.config.internode_transport}"
                 logger.info(
-                    "%s: %s kernels%s (%s), %s; %.1f MiB of buffers on this device", found["backend"], found["kernel"],
-                    over, found["kernel_reason"], found["topology"], self.num_buffer_bytes / MIB,
-                )  # fmt: skip
+                    "%s: %s kernels%s (%s), %s; %.1f MiB of buffers on this device",
+                    found["backend"],
+                    found["kernel"],
+                    over,
+                    found["kernel_reason"],
+                    found["topology"],
+                    self.num_buffer_bytes / MIB,
+                )
         return op
 
     def _wait_as_vllm_does(self) -> Rendezvous:

@@ -117,27 +117,31 @@ def _check_parallel(vllm_config: Any) -> None:
     refused = {
         "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
         "--enable-elastic-ep": (
-            getattr(parallel, "enable_elastic_ep", False), "groups that change their size need vLLM's own communicator"
+            getattr(parallel, "enable_elastic_ep", False),
+            "groups that change their size need vLLM's own communicator",
         ),
         "--enable-dbo": (
-            getattr(parallel, "enable_dbo", False), "vLLM runs two micro-batches with the backends on its own list only"
+            getattr(parallel, "enable_dbo", False),
+            "vLLM runs two micro-batches with the backends on its own list only",
         ),
         "--prefill-context-parallel-size": (
-            getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its ranks bring different numbers of tokens"
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "its ranks bring different numbers of tokens",
         ),
         "--distributed-executor-backend ray": (
             _uses_old_ray_executor(parallel),
             "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 vLLM calls workers past the check of their steps, and would hand "
-            "out tokens of a failed one"
+            "out tokens of a failed one",
         ),
         "--pipeline-parallel-size": (
             parallel.pipeline_parallel_size > 1,
             "vLLM does not ask stages before the last one whether their step has failed, and would hand out its tokens",
         ),
-    }  # fmt: skip
+    }
     for option, (is_used, why) in refused.items():
         if is_used:
             raise UnsupportedError(
-                f"no {option} with --all2all-backend {BACKEND_NAME}: {why}", option,
+                f"no {option} with --all2all-backend {BACKEND_NAME}: {why}",
+                option,
                 f"Leave {option} out, or use --all2all-backend allgather_reducescatter.",
-            )  # fmt: skip
+            )

@@ -46,14 +46,16 @@ def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> EpA2APrepareAndF
     manager = get_ep_group().device_communicator.all2all_manager
     if not isinstance(manager, VllmAll2AllManager):
         raise StateError(
-            "the ep_a2a manager on vLLM's expert-parallel group", type(manager).__name__,
+            "the ep_a2a manager on vLLM's expert-parallel group",
+            type(manager).__name__,
             "Choose the backend by --all2all-backend ep_a2a before the groups are made.",
-        )  # fmt: skip
+        )
     if use_monolithic:
         raise UnsupportedError(
-            "experts that work on dispatched ids (modular kernels)", "monolithic ones, which want router logits",
+            "experts that work on dispatched ids (modular kernels)",
+            "monolithic ones, which want router logits",
             "Choose other experts, for example --moe-backend triton, or --all2all-backend allgather_reducescatter.",
-        )  # fmt: skip
+        )
     most = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
     return EpA2APrepareAndFinalize(manager, moe, most)
 
@@ -121,16 +123,24 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         moe = self._moe
         self._wire = wire_format(
-            fused_experts.quant_config, moe.hidden_dim, expects_unquantized=fused_experts.expects_unquantized_inputs,
+            fused_experts.quant_config,
+            moe.hidden_dim,
+            expects_unquantized=fused_experts.expects_unquantized_inputs,
             powers_of_two=is_deep_gemm_e8m0_used(),
-        )  # fmt: skip
+        )
         self._op = self._manager.get_handle(
             handle_kwargs(
-                self._wire, rank=self._manager.rank, world_size=self._manager.world_size, dtype=moe.in_dtype,
-                hidden_dim=moe.hidden_dim, topk=moe.experts_per_token, num_experts=moe.num_experts,
-                num_local_experts=moe.num_local_experts, max_num_tokens=self._max_num_tokens,
+                self._wire,
+                rank=self._manager.rank,
+                world_size=self._manager.world_size,
+                dtype=moe.in_dtype,
+                hidden_dim=moe.hidden_dim,
+                topk=moe.experts_per_token,
+                num_experts=moe.num_experts,
+                num_local_experts=moe.num_local_experts,
+                max_num_tokens=self._max_num_tokens,
             )
-        )  # fmt: skip
+        )
         if self._combines_in_halves:
             self._op.warmup_split()
         self._exchange = self._manager.exchange_of(self._op, moe)
@@ -209,10 +219,13 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
         tokens, weights, scales, ids, _ = exchange.dispatch(
-            a1.contiguous(), topk_weights.float().contiguous(), None, topk_ids.int().contiguous(),
+            a1.contiguous(),
+            topk_weights.float().contiguous(),
+            None,
+            topk_ids.int().contiguous(),
             max_num_tokens=agreed_max_tokens(self._max_num_tokens, self._moe.moe_parallel_config.sp_size),
             pad_id=num_experts - 1 if self._manager.rank == 0 else 0,
-        )  # fmt: skip
+        )
         rows = tokens.flatten(0, 1)
         row_scales = None if scales is None else scales.flatten(0, 1)
         if self._wire.quantize_after:
@@ -244,9 +257,11 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         rows, scales = moe_kernel_quantize_input(
             tokens.flatten(0, 1),
             quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale,
-            quant_dtype=quant_config.quant_dtype, per_act_token_quant=quant_config.per_act_token_quant,
-            block_shape=quant_config.block_shape, **options,
-        )  # fmt: skip
+            quant_dtype=quant_config.quant_dtype,
+            per_act_token_quant=quant_config.per_act_token_quant,
+            block_shape=quant_config.block_shape,
+            **options,
+        )
         return rows, scales
 
     def finalize(
@@ -305,9 +320,13 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         return receive
 
     def _reduced(
-        self, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> torch.Tensor:
         """Returns a row [H] per received token: the sum over its experts here, unless the experts have added them.
 
         Experts may leave out the last columns, which only pad H (TensorRT-LLM's of MXFP4). They become zeros.
@@ -317,9 +336,12 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         rows: torch.Tensor = weight_and_reduce_impl.apply(
-            output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
-        )  # fmt: skip
+        )
         missing = self._moe.hidden_dim - rows.shape[-1]
         return functional.pad(rows, (0, missing)) if missing > 0 else rows
 

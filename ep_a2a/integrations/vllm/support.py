@@ -56,9 +56,10 @@ def check_signatures() -> None:
     found = problems()
     if found:
         raise UnsupportedError(
-            f"vLLM {SUPPORTED}", f"{vllm_version()}, in which " + "; ".join(found),
+            f"vLLM {SUPPORTED}",
+            f"{vllm_version()}, in which " + "; ".join(found),
             "Install a supported vLLM, or an ep-a2a that knows this one.",
-        )  # fmt: skip
+        )
 
 
 def problems() -> list[str]:

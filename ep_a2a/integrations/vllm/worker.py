@@ -58,9 +58,10 @@ def read_counters(managers: Iterable[VllmAll2AllManager], modules: Mapping[str, 
             layers = manager.counters.read(modules)
             return {"rank": manager.rank, "num_ranks": manager.world_size, "layers": layers}
     raise StateError(
-        f"{env.COUNTERS.name} in the workers' environment", "none, so that nothing is counted",
+        f"{env.COUNTERS.name} in the workers' environment",
+        "none, so that nothing is counted",
         f"Set {env.COUNTERS.name} to a number of steps when the engine is started.",
-    )  # fmt: skip
+    )
 
 
 def _read_counters(self: Any) -> dict[str, Any]:

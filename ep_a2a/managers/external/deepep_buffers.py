@@ -47,9 +47,7 @@ class DeepEPOp(LibraryDispatchCombineOp):
         return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
-        result, sums, _ = self._native.combine(
-            x=given.rows, handle=self._native_handle, topk_weights=given.weights
-        )  # fmt: skip
+        result, sums, _ = self._native.combine(x=given.rows, handle=self._native_handle, topk_weights=given.weights)
         return self._combine_result(result, given, sums)
 
     def _destroy(self) -> None:
@@ -66,13 +64,20 @@ def low_latency_buffer(
 ) -> Any:
     """Returns a Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_ranks=world_size,
+        num_max_dispatch_tokens_per_rank=max_num_tokens,
+        hidden=hidden_dim,
+        num_ranks=world_size,
         num_experts=num_experts,
-    )  # fmt: skip
+    )
     return deep_ep.Buffer(
-        group=group, num_nvl_bytes=0, num_rdma_bytes=num_bytes, low_latency_mode=True,
-        num_qps_per_rank=num_experts // world_size, allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True,
-    )  # fmt: skip
+        group=group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=num_bytes,
+        low_latency_mode=True,
+        num_qps_per_rank=num_experts // world_size,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+    )
 
 
 def high_throughput_buffer(
@@ -97,6 +102,10 @@ def elastic_buffer(
 ) -> Any:
     """Returns an ElasticBuffer for up to max_num_tokens of each rank. Collective. The group must be one of NCCL."""
     return deep_ep.ElasticBuffer(
-        group=group, num_max_tokens_per_rank=max_num_tokens, hidden=hidden_dim, num_topk=topk,
-        use_fp8_dispatch=fp8_rows, explicitly_destroy=True,
-    )  # fmt: skip
+        group=group,
+        num_max_tokens_per_rank=max_num_tokens,
+        hidden=hidden_dim,
+        num_topk=topk,
+        use_fp8_dispatch=fp8_rows,
+        explicitly_destroy=True,
+    )

@@ -53,11 +53,15 @@ class DeepEPHighThroughputOp(DeepEPOp):
         )
         sent = step.tokens if step.scales is None else (step.tokens, step.scales)
         received, local_ids, weights, _, self._native_handle, _ = native.dispatch(
-            x=sent, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert, topk_idx=ids,
+            x=sent,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
             topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
             num_worst_tokens=0 if self._internode else self.num_rows(step.max_num_tokens),
-        )  # fmt: skip
+        )
         recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
         counts = received_rows.counts_from_prefix(self._prefix())
         return Arrived(*rows_and_scales(received), recv_ids, weights, per_source=counts)
@@ -84,22 +88,32 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
     backend = "deepep_high_throughput"
     library = BUFFER
     capabilities = Capabilities(
-        layouts=("compact",), ids="local", token_dtypes=("bfloat16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
-        scales_per_128=True, combine_dtypes=("bfloat16",), hidden_multiple=16, even_experts=True, rdma="across nodes",
+        layouts=("compact",),
+        ids="local",
+        token_dtypes=("bfloat16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True,
+        combine_dtypes=("bfloat16",),
+        hidden_multiple=16,
+        even_experts=True,
+        rdma="across nodes",
         rank_counts=RANK_COUNTS,
         was_run="two H200s of one node, with DeepEP dd758ca",
         notes=("several nodes: the host waits, no CUDA graphs, no source positions",),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPHighThroughputOp:
         deep_ep = self.library.load()
         if self._num_sms:
             deep_ep.Buffer.set_num_sms(new_num_sms=self._num_sms)
         native = high_throughput_buffer(
-            deep_ep, self.cpu_group, row_bytes=config.hidden_dim * 2, world_size=config.world_size,
+            deep_ep,
+            self.cpu_group,
+            row_bytes=config.hidden_dim * 2,
+            world_size=config.world_size,
             internode=topology.internode,
-        )  # fmt: skip
+        )
         return DeepEPHighThroughputOp(self, config, native, topology.internode)
 
     _num_sms = 0

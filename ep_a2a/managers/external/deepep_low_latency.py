@@ -45,18 +45,24 @@ class DeepEPLowLatencyOp(DeepEPOp):
         self._native_ids = self._ids_for_native(step.ids)
         # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
         received, counts, self._native_handle, _, _ = self._native.low_latency_dispatch(
-            x=step.tokens, topk_idx=self._native_ids,
-            num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank, num_experts=config.total_experts,
-            use_fp8=config.casts_in_dispatch, round_scale=config.scale_format != ScaleFormat.FLOAT32,
-        )  # fmt: skip
+            x=step.tokens,
+            topk_idx=self._native_ids,
+            num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank,
+            num_experts=config.total_experts,
+            use_fp8=config.casts_in_dispatch,
+            round_scale=config.scale_format != ScaleFormat.FLOAT32,
+        )
         sources = received_rows.rows_per_source(self._native_handle[RANGES])
         return Arrived(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
-            x=given.rows, topk_idx=self._native_ids, topk_weights=given.step.weights, handle=self._native_handle,
+            x=given.rows,
+            topk_idx=self._native_ids,
+            topk_weights=given.step.weights,
+            handle=self._native_handle,
             out=given.out,
-        )  # fmt: skip
+        )
         return CombineResult(result, None)
 
 
@@ -66,23 +72,38 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
     backend = "deepep_low_latency"
     library = BUFFER
     capabilities = Capabilities(
-        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine",
-        source_positions="no", weight_sums=False, token_dtypes=("bfloat16",),
-        dispatch_casts=("none", "fp8_per_1x128"), cast="inside",
-        scale_formats=("float32", "float32_power_of_two"), combine_dtypes=("bfloat16",),
-        hidden_sizes=LOW_LATENCY_HIDDEN_SIZES, max_topk=LOW_LATENCY_MAX_TOPK, even_experts=True,
-        max_tokens=LOW_LATENCY_MAX_TOKENS, rdma="across nodes",
+        layouts=("expert_major",),
+        row_order="any",
+        ids="none",
+        weights_applied_by="combine",
+        source_positions="no",
+        weight_sums=False,
+        token_dtypes=("bfloat16",),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        cast="inside",
+        scale_formats=("float32", "float32_power_of_two"),
+        combine_dtypes=("bfloat16",),
+        hidden_sizes=LOW_LATENCY_HIDDEN_SIZES,
+        max_topk=LOW_LATENCY_MAX_TOPK,
+        even_experts=True,
+        max_tokens=LOW_LATENCY_MAX_TOKENS,
+        rdma="across nodes",
         was_run="two H200s of one node, with DeepEP dd758ca",
         notes=(
             "an expert's rows lie together by source, the sources as they came",
-            "total_recv and recv_counts count a row per expert", "rows for M tokens whatever max_num_tokens is",
+            "total_recv and recv_counts count a row per expert",
+            "rows for M tokens whatever max_num_tokens is",
             "its documentation asks for RDMA between all ranks",
         ),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPLowLatencyOp:
         native = low_latency_buffer(
-            self.library.load(), self.cpu_group, max_num_tokens=config.max_num_inp_token_per_rank,
-            hidden_dim=config.hidden_dim, world_size=config.world_size, num_experts=config.total_experts,
-        )  # fmt: skip
+            self.library.load(),
+            self.cpu_group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            world_size=config.world_size,
+            num_experts=config.total_experts,
+        )
         return DeepEPLowLatencyOp(self, config, native)

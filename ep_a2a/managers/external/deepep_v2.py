@@ -34,9 +34,13 @@ class DeepEPV2Op(DeepEPOp):
         self._max_num_tokens = step.max_num_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
             x=step.tokens if step.scales is None else (step.tokens, step.scales),
-            topk_idx=self._ids_for_native(step.ids), topk_weights=step.weights, num_experts=config.total_experts,
-            num_max_tokens_per_rank=step.max_num_tokens, num_sms=config.max_sms, do_cpu_sync=False,
-        )  # fmt: skip
+            topk_idx=self._ids_for_native(step.ids),
+            topk_weights=step.weights,
+            num_experts=config.total_experts,
+            num_max_tokens_per_rank=step.max_num_tokens,
+            num_sms=config.max_sms,
+            do_cpu_sync=False,
+        )
         tokens, scales = rows_and_scales(received)
         # DeepEP's ids and sources past the received rows hold anything
         row = torch.arange(tokens.shape[0], device=self.device)
@@ -63,20 +67,32 @@ class DeepEPV2All2AllManager(LibraryAll2AllManager):
     backend = "deepep_v2"
     library = ELASTIC_BUFFER
     capabilities = Capabilities(
-        layouts=("compact",), row_order="any", ids="local", token_dtypes=("bfloat16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
-        scales_per_128=True, combine_dtypes=("bfloat16",), hidden_multiple=128, max_topk=32, even_experts=True,
+        layouts=("compact",),
+        row_order="any",
+        ids="local",
+        token_dtypes=("bfloat16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True,
+        combine_dtypes=("bfloat16",),
+        hidden_multiple=128,
+        max_topk=32,
+        even_experts=True,
         rdma="across nodes",
         was_run="two H200s of one node, with DeepEP dd758ca",
         notes=("an id may not stand twice in a token", "needs NCCL with device-side communication"),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPV2Op:
         group = self.groups.of(self.device)
         # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         native = elastic_buffer(
-            self.library.load(), group, max_num_tokens=config.max_num_inp_token_per_rank, hidden_dim=config.hidden_dim,
-            topk=config.topk, fp8_rows=config.wire_dtype == FP8_DTYPE,
-        )  # fmt: skip
+            self.library.load(),
+            group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            fp8_rows=config.wire_dtype == FP8_DTYPE,
+        )
         return DeepEPV2Op(self, config, native)

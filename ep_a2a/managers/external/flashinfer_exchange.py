@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'flashinfer-python>=0.7'"
 ONE_SIDED = Library(
-    "flashinfer", "flashinfer-python", INSTALL, "0.7",
+    "flashinfer",
+    "flashinfer-python",
+    INSTALL,
+    "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),
-)  # fmt: skip
+)
 TWO_SIDED = Library(
-    "flashinfer", "flashinfer-python", INSTALL, "0.7",
+    "flashinfer",
+    "flashinfer-python",
+    INSTALL,
+    "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_alltoall:MnnvlMoe"),
-)  # fmt: skip
+)
 
 WORKSPACES = SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
 """Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
@@ -77,9 +83,13 @@ class NVLinkOneSided:
         # The class caches workspaces by size, so each index gets a size of its own.
         workspace_bytes += index * WORKSPACE_ALIGNMENT_BYTES
         self._native: Any = MoeAlltoAll(
-            ep_mapping(rank, world_size), max_num_tokens, topk, num_experts, workspace_size_per_rank=workspace_bytes,
+            ep_mapping(rank, world_size),
+            max_num_tokens,
+            topk,
+            num_experts,
+            workspace_size_per_rank=workspace_bytes,
             mnnvl_config=MnnvlConfig(comm_backend=comm_backend(group)),
-        )  # fmt: skip
+        )
         # Each rank has zeroed its own counters; no rank may write to them before all have.
         dist.barrier(group)
 
@@ -130,7 +140,7 @@ class NVLinkOneSided:
         """
         result: torch.Tensor = self._native.combine(
             rows, max_num_tokens, payload_in_workspace=in_workspace, output=out, use_low_precision=fp8
-        )  # fmt: skip
+        )
         return result
 
     def close(self) -> None:
@@ -155,9 +165,13 @@ def ep_mapping(rank: int, world_size: int) -> Any:
     from flashinfer.comm.mapping import Mapping as NativeMapping
 
     return NativeMapping(
-        world_size=world_size, rank=rank, gpus_per_node=world_size,
-        tp_size=world_size, moe_tp_size=1, moe_ep_size=world_size,
-    )  # fmt: skip
+        world_size=world_size,
+        rank=rank,
+        gpus_per_node=world_size,
+        tp_size=world_size,
+        moe_tp_size=1,
+        moe_ep_size=world_size,
+    )
 
 
 def comm_backend(group: ProcessGroup) -> Any:

@@ -35,15 +35,25 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, index: int) -> None:
         super().__init__(manager, config, None)
         num_most, topk, device = config.max_num_inp_token_per_rank, config.topk, self.device
-        payloads = {"tokens": (config.hidden_dim, config.wire_dtype), "ids": (topk, torch.int32),
-                    "weights": (topk, torch.float32), "positions": (1, torch.int32)}  # fmt: skip
+        payloads = {
+            "tokens": (config.hidden_dim, config.wire_dtype),
+            "ids": (topk, torch.int32),
+            "weights": (topk, torch.float32),
+            "positions": (1, torch.int32),
+        }
         if config.num_scales:
             payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
         self._exchange = NVLinkOneSided(
-            payloads, num_experts=config.total_experts, topk=topk, max_num_tokens=num_most,
-            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize, group=manager.cpu_group,
-            rank=config.rank, world_size=config.world_size, index=index,
-        )  # fmt: skip
+            payloads,
+            num_experts=config.total_experts,
+            topk=topk,
+            max_num_tokens=num_most,
+            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize,
+            group=manager.cpu_group,
+            rank=config.rank,
+            world_size=config.world_size,
+            index=index,
+        )
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
         self._own_positions = own + config.rank * self.max_num_tokens_to_send()
         self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
@@ -104,22 +114,29 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_one_sided"
     library = ONE_SIDED
     capabilities = Capabilities(
-        layouts=(Layout.RANK_MAJOR.value,), row_order="source", weight_sums=False,
+        layouts=(Layout.RANK_MAJOR.value,),
+        row_order="source",
+        weight_sums=False,
         combine_casts=("none", "fp8_direct_cast"),
-        topks=TOPKS, even_experts=True, single_node=True, max_ranks=MAX_RANKS,
+        topks=TOPKS,
+        even_experts=True,
+        single_node=True,
+        max_ranks=MAX_RANKS,
         was_run="two H200s, with flashinfer-python 0.7.2.post1; its kernels on four by `ep-a2a bench`",
         notes=(
             "a token without an expert is a row without ids on its own rank",
-            "fp8_direct_cast: bfloat16", "one set of ranks per process",
+            "fp8_direct_cast: bfloat16",
+            "one set of ranks per process",
         ),
-    )  # fmt: skip
+    )
 
     def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
         if config.combine_quant is not QuantType.NONE and config.combined_dtype != torch.bfloat16:
             return UnsupportedError(
-                "a cast of bfloat16 rows in combine, which is what this backend can do", str(config.combined_dtype),
+                "a cast of bfloat16 rows in combine, which is what this backend can do",
+                str(config.combined_dtype),
                 "Pass combine_dtype=torch.bfloat16 or quant_type='none'.",
-            )  # fmt: skip
+            )
         return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:

@@ -32,9 +32,12 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
     """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
     def __init__(
-        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any,
+        self,
+        manager: LibraryAll2AllManager,
+        config: EpDispatchCombineConfig,
+        native: Any,
         workspaces: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(manager, config, native)
         self._workspace, self._prepare_workspace = workspaces
         own = torch.arange(config.max_num_inp_token_per_rank, dtype=torch.int32, device=self.device)[:, None]
@@ -47,11 +50,17 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         # an id that is the number of experts belongs to no rank
         ids = torch.where(received_rows.valid_ids(step.ids, experts), step.ids, experts)
         self._native_info, recv_ids, weights, _ = self._native.mnnvl_moe_alltoallv_prepare_without_allgather(
-            expert_ids=ids, scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
-            expert_statics=None, workspace=self._prepare_workspace, max_token_count_per_rank=step.max_num_tokens,
-            ep_rank=config.rank, ep_size=config.world_size, expert_count=experts, slot_count=experts,
+            expert_ids=ids,
+            scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
+            expert_statics=None,
+            workspace=self._prepare_workspace,
+            max_token_count_per_rank=step.max_num_tokens,
+            ep_rank=config.rank,
+            ep_size=config.world_size,
+            expert_count=experts,
+            slot_count=experts,
             top_k=config.topk,
-        )  # fmt: skip
+        )
         tokens = self._alltoallv(step.tokens)
         scales = None if step.scales is None else self._alltoallv(step.scales)
         counts = received_rows.counts_from_prefix(self._native_info.recv_rank_count_cumsum)
@@ -64,16 +73,24 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         """Exchanges rows [T, n]. Returns those for this rank, [W * max_num_tokens, n], dense by source."""
         # as bfloat16, a dtype that FlashInfer moves, whatever the rows hold
         received: torch.Tensor = self._native.mnnvl_moe_alltoallv(
-            x=rows.view(torch.bfloat16), alltoall_info=self._native_info, workspace=self._workspace,
-            ep_rank=self.config.rank, ep_size=self.config.world_size,
-        )  # fmt: skip
+            x=rows.view(torch.bfloat16),
+            alltoall_info=self._native_info,
+            workspace=self._workspace,
+            ep_rank=self.config.rank,
+            ep_size=self.config.world_size,
+        )
         return received.view(rows.dtype)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         result = self._native.mnnvl_moe_alltoallv_combine(
-            x=given.rows, alltoall_info=self._native_info, workspace=self._workspace, ep_rank=self.config.rank,
-            ep_size=self.config.world_size, top_k=self.config.topk, token_count=given.step.num_tokens,
-        )  # fmt: skip
+            x=given.rows,
+            alltoall_info=self._native_info,
+            workspace=self._workspace,
+            ep_rank=self.config.rank,
+            ep_size=self.config.world_size,
+            top_k=self.config.topk,
+            token_count=given.step.num_tokens,
+        )
         return self._combine_result(result, given)
 
     def _positions(self) -> torch.Tensor:
@@ -94,15 +111,23 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     backend = "flashinfer_nvlink_two_sided"
     library = TWO_SIDED
     capabilities = Capabilities(
-        layouts=("compact",), row_order="source", ids="local", micro_batches=False, weight_sums=False,
-        source_positions="collective", experts_multiple=4,
-        even_experts=True, min_ranks=2, single_node=True,
+        layouts=("compact",),
+        row_order="source",
+        ids="local",
+        micro_batches=False,
+        weight_sums=False,
+        source_positions="collective",
+        experts_multiple=4,
+        even_experts=True,
+        min_ranks=2,
+        single_node=True,
         was_run="two H200s, with flashinfer-python 0.7.2.post1",
         notes=(
             "rows of scales: a multiple of 16 bytes",
-            "one set of ranks per process", "its class is deprecated since 0.7.1",
+            "one set of ranks per process",
+            "its class is deprecated since 0.7.1",
         ),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferTwoSidedOp:
         native = self.library.load("comm.trtllm_alltoall").MnnvlMoe
@@ -113,9 +138,10 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         scale_row = config.num_scales * config.scale_bytes
         if scale_row % 16:
             return UnsupportedError(
-                "scales whose rows are a multiple of 16 bytes, which is what this backend moves", f"{scale_row} bytes",
+                "scales whose rows are a multiple of 16 bytes, which is what this backend moves",
+                f"{scale_row} bytes",
                 "Use the backend 'ep_a2a' or 'flashinfer_nvlink_one_sided'.",
-            )  # fmt: skip
+            )
         return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:

@@ -106,9 +106,10 @@ class LibraryAll2AllManager(All2AllManagerBase):
         if not index or self.capabilities.micro_batches:
             return None
         return UnsupportedError(
-            f"index 0, which is what backend {self.backend!r} has memory for", f"index {index}",
+            f"index 0, which is what backend {self.backend!r} has memory for",
+            f"index {index}",
             "Do not let steps of micro-batches overlap, or use the backend 'ep_a2a'.",
-        )  # fmt: skip
+        )
 
     @abc.abstractmethod
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:

@@ -107,14 +107,16 @@ class LibraryDispatchCombineOp(AdapterOp):
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"a backend with {what}", f"{self.backend!r}, which has none",
+            f"a backend with {what}",
+            f"{self.backend!r}, which has none",
             "Use the backend 'ep_a2a'; `ep-a2a backends` shows what each can do.",
-        )  # fmt: skip
+        )
 
     def _abandon(self, step: StepInputs) -> None:
         # Libraries count their steps on the device: a dispatch that is not combined would spoil the next one.
-        rows = torch.zeros(*self._rows_lead, self.config.hidden_dim, dtype=self.config.combined_dtype,
-                           device=self.device)  # fmt: skip
+        rows = torch.zeros(
+            *self._rows_lead, self.config.hidden_dim, dtype=self.config.combined_dtype, device=self.device
+        )
         self._bring_back(RowsBack(rows, None, step, None))
 
     @property

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
-    "mori", "amd-mori", "pip install 'amd-mori>=1.2.1', on a machine with ROCm", "1.2.1",
+    "mori",
+    "amd-mori",
+    "pip install 'amd-mori>=1.2.1', on a machine with ROCm",
+    "1.2.1",
     needs=("ops:EpDispatchCombineOp", "ops:EpDispatchCombineConfig", "shmem:shmem_torch_process_group_init"),
-)  # fmt: skip
+)
 GROUP_NAME = "mori"
 NO_EXPERT = -1
 
@@ -91,15 +94,25 @@ class MoriAll2AllManager(LibraryAll2AllManager):
     library = LIBRARY
     inter_node_kernel: ClassVar[str] = "InterNodeV1"
     capabilities = Capabilities(
-        layouts=("compact",), row_order="any", recv_counts=False, token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
-        combine_dtypes=("bfloat16", "float32"), combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
-        max_topk=9, even_experts=True, receive_cap=True, gpus=("AMD",), rdma="across nodes",
+        layouts=("compact",),
+        row_order="any",
+        recv_counts=False,
+        token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
+        combine_dtypes=("bfloat16", "float32"),
+        combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
+        max_topk=9,
+        even_experts=True,
+        receive_cap=True,
+        gpus=("AMD",),
+        rdma="across nodes",
         was_run="not run (no AMD GPU); arguments compared with amd-mori 1.2.4's source",
         notes=(
-            "one process group per process", "combine casts: one node, bfloat16",
-            "float8_e4m3fnuz, fp4: not through this package", "dropped slots come as -1",
+            "one process group per process",
+            "combine casts: one node, bfloat16",
+            "float8_e4m3fnuz, fp4: not through this package",
+            "dropped slots come as -1",
         ),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
         mori = self.library.load()
@@ -116,13 +129,14 @@ class MoriAll2AllManager(LibraryAll2AllManager):
                 "a cast of combine on one node with bfloat16 rows, which is where MORI's are right",
                 f"{config.combine_quant.value} on {topology.num_nodes} node(s), {config.combined_dtype}",
                 "Pass quant_type='none'.",
-            )  # fmt: skip
+            )
         first = dist.get_global_rank(self.cpu_group, 0)
         if first != 0:
             return UnsupportedError(
-                "a group that begins with global rank 0, from which MORI broadcasts", f"{first}",
+                "a group that begins with global rank 0, from which MORI broadcasts",
+                f"{first}",
                 "Use the backend 'ep_a2a'.",
-            )  # fmt: skip
+            )
         return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:
@@ -135,9 +149,10 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         status = mori.shmem.shmem_torch_process_group_init(group_name=GROUP_NAME)
         if status:
             raise DeviceMemoryError(
-                "MORI's symmetric memory", f"status {status} of shmem_torch_process_group_init",
+                "MORI's symmetric memory",
+                f"status {status} of shmem_torch_process_group_init",
                 "Look at MORI_SHMEM_HEAP_SIZE and at MORI's log.",
-            )  # fmt: skip
+            )
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
@@ -157,7 +172,7 @@ class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
             "across nodes: weights of dropped slots come as 0",
             "across nodes: a token without an expert is a row without ids on its own rank",
         ),
-    )  # fmt: skip
+    )
 
 
 def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
@@ -196,8 +211,9 @@ def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
     unknown = [name for name in required if name not in given]
     if unknown:
         raise ConfigError(
-            f"fields {', '.join(given)} in MORI's EpDispatchCombineConfig", f"{', '.join(unknown)} required besides",
+            f"fields {', '.join(given)} in MORI's EpDispatchCombineConfig",
+            f"{', '.join(unknown)} required besides",
             "Use amd-mori 1.2.1 or later, or the backend 'ep_a2a'.",
-        )  # fmt: skip
+        )
     names = {each.name for each in theirs}
     return {name: value for name, value in given.items() if name in names}

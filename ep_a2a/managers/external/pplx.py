@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
-    "pplx_kernels", "pplx-kernels", "build it from github.com/ppl-ai/pplx-kernels (with NVSHMEM)",
+    "pplx_kernels",
+    "pplx-kernels",
+    "build it from github.com/ppl-ai/pplx-kernels (with NVSHMEM)",
     needs=(":AllToAll", "nvshmem:nvshmem_init"),
-)  # fmt: skip
+)
 
 NVSHMEM = SingleGroupGuard("NVSHMEM", by_ranks=False)
 
@@ -55,9 +57,14 @@ class PplxOp(LibraryDispatchCombineOp):
         ids = received_rows.filled_ids(step.ids, config.total_experts, config.first_expert)
         self._native_ids = ids.view(torch.uint32)
         self._native.dispatch(
-            out_expert_num_tokens=counts, out_expert_x=self._tokens, out_expert_x_scale=self._scales,
-            dp_x=step.tokens, dp_x_scale=step.scales, indices=self._native_ids, bound_m=None,
-        )  # fmt: skip
+            out_expert_num_tokens=counts,
+            out_expert_x=self._tokens,
+            out_expert_x_scale=self._scales,
+            dp_x=step.tokens,
+            dp_x_scale=step.scales,
+            indices=self._native_ids,
+            bound_m=None,
+        )
         return Arrived(self._tokens, self._scales, per_expert=self._expert_recv_count)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
@@ -65,9 +72,12 @@ class PplxOp(LibraryDispatchCombineOp):
         assert step.weights is not None  # layout expert_major needs them, which has been checked
         valid = received_rows.valid_ids(step.ids, self.config.total_experts)
         self._native.combine(
-            out_tokens=self._result, indices=self._native_ids, weights=torch.where(valid, step.weights, 0),
-            expert_y=given.rows, bound_m=None,
-        )  # fmt: skip
+            out_tokens=self._result,
+            indices=self._native_ids,
+            weights=torch.where(valid, step.weights, 0),
+            expert_y=given.rows,
+            bound_m=None,
+        )
         return self._combine_result(self._result, given)
 
     def _destroy(self) -> None:
@@ -80,18 +90,31 @@ class PplxAll2AllManager(LibraryAll2AllManager):
     backend = "pplx"
     library = LIBRARY
     capabilities = Capabilities(
-        layouts=("expert_major",), row_order="any", ids="none", weights_applied_by="combine", source_positions="no",
-        recv_counts=False, weight_sums=False,
-        dropped_slots="weight 0", token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"), scale_formats=("float32", "float32_power_of_two"),
-        scales_per_128=True, combine_dtypes=("bfloat16", "float16"), hidden_multiple=512, even_experts=True,
-        min_ranks=2, rdma="across nodes",
+        layouts=("expert_major",),
+        row_order="any",
+        ids="none",
+        weights_applied_by="combine",
+        source_positions="no",
+        recv_counts=False,
+        weight_sums=False,
+        dropped_slots="weight 0",
+        token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True,
+        combine_dtypes=("bfloat16", "float16"),
+        hidden_multiple=512,
+        even_experts=True,
+        min_ranks=2,
+        rdma="across nodes",
         was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
         notes=(
-            "total_recv counts a row per expert", "rows for M tokens whatever max_num_tokens is",
-            "an id may not stand twice in a token", "across nodes: one group per process",
+            "total_recv counts a row per expert",
+            "rows for M tokens whatever max_num_tokens is",
+            "an id may not stand twice in a token",
+            "across nodes: one group per process",
         ),
-    )  # fmt: skip
+    )
 
     def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> PplxOp:
         pplx_kernels = self.library.load()
@@ -116,8 +139,9 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         if config.topk > config.total_experts:
             return UnsupportedError(
                 f"num_experts_per_token of at most {config.total_experts}, as a token's experts must differ here",
-                str(config.topk), "Use the backend 'ep_a2a'.",
-            )  # fmt: skip
+                str(config.topk),
+                "Use the backend 'ep_a2a'.",
+            )
         return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:

@@ -35,8 +35,9 @@ class SingleGroupGuard:
             return None
         return UnsupportedError(
             f"one process group for {self._library} in a process, that of global ranks {self._ranks}",
-            f"a second one, of global ranks {ranks}", "Use the first group, or the backend 'ep_a2a'.",
-        )  # fmt: skip
+            f"a second one, of global ranks {ranks}",
+            "Use the first group, or the backend 'ep_a2a'.",
+        )
 
     def join(self, group: ProcessGroup, set_up: Callable[[], None]) -> None:
         """Calls `set_up` and keeps the group, unless this process has one already; see `refusal`."""

@@ -83,9 +83,10 @@ def shmem_malloc_align(alignment: int, size: int) -> int:
         raise InputError("alignment to be a power of two", str(alignment))
     if alignment > ALLOCATION_ALIGNMENT_BYTES:
         raise UnsupportedError(
-            f"shmem_malloc_align with an alignment of at most {ALLOCATION_ALIGNMENT_BYTES} bytes", str(alignment),
+            f"shmem_malloc_align with an alignment of at most {ALLOCATION_ALIGNMENT_BYTES} bytes",
+            str(alignment),
             remedy_of("mori", "shmem.shmem_malloc_align", "alignment"),
-        )  # fmt: skip
+        )
     return shmem_malloc(size)
 
 

@@ -54,9 +54,10 @@ def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
     if peer == shmem.shmem_mype():
         return tensor
     raise UnsupportedError(
-        f"symm_mori_shmem_tensor with peer {shmem.shmem_mype()}, this rank", str(peer),
+        f"symm_mori_shmem_tensor with peer {shmem.shmem_mype()}, this rank",
+        str(peer),
         remedy_of("mori", "shmem.symm_mori_shmem_tensor", "peer"),
-    )  # fmt: skip
+    )
 
 
 def mori_shmem_create_tensor_list_intra_node(

@@ -18,7 +18,7 @@ class MoriAll2AllManager(All2AllManagerBase):
     def _make_all2all_kwargs(
         self, rank, num_ep_ranks, input_dtype, quant_dtype, token_hidden_size, scale_dim, scale_type_size,
         max_num_tokens_per_dp_rank, num_local_experts, num_experts_per_token, gpu_per_node, quant_type="none",
-    ):  # fmt: skip
+    ):
         import mori
 
         return {
@@ -28,7 +28,7 @@ class MoriAll2AllManager(All2AllManagerBase):
             "num_experts_per_token": num_experts_per_token, "warp_num_per_block": 16, "block_num": 80,
             "kernel_type": mori.ops.EpDispatchCombineKernelType.IntraNode, "rdma_block_num": 0,
             "gpu_per_node": gpu_per_node, "quant_type": quant_type,
-        }  # fmt: skip
+        }
 
     def get_handle(self, kwargs):
         import mori
