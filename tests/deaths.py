@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.kernels.jit import PortableFunction
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory import liveness
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.agreement import PATIENCE_SECS

@@ -113,7 +113,7 @@ class Walk:
 
 def record(call: Callable[[], Any], goals: tuple[tuple[str, str], ...] = (LAUNCH,)) -> Walk:
     """Makes the call under a profile of this thread."""
-    from ep_a2a.kernels.jit import PortableFunction
+    from ep_a2a.kernels.portable import PortableFunction
 
     walk = Walk()
     # of every Python frame in the call: its file in ep_a2a, or None

@@ -6,8 +6,8 @@ land in (source rank, source token) order. The last program to finish posts the 
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
     NUM_TOKENS,

@@ -6,7 +6,7 @@ native conversion gives the same bits for all 2^32 inputs (tests/multigpu/test_c
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max
 
 FP8_MAX = tl.constexpr(448.0)

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, clear_results
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unlike_dispatch
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     NOBODY,

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_send_kernels import block_offsets, return_places
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     EMPTY,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, like, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)

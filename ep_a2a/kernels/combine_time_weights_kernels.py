@@ -8,8 +8,8 @@ weights of received rows to where dispatch would have put them.
 import triton.language as tl
 
 from ep_a2a.kernels.combine_send_kernels import unlike_dispatch
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     POISON,

@@ -15,7 +15,7 @@ from ep_a2a.memory import nvshmem
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.kernels.jit import PortableFunction
+    from ep_a2a.kernels.portable import PortableFunction
 
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

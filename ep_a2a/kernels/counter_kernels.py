@@ -8,8 +8,8 @@ import enum
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, begin_stage, clock_ns, epoch_of, payload_of, reduce_max, reduce_sum
 
 LINE_WORDS = 16

@@ -11,8 +11,8 @@ token once. All work is bounded by received counts that are read on the device.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import round_to
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, State
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import STATE, address, like, reduce_max, reduce_sum, running_sum
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Span, Speaker, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_flagged_rows, received_places
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
     EMPTY,

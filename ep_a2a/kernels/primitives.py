@@ -20,8 +20,8 @@ import time
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State, StepPhase
+from ep_a2a.kernels.portable import portable
 
 POISON = tl.constexpr(Region.POISON.value)
 STATE = tl.constexpr(Region.STATE.value)

@@ -9,7 +9,7 @@ from typing import Any
 import triton.language as tl
 from triton.language import core
 
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.nvshmem import COMPARE_GE, SIGNAL_ADD
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     CAPACITY,
     DISPATCH_PHASE,

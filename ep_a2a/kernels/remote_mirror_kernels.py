@@ -7,8 +7,8 @@ belongs.
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POISON, address
 from ep_a2a.kernels.put_kernels import fence, put_and_count
 

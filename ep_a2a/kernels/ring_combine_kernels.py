@@ -14,8 +14,8 @@ from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
 from ep_a2a.kernels.combine_send_kernels import block_offsets
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     POISON,

@@ -6,8 +6,8 @@ forwards the next chunk that has come. So one program and a ring of one chunk ar
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
     NUM_TOKENS,

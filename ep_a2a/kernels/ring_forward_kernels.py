@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, like
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (

@@ -12,8 +12,8 @@ with puts.
 import triton.language as tl
 
 from ep_a2a.kernels import ring_shape
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, like, next_poll, overdue, pause, reduce_min, reduce_sum
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank

@@ -4,8 +4,8 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import post_to_peers
 from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places, unlike_dispatch
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     POISON,

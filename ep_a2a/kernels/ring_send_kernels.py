@@ -5,8 +5,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_TAKEN,

@@ -2,8 +2,8 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, flagged, like, payload_of, reduce_sum
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)

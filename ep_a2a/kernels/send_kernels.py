@@ -3,8 +3,8 @@
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, like, reduce_sum
 from ep_a2a.kernels.routing_kernels import field_of
 

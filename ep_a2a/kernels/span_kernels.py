@@ -2,8 +2,8 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import COMBINE_RECEIVE, NUM_REGIONS, NUM_STAGES, STEP_SHIFT, clock_ns
 
 NUM_SPANS = tl.constexpr(len(Span))

@@ -12,8 +12,8 @@ lines that those have received.
 import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import await_peers
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     DISPATCH_PHASE,

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ep_a2a.kernels.jit import PortableFunction
+    from ep_a2a.kernels.portable import PortableFunction
 
 _TYPE_NAMES = {
     torch.int32: "i32",

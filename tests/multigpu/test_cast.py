@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import fp32_to_e4m3_bits
 
 BLOCK = 4096

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ep_a2a.errors import ForkedProcessError, RankTimeoutError, StateError
-from ep_a2a.kernels.jit import PortableFunction
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised

@@ -10,7 +10,7 @@ import pkgutil
 from typing import TYPE_CHECKING
 
 import ep_a2a.kernels
-from ep_a2a.kernels.jit import PortableFunction
+from ep_a2a.kernels.portable import PortableFunction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,7 +18,7 @@ from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.kernels import compilation
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 from ep_a2a.testing.offline_compile import compile_offline
 from tests.cases.configs import deepseek_v3
 

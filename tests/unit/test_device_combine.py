@@ -12,8 +12,8 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, judge_block, read_block
 from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unit_of
 from ep_a2a.kernels.constants import Block, Combine, Shape
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, padded
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import pause
 from tests.unit.test_device_rows import EMPTY, TOPK, table_of
 

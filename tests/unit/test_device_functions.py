@@ -16,8 +16,8 @@ from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
 from ep_a2a.kernels.constants import ExpertPlacement
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, count_bits, padded
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     MANY_POLLS,
     POLLS_PER_CLOCK,

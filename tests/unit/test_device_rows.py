@@ -10,9 +10,9 @@ import torch
 import triton.language as tl
 
 from ep_a2a.kernels.constants import ExpertPlacement
-from ep_a2a.kernels.jit import portable
 from ep_a2a.kernels.layout import Region, Stage, padded
 from ep_a2a.kernels.ll_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import STEP_SHIFT, pause
 from ep_a2a.kernels.routing_kernels import (
     count_rows,

@@ -18,8 +18,8 @@ from ep_a2a.cli.app import make_app
 from ep_a2a.commands.trace.command import remove_earlier
 from ep_a2a.commands.trace.timeline import last_step, plot_timeline
 from ep_a2a.errors import TopKError
-from ep_a2a.kernels.jit import PortableFunction
 from ep_a2a.kernels.layout import Span
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan

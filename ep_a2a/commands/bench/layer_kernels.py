@@ -7,7 +7,7 @@ work on the largest possible number of pairs.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile, round_to
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 
 
 @portable

@@ -5,7 +5,7 @@ Its times mean nothing. It lets the contender, its plan of the bytes and its che
 
 import triton.language as tl
 
-from ep_a2a.kernels.jit import portable
+from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import late_lanes, pause, reduce_sum
 
 # Words of a direction's state (int32), this rank's only.
