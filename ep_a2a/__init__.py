@@ -6,10 +6,7 @@ Importing this costs nothing: every name is loaded on first use (PEP 562).
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
-
-from ep_a2a.moved import MovedFinder
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig as EpDispatchCombineConfig
@@ -36,8 +33,6 @@ _MODULE_OF = {
 _SUBMODULES = ("ops", "shmem", "errors", "config", "quantization", "routing", "reference", "testing")
 
 __all__ = [*_MODULE_OF, "__version__"]
-
-sys.meta_path.insert(0, MovedFinder())
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -32,7 +31,6 @@ class Variable(Generic[T]):
         parse: turns the text into the value; raises ValueError for text it cannot use.
         expects: what `parse` accepts, for error messages and docs/env.md.
         doc: what it does.
-        former_name: a name that is read, too, with a FutureWarning; "" for none.
     """
 
     name: str
@@ -40,26 +38,15 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     expects: str
     doc: str
-    former_name: str = ""
 
     def get(self) -> T:
         """Returns the current value. The first call in a process warns of set variables that do not exist.
 
         Raises:
-            EnvironmentVariableError: the text cannot be parsed, or differs from that of the former name.
+            EnvironmentVariableError: the text cannot be parsed.
         """
         warn_of_unknown()
         text = os.environ.get(self.name, "")
-        former = os.environ.get(self.former_name, "") if self.former_name else ""
-        if former:
-            if text not in ("", former):
-                raise EnvironmentVariableError(
-                    f"{self.name} alone",
-                    f"{former!r} in {self.former_name} beside {text!r}",
-                    f"Unset {self.former_name}.",
-                )
-            warnings.warn(f"{self.former_name} is now {self.name}; set that.", FutureWarning, stacklevel=2)
-            text = former
         if not text:
             return self.default
         try:
@@ -155,7 +142,6 @@ INTERNODE_TRANSPORT: Variable[str] = Variable(
     str,
     "auto, or a transport's name",
     "What carries tokens between nodes: torch.distributed, nvshmem, or peer_memory for virtual nodes of one host.",
-    former_name="EP_A2A_RAIL",
 )
 RDMA_DEVICES: Variable[str] = Variable(
     "EP_A2A_RDMA_DEVICES",
@@ -188,7 +174,7 @@ VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
 
 def unknown_variables() -> dict[str, str]:
     """Returns the set EP_A2A_* variables that the package does not read; the values are hints, or ""."""
-    known = [name for each in VARIABLES for name in (each.name, each.former_name) if name]
+    known = [variable.name for variable in VARIABLES]
     names = (name for name in sorted(os.environ) if name.startswith(PREFIX) and not name.startswith(TESTS_PREFIX))
     return {name: did_you_mean(name, known) for name in names if name not in known}
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
@@ -55,9 +54,6 @@ _LAZY = (
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RAILS":
-        warnings.warn("RAILS is now INTERNODE_TRANSPORTS; use that name.", DeprecationWarning, stacklevel=2)
-        return INTERNODE_TRANSPORTS
     if name in _LAZY:
         return getattr(importlib.import_module("ep_a2a.config.op_config"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

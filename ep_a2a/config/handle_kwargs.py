@@ -18,7 +18,6 @@ from ep_a2a.config import (
     parse_enum,
 )
 from ep_a2a.config.enums import inter_node_kernel
-from ep_a2a.config.renamed import with_new_names
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
         UnknownNameError: a kwarg is not known.
         ConfigError: a kwarg is missing, or the config refuses its value.
     """
-    kwargs = with_new_names(kwargs, stacklevel=3)
     _check_names(kwargs)
     data_type, combine_dtype = _dtypes(kwargs)
     world_size = kwargs["num_ep_ranks"]

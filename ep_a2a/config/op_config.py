@@ -24,7 +24,6 @@ from ep_a2a.config.enums import (
     QuantType,
     ScaleFormat,
 )
-from ep_a2a.config.renamed import accepts_former_names
 from ep_a2a.config.requirements import require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError
@@ -75,7 +74,6 @@ def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
     raise ConfigError(f"{name} to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))
 
 
-@accepts_former_names
 @dataclass(frozen=True)
 class EpDispatchCombineConfig:
     """Shapes and choices of one op. Names, order and defaults of the positional fields are MORI's.

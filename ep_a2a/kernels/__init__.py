@@ -1,1 +1,1 @@
-"""Device code and the op that launches it. Importing this package loads nothing; `kernels.op` is the way in."""
+"""Device code: kernels, the primitives they share, and the host code that compiles and launches them."""

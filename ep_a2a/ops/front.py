@@ -7,7 +7,6 @@ An op fills in how arguments are checked (`_prepare_dispatch`, `_prepare_combine
 from __future__ import annotations
 
 import abc
-import warnings
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
@@ -336,11 +335,6 @@ class ValidatedOp(OpSizes, abc.ABC):
 
     def warmup_split(self) -> None:
         """Compiles the split calls, so that they can be captured. Without effect where nothing is left to compile."""
-
-    def compile_halves(self) -> None:
-        """Former name of `warmup_split`."""
-        warnings.warn("compile_halves is now warmup_split; use that name.", DeprecationWarning, stacklevel=2)
-        self.warmup_split()
 
     def record_spans(self) -> None:
         """Takes kernels that note times from now on; UnsupportedError where there are none."""

@@ -336,11 +336,6 @@ WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
         "cannot say which rank",
         "below 300",
     ),
-    "a variable by its former name": (
-        with_variable("EP_A2A_RAIL", "auto"),
-        "former name of EP_A2A_INTERNODE_TRANSPORT",
-        "Set EP_A2A_INTERNODE_TRANSPORT",
-    ),
     "a misspelt variable": (with_variable("EP_A2A_TIMEOUT_SEC", "9"), "does nothing", "EP_A2A_TIMEOUT_SECS"),
     "NCCL_IB_HCA and EP_A2A_RDMA_DEVICES": (
         changed(H200_HOST, environment={"NCCL_IB_HCA": "mlx5_1", "EP_A2A_RDMA_DEVICES": "mlx5_0"}),

@@ -36,7 +36,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in (*NAMES, "EP_A2A_RAIL"):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(env, "_names_are_checked", False)
 
@@ -109,24 +109,6 @@ def test_values(variable, text, value, monkeypatch):
     monkeypatch.setenv(variable.name, text)
     assert variable.get() == value
     assert type(variable.get()) is type(value)
-
-
-def test_a_former_name_is_read_with_one_warning(monkeypatch):
-    monkeypatch.setenv("EP_A2A_RAIL", "nvshmem")
-    with pytest.warns(FutureWarning, match="EP_A2A_RAIL is now EP_A2A_INTERNODE_TRANSPORT") as caught:
-        assert env.INTERNODE_TRANSPORT.get() == "nvshmem"
-    assert len(caught) == 1
-    monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "nvshmem")
-    with pytest.warns(FutureWarning):
-        assert env.INTERNODE_TRANSPORT.get() == "nvshmem"
-
-
-def test_different_values_under_both_names_are_refused(monkeypatch):
-    monkeypatch.setenv("EP_A2A_RAIL", "nvshmem")
-    monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "torch.distributed")
-    with pytest.raises(EnvironmentVariableError, match="EP_A2A_INTERNODE_TRANSPORT alone") as caught:
-        env.INTERNODE_TRANSPORT.get()
-    assert caught.value.remedy == "Unset EP_A2A_RAIL."
 
 
 def test_variables_are_read_when_asked_for(monkeypatch):
@@ -229,10 +211,9 @@ def test_a_process_that_gets_its_environment_from_another_is_silent(monkeypatch,
     assert len(caplog.records) == 1
 
 
-def test_known_and_former_names_are_no_typos(monkeypatch, caplog):
+def test_known_names_are_no_typos(monkeypatch, caplog):
     for variable in env.VARIABLES:
         monkeypatch.setenv(variable.name, "")
-    monkeypatch.setenv("EP_A2A_RAIL", "auto")
     with caplog.at_level(logging.WARNING):
         env.BACKEND.get()
     assert not caplog.records

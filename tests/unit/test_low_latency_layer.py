@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a.compat import ep_low_latency, triton_distributed
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
@@ -107,3 +108,8 @@ def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     assert len(polled) == 2
     assert min(variant.constants["BLOCK_WORDS"], variant.constants["BLOCK_ROWS"] * topk) >= 32 * variant.num_warps
     assert re.search(r"ld\.volatile\.global", asm["ptx"])
+
+
+def test_the_package_has_a_second_path():
+    for name in triton_distributed.__all__:
+        assert getattr(ep_low_latency, name) is getattr(triton_distributed, name)

@@ -68,10 +68,9 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
     """Checks one EP_A2A_* variable."""
 
     def of(variable: env.Variable[Any]) -> str:
-        return value if name in (variable.name, variable.former_name) else ""
+        return value if name == variable.name else ""
 
     known = [variable.name for variable in env.VARIABLES]
-    present_name = next((variable.name for variable in env.VARIABLES if variable.former_name == name), "")
     text, problem = f"{name}={value}", info.variable_problems.get(name, "")
     if not problem and (refusal := _backend_refusal(of(env.CONFIG), of(env.BACKEND))):
         return [refused(name, refusal)]
@@ -88,7 +87,7 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
         (ERROR, problem, f"{text}: {problem}", "Correct or unset it; docs/env.md lists them all."),
         (
             WARNING,
-            name not in known and not present_name,
+            name not in known,
             f"{text} is no variable of this version: it does nothing",
             did_you_mean(name, known) or "docs/env.md lists them all.",
         ),
@@ -118,7 +117,6 @@ def _own_variable(info: SystemInfo, name: str, value: str) -> list[Diagnostic]:
         ),
         (ERROR, absent, f"no device {absent} on this host; there are: {devices}", "Correct it."),
         (WARNING, of(env.RDMA_DEVICES) and hca, f"does not count: NCCL_IB_HCA={hca} is set", "Unset one of the two."),
-        (WARNING, present_name, f"{name} is the former name of {present_name}", f"Set {present_name}."),
         (
             WARNING,
             secs >= vllm_secs,
