@@ -26,7 +26,7 @@ from ep_a2a.errors import (
     TooManyTokensError,
     UnsupportedError,
 )
-from ep_a2a.ops.combine_time_weights import WeightExchange
+from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from tests.cases.op_cases import Case, Inputs, expert_results, make_inputs, reference_of, same_bits, same_sums
