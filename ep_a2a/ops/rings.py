@@ -10,7 +10,7 @@ import triton.language as tl
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
 from ep_a2a.kernels.constants import Exchange, Line, Numbering, Ring, Row, Sums, constants
-from ep_a2a.kernels.layout import WORD_BYTES, Stage, count_bits, padded
+from ep_a2a.kernels.layout import WORD_BYTES, Region, Stage, count_bits, padded
 from ep_a2a.kernels.put_kernels import quiet_kernel
 from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.launch_plan import Launches
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 RING_WARPS = 8
 THREADS = 32 * RING_WARPS
@@ -308,3 +309,20 @@ class InterNodeKernels(IntraNodeKernels):
             "HEAD_WORDS": rings.head_words,
         }
         return constants(Ring, values)
+
+
+def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:
+    """Tokens that came to this rank from other nodes in the last step, through its rings, to be forwarded.
+
+    Args:
+        op: one whose kernels use rings, with its last kernel awaited.
+        num_tokens: the most that any rank brought. No rank may have brought more of its own in an earlier step.
+    """
+    rings = Rings.of(op.config)
+    num_chunks = -(-num_tokens // rings.chunk_tokens)
+    rows = op.memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
+    lines = op.memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
+    is_line = torch.arange(rings.chunk_tokens, device=lines.device) < lines[:, :, None]
+    came = (rows[:, :num_chunks] >= 0).any(3) & is_line
+    came[op.config.rank // rings.gpus_per_node] = False
+    return int(came.sum())

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep import Buffer, Config
 from ep_a2a.compat.deep_ep.streams import tensors_of
 from ep_a2a.config import FP8_DTYPE
@@ -26,7 +27,6 @@ from ep_a2a.errors import (
     TooManyTokensError,
     UnsupportedError,
 )
-from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from tests.cases.op_cases import Case, Inputs, expert_results, make_inputs, reference_of, same_bits, same_sums

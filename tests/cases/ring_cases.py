@@ -13,7 +13,7 @@ from ep_a2a.log_once import log_once
 from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import ignored_options
-from ep_a2a.ops.introspection import rows_from_other_nodes
+from ep_a2a.ops.rings import rows_from_other_nodes
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
 from tests.cases.op_matrix import CASES, UNEVEN

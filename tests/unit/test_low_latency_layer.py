@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ep_a2a.compat import ep_low_latency, triton_distributed
+from ep_a2a.compat.combine_time_weights import exchange_variant
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.compat.combine_time_weights import exchange_variant
 from ep_a2a.testing.offline_compile import compile_offline
 
 

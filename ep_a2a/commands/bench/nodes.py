@@ -34,7 +34,7 @@ class RingsSession(OpSession):
 
     def check(self) -> None:
         """Checks a round trip, and that one row crossed per token and other node. Collective."""
-        from ep_a2a.ops.introspection import rows_from_other_nodes
+        from ep_a2a.ops.rings import rows_from_other_nodes
 
         super().check()
         own = rows_from_other_nodes(self.op, self._workload.num_tokens)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
+from ep_a2a.compat.expert_row_sources import expert_row_sources
 from ep_a2a.errors import StateError
-from ep_a2a.ops.introspection import expert_row_sources
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import OpShape
@@ -15,7 +16,6 @@ from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineInputs
-from ep_a2a.compat.combine_time_weights import WeightExchange
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.ops import Ops

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a.compat.expert_row_sources import expert_row_sources
 from ep_a2a.errors import StateError
-from ep_a2a.ops.introspection import expert_row_sources
 
 if TYPE_CHECKING:
     import torch

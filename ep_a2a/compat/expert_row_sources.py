@@ -1,4 +1,4 @@
-"""Reads an op's last step out of its memory: rows from other nodes, and the sources of expert_major's rows."""
+"""Reads out of an op's memory where the rows of layout expert_major came from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.ring_shape import Rings
 
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
@@ -48,20 +47,3 @@ def expert_row_sources(op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Ten
     counts = (source_ranks[:, :, None] == ranks).sum(dim=1)
     starts = counts.cumsum(dim=1) - counts
     return source_indices, counts | starts << HIGH_WORD_SHIFT
-
-
-def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:
-    """Tokens that came to this rank from other nodes in the last step, through its rings, to be forwarded.
-
-    Args:
-        op: one whose kernels use rings, with its last kernel awaited.
-        num_tokens: the most that any rank brought. No rank may have brought more of its own in an earlier step.
-    """
-    rings = Rings.of(op.config)
-    num_chunks = -(-num_tokens // rings.chunk_tokens)
-    rows = op.memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
-    lines = op.memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
-    is_line = torch.arange(rings.chunk_tokens, device=lines.device) < lines[:, :, None]
-    came = (rows[:, :num_chunks] >= 0).any(3) & is_line
-    came[op.config.rank // rings.gpus_per_node] = False
-    return int(came.sum())
