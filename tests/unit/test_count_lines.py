@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tools.count_lines import count_code_lines
+from pathlib import Path
+
+from tools.count_lines import count_code_lines, formatted
 
 TEXT = '''"""A module."""
 
@@ -23,3 +25,8 @@ lines"""
 
 def test_blank_lines_comments_and_docstrings_do_not_count() -> None:
     assert count_code_lines(TEXT) == 1 + 3 + 2 + 1
+
+
+def test_packed_lines_are_counted_as_the_formatter_writes_them(tmp_path) -> None:
+    (tmp_path / "packed.py").write_text("NUMBERS = [\n    1, 2,\n]  # fmt: skip\nMORE = [1, 2]\n")
+    assert count_code_lines(formatted(tmp_path, strip_kernels=False)[Path("packed.py")]) == 5
