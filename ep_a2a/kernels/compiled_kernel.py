@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ep_a2a.errors import StateError
 from ep_a2a.kernels.constants import by_name, plain
+from ep_a2a.kernels.triton_parts import part
 from ep_a2a.memory import nvshmem
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class CompiledKernel:
     libraries: dict[str, str] | None = None
     on_load: Callable[[int], None] | None = None
     programs_per_sm: int | None = field(default=None, init=False)
-    _compiled: Any = field(default=None, init=False)
     _launch: Any = field(default=None, init=False)
+    _handle: tuple[Any, Any] = field(default=(None, None), init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
     _tensors: tuple[int, ...] = field(default=(), init=False)
 
@@ -72,7 +73,7 @@ class CompiledKernel:
     @property
     def is_compiled(self) -> bool:
         """Whether the kernel is loaded, so that a launch compiles nothing."""
-        return self._compiled is not None
+        return self._launch is not None
 
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
@@ -90,9 +91,10 @@ class CompiledKernel:
 
         Raises:
             StateError: a graph is being captured.
+            UnsupportedError: the installed Triton lacks a part that is needed here.
             UntrustedFolderError: Triton's cache is not this user's alone.
         """
-        if self._compiled is not None:
+        if self.is_compiled:
             return
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
@@ -100,19 +102,24 @@ class CompiledKernel:
                 "Make the call once outside of the capture: kernels are compiled then.",
             )  # fmt: skip
         linked = {} if self.libraries is None else {"extern_libs": self.libraries}
-        # fused multiply-add would round once where the reference rounds twice
         compiled = self.kernel.warmup(
-            *args, grid=(1,), **self.constants, num_warps=self.num_warps, enable_fp_fusion=False,
-            launch_pdl=self.named_constants.get("DEPENDENT_LAUNCH", False), maxnreg=self.max_registers, **linked,
-        )  # fmt: skip
-        compiled._init_handles()
+            *args,
+            grid=(1,),
+            **self.constants,
+            num_warps=self.num_warps,
+            launch_pdl=self.named_constants.get("DEPENDENT_LAUNCH", False),
+            maxnreg=self.max_registers,
+            **linked,
+        )
+        part(compiled, "_init_handles")()
         if self.on_load is not None:
-            self.on_load(compiled.module)
+            self.on_load(part(compiled, "module"))
         self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
-        registers = -(-int(compiled.n_regs) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+        registers = -(-int(part(compiled, "n_regs")) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
-        self._compiled, self._launch = compiled, compiled.run
+        self._handle = part(compiled, "function"), part(compiled, "packed_metadata")
+        self._launch = part(compiled, "run")
 
     def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
         """Launches the kernel on the current stream by the compiled kernel's own launcher.
@@ -121,13 +128,10 @@ class CompiledKernel:
         host time than the rest of a step. The types of the arguments are fixed after compilation, so the launcher can
         be called directly, with addresses in place of tensors and without hooks.
         """
-        if self._compiled is None:
+        if self._launch is None:
             self.compile(args)
         values = list(args)
         for place in self._tensors:
             values[place] = args[place].data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        self._launch(
-            num_programs, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, *NO_HOOKS, *values,
-            *self._trailing,
-        )  # fmt: skip
+        self._launch(num_programs, 1, 1, stream, *self._handle, *NO_HOOKS, *values, *self._trailing)

@@ -7,10 +7,11 @@ from typing import Any
 
 import triton.language as tl
 from triton.language import core
-from triton.runtime import interpreter
+
+from ep_a2a.kernels.triton_parts import get_np_dtype, interpreter
 
 _init_block_type, _init_tensor = core.block_type.__init__, core.tensor.__init__
-_numpy_dtype = functools.cache(interpreter._get_np_dtype)
+_numpy_dtype = functools.cache(get_np_dtype)
 _blocks: dict[Any, dict[str, Any]] = {}
 """Attributes of block types by (element type, shape)."""
 _SHAPE = "ep_a2a_shape"
@@ -53,11 +54,10 @@ def _dtype_of_element(tt_dtype: Any) -> Any:
 @contextlib.contextmanager
 def cached_types() -> Iterator[None]:
     """Puts the caching functions in the place of Triton's, which are equal but for time."""
-    original = interpreter._get_np_dtype
     core.block_type.__init__, core.tensor.__init__ = _cached_block_type, _tensor_of_cached_type
     interpreter._get_np_dtype = _dtype_of_element
     try:
         yield
     finally:
         core.block_type.__init__, core.tensor.__init__ = _init_block_type, _init_tensor
-        interpreter._get_np_dtype = original
+        interpreter._get_np_dtype = get_np_dtype

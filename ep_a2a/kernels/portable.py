@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
-from triton.runtime.interpreter import GridExecutor, InterpretedFunction, interpreter_builder
-from triton.runtime.jit import JITFunction
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
+from ep_a2a.kernels.triton_parts import GridExecutor, InterpretedFunction, JITFunction, interpreter_builder
 
+FP_FUSION = False
+"""Whether compilers may fuse a multiplication and an addition, which rounds once where the reference rounds twice.
+
+Set for every kernel, because Triton's own default differs between versions and follows the environment.
+"""
 _interpreting = threading.Lock()
 
 
@@ -90,13 +94,13 @@ class PortableFunction(JITFunction):
         return str(super().cache_key)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles, or loads from Triton's cache, and launches: all that `function[grid](...)` and `warmup` do.
+        """Compile, or load from Triton's cache, and launch: all that `function[grid](...)` and `warmup` do.
 
         Raises:
             UntrustedFolderError: another user may have put code into the cache.
         """
         check_kernel_cache()
-        return super().run(*args, **kwargs)
+        return super().run(*args, enable_fp_fusion=FP_FUSION, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function from interpreted device code; the compiler resolves such calls by itself."""

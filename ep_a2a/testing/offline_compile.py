@@ -11,6 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ep_a2a.kernels.portable import FP_FUSION
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -57,7 +59,7 @@ def compile_offline(
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "maxnreg": max_registers}
+    options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION, "maxnreg": max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return dict(compiled.asm)
 
