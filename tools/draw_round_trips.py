@@ -26,7 +26,7 @@ LABELS = {
     "deepep": "DeepEP",
     "flashinfer": "FlashInfer",
     "ep_a2a": "ep_a2a",
-    "wire_limit": "wire limit",
+    "wire_limit": "reference push",
 }
 LABEL_SHIFT = {"nccl_agrs": -4, "deepep": 4, "ep_a2a": 8, "wire_limit": -6}
 """Pixels by which the labels of two near lines are moved apart."""

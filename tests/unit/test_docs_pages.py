@@ -34,7 +34,8 @@ def load(name: str, path: Path):
 
 pages = load("generated_pages", DOCS / "_ext" / "generated_pages.py")
 drawing = load("draw_token_path", PROJECT / "tools" / "draw_token_path.py")
-round_trips = load("draw_round_trips", PROJECT / "tools" / "draw_round_trips.py")  # imports the one before
+rooms = load("draw_architecture", PROJECT / "tools" / "draw_architecture.py")  # these import the one before
+round_trips = load("draw_round_trips", PROJECT / "tools" / "draw_round_trips.py")
 
 
 def test_every_error_has_an_anchor_a_reason_and_a_remedy():
@@ -107,4 +108,5 @@ def test_the_pictures_are_those_that_are_drawn():
     assert lines["ep_a2a"].keys() == lines["wire_limit"].keys() == {1, 16, 32, 128, 512, 4096}
     for theme in plot_style.THEMES:
         assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
+        assert (DOCS / "pictures" / f"architecture_{theme.name}.svg").read_text() == rooms.draw(theme)
         assert (DOCS / "pictures" / f"round_trips_{theme.name}.svg").read_text() == round_trips.draw(theme, gpus, lines)
