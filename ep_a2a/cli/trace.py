@@ -57,8 +57,8 @@ def command(
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
-    from ep_a2a.commands.bench.workload import Workload
     from ep_a2a.commands.files import check_folder
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.ranks import choose_device, default_ranks
     from ep_a2a.commands.trace.command import execute

@@ -57,8 +57,8 @@ def command(
     """
     import torch
 
-    from ep_a2a.commands.bench.timing import TimingSettings
-    from ep_a2a.commands.bench.workload import Sweep
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import Sweep
     from ep_a2a.commands.tune.command import execute
     from ep_a2a.commands.tune.report import default_output
     from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune

@@ -10,9 +10,9 @@ import torch
 
 from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS
 from ep_a2a.commands.bench.rows import Status
-from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.worker import run_contender
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from tests.integration.programs import run_cli, succeeded
 
 if TYPE_CHECKING:

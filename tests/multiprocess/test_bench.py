@@ -13,9 +13,9 @@ import torch
 from ep_a2a.commands.bench import contenders, launcher, worker
 from ep_a2a.commands.bench.contenders import Contender, Session
 from ep_a2a.commands.bench.rows import Row, Status
-from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.wire_limit import WireLimitContender
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from tests.integration.programs import run_cli, run_python, succeeded
 

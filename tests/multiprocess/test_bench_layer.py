@@ -13,8 +13,8 @@ from ep_a2a.commands.bench import layer, overlap
 from ep_a2a.commands.bench.layer import run_layers
 from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
 from ep_a2a.commands.bench.overlap import OverlapSettings, run_overlap
-from ep_a2a.commands.bench.timing import TimingSettings
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError
 from ep_a2a.ops.op import EpDispatchCombineOp
 

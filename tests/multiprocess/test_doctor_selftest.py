@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from ep_a2a.commands.bench import wire_push
 from ep_a2a.commands.doctor import selftest_rank
 from ep_a2a.commands.doctor.diagnostic import Level
 from ep_a2a.commands.doctor.selftest import SelfTest, judge, num_parts, run_selftest
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_pair
+from ep_a2a.commands.measure import push
 from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -68,7 +68,7 @@ def damaged(context: RankContext, what: str) -> tuple[type, str]:
         patch.setattr(selftest_rank, "Rendezvous", functools.partial(Rendezvous, timeout_secs=SHORT_SECS))
         if what == "flag":
             # a few seconds of polls; pushes that do arrive must not be given up
-            patch.setattr(wire_push, "CPU_MAX_POLLS", 1000)
+            patch.setattr(push, "CPU_MAX_POLLS", 1000)
         patch.setenv("EP_A2A_TIMEOUT_SECS", str(SHORT_SECS))
         if context.rank == 1:
             patch.setattr(selftest_rank, replaced, lambda *args: damage(original(*args)))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
 from ep_a2a.commands.bench.deepep import DeepEPContender
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS

@@ -11,7 +11,7 @@ import torch
 
 from ep_a2a.commands.bench import deepep
 from ep_a2a.commands.bench.deepep import DeepEPContender
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.workload import Workload
 
 
 @pytest.mark.parametrize(("num_tokens", "is_taken"), [(511, True), (512, False)])

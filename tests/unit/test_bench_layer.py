@@ -20,7 +20,7 @@ from ep_a2a.commands.bench.layer_model import (
     sort_pairs,
 )
 from ep_a2a.commands.bench.layer_transports import check_transports
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.managers.external.flashinfer_exchange import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128

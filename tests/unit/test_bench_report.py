@@ -27,9 +27,9 @@ from ep_a2a.commands.bench.report import (
     write_markdown,
 )
 from ep_a2a.commands.bench.rows import Row, Status, make_records, shown_name
-from ep_a2a.commands.bench.timing import Statistic, Timing, TimingSettings
 from ep_a2a.commands.bench.view import show
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import Statistic, Timing, TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 HEADER = {"record": "header", "device": "cuda", "torch": "2.13", "note": CPU_NOTE}

@@ -11,7 +11,7 @@ import torch
 from ep_a2a.cli.bench import CONTENDER_NAMES
 from ep_a2a.commands.bench.command import DEFAULTS
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_round_trip
-from ep_a2a.commands.bench.workload import Sweep, Workload
+from ep_a2a.commands.measure.workload import Sweep, Workload
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from ep_a2a.commands.bench.launcher import Runner, run_sweep
 from ep_a2a.commands.bench.rows import Row, Status
-from ep_a2a.commands.bench.timing import TimingSettings
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.progress import Progress
 
 

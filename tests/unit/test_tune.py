@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands.bench.timing import TimingSettings
-from ep_a2a.commands.bench.workload import Workload
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.tune import command
 from ep_a2a.commands.tune import search as tune
 from ep_a2a.commands.tune.report import default_output, show

@@ -22,10 +22,10 @@ from ep_a2a.commands.bench.launcher import make_runner, run_sweep
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import JsonLines, describe, reasons, write_markdown
 from ep_a2a.commands.bench.rows import Status, make_records, shown_name
-from ep_a2a.commands.bench.timing import TimingSettings
 from ep_a2a.commands.bench.view import show
-from ep_a2a.commands.bench.workload import Sweep
 from ep_a2a.commands.files import check_can_write, different_files
+from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Sweep
 from ep_a2a.commands.options import MOST_EXPERTS, MOST_HIDDEN, MOST_TOPK, distinct, given, numbers
 from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.bench.launcher import Runner
     from ep_a2a.commands.bench.rows import Row
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ep_a2a.quantization import dequantize
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 LIMIT = "wire_limit"

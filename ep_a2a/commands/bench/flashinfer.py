@@ -19,7 +19,7 @@ from ep_a2a.quantization import quantize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 

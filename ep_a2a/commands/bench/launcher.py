@@ -23,8 +23,8 @@ from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ep_a2a.commands.bench.timing import TimingSettings
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import Workload
 
 CONTENDER_TIMEOUT_SECS = 600.0
 """Bound of one contender at one point, compilation included."""

@@ -23,9 +23,9 @@ import torch
 from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
 from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports, unavailable
 from ep_a2a.commands.bench.report import CPU_NOTE
-from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
-from ep_a2a.commands.bench.workload import Workload
 from ep_a2a.commands.files import check_can_write, write_text
+from ep_a2a.commands.measure.timing import TimingSettings, make_clock, median_us
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import ConfigError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool

@@ -20,7 +20,7 @@ from ep_a2a.reference import expert_mlp_rows
 from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 WEIGHTS_SEED = 77

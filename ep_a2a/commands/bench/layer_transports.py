@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ep_a2a.commands.bench.layer_model import Gate, MoEWeights
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.interface import DispatchResult
     from ep_a2a.testing.worker import RankContext
 

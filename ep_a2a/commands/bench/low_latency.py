@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 

@@ -17,7 +17,7 @@ from ep_a2a.routing import destination_mask
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 # torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.

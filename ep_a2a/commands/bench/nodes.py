@@ -15,7 +15,7 @@ from ep_a2a.topology import classify, gather_report
 if TYPE_CHECKING:
     import torch
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext

@@ -19,14 +19,14 @@ from ep_a2a.commands.bench import overlap_schedules as schedules
 from ep_a2a.commands.bench.layer import LayerBench, at_least, layer_parser, parse_options, run_sweep
 from ep_a2a.commands.bench.layer_transports import check_transports
 from ep_a2a.commands.bench.overlap_schedules import Batch, Lanes, SharedExpert
-from ep_a2a.commands.bench.timing import TimingSettings, capture, make_clock
+from ep_a2a.commands.measure.timing import TimingSettings, capture, make_clock
 from ep_a2a.errors import ConfigError
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 COLUMNS = ("tokens", "quant", "schedule", "variant", "comm_sms", "layer_us", "compute_us", "exposed_us")

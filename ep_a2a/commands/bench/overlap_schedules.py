@@ -17,7 +17,7 @@ from ep_a2a.commands.bench.layer_transports import PAD_ID, OpTransport
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.memory.arena import Arena
     from ep_a2a.testing.worker import RankContext
 

@@ -11,8 +11,8 @@ from ep_a2a.commands.bench.contenders import LIMIT, NATIVE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.commands.bench.timing import Timing
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.timing import Timing
+    from ep_a2a.commands.measure.workload import Workload
 
 PHASES = ("dispatch", "combine", "round_trip")
 HOST_TIMES = ("dispatch_host_us", "combine_host_us")

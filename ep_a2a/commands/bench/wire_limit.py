@@ -14,8 +14,8 @@ import torch
 
 from ep_a2a.commands.bench.budgets import OPS_AT_ONCE
 from ep_a2a.commands.bench.contenders import LIMIT, Contender, Session
-from ep_a2a.commands.bench.timing import TimingSettings, make_clock, median_us
-from ep_a2a.commands.bench.wire_push import FLAG_BYTES, GAVE_UP, VECTOR_BYTES, make_direction, pattern
+from ep_a2a.commands.measure.push import FLAG_BYTES, GAVE_UP, VECTOR_BYTES, make_direction, pattern
+from ep_a2a.commands.measure.timing import TimingSettings, make_clock, median_us
 from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -24,7 +24,7 @@ from ep_a2a.ops.gpu_share import share_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 GPU_LAUNCHES = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.bench.contenders import ON_SHARED_GPUS, make_contender
 from ep_a2a.commands.bench.rows import MAX_REASON_CHARACTERS, Row, Status
-from ep_a2a.commands.bench.timing import measure
+from ep_a2a.commands.measure.timing import measure
 from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
 from ep_a2a.memory.rendezvous import Rendezvous
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ep_a2a.commands.bench.contenders import Contender, Session
-    from ep_a2a.commands.bench.timing import TimingSettings
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 _WORST_FIRST = (Status.ERROR, Status.FAILED, Status.UNAVAILABLE)

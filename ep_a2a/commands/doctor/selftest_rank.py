@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.commands.bench.wire_kernels import GAVE_UP
-from ep_a2a.commands.bench.wire_push import VECTOR_BYTES, Direction, make_direction, pattern
+from ep_a2a.commands.measure.push import VECTOR_BYTES, Direction, make_direction, pattern
+from ep_a2a.commands.measure.push_kernels import GAVE_UP
 from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import Arena, allocate_symmetric

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
 
 WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")

@@ -10,7 +10,7 @@ from ep_a2a.commands.bench.native import OpContender, OpSession
 from ep_a2a.telemetry.profiler import StepProfiler
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
     from ep_a2a.testing.worker import RankContext
 

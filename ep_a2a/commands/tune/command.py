@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ep_a2a.commands.bench.timing import TimingSettings
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.commands.tune.search import Outcome
 
 

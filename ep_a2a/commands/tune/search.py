@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.native import OpContender, OpSession, make_config
-from ep_a2a.commands.bench.timing import make_clock, median_us
 from ep_a2a.commands.files import check_folder
+from ep_a2a.commands.measure.timing import make_clock, median_us
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from ep_a2a.commands.bench.timing import TimingSettings
-    from ep_a2a.commands.bench.workload import Workload
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.testing.worker import RankContext
 

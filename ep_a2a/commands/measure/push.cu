@@ -1,6 +1,6 @@
 // Pushes contiguous vectors of 16 bytes to every peer, then one flag each, and waits for the peers' flags.
 //
-// wire_push.py defines NUM_PEERS, LOADS (vectors that a thread loads before it stores the first), MAX_THREADS,
+// push.py defines NUM_PEERS, LOADS (vectors that a thread loads before it stores the first), MAX_THREADS,
 // POLLS_PER_CLOCK_READING, TIMEOUT_NS and FOR_EACH_PEER (sizes and addresses) above this text.
 
 __device__ __forceinline__ unsigned arrive(unsigned* counter)

@@ -1,8 +1,8 @@
 """Pushes contiguous bytes between ranks, with one flag per peer, for the wire limit and the doctor's self-test.
 
-On a GPU, NVRTC compiles `wire_push.cu`, which shares neither source nor compiler with the kernels whose limit it is.
+On a GPU, NVRTC compiles `push.cu`, which shares neither source nor compiler with the kernels whose limit it is.
 Sizes and addresses are constants of that source: loading them would take time that the transfer does not need. On CPU,
-Triton's interpreter runs `wire_kernels.py`.
+Triton's interpreter runs `push_kernels.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU_MAX_POLLS = 100_000
 LOADS_IN_FLIGHT = 8
 """Vectors that a thread loads before it stores the first."""
 MAX_THREADS = 1024
-CUDA_SOURCE = Path(__file__).with_name("wire_push.cu")
+CUDA_SOURCE = Path(__file__).with_name("push.cu")
 CUDA_CONSTANTS = {
     "LOADS": LOADS_IN_FLIGHT,
     "MAX_THREADS": MAX_THREADS,
@@ -43,7 +43,7 @@ CUDA_CONSTANTS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """Part of one launch for one other rank. `wire_kernels.py` reads the fields by position.
+    """Part of one launch for one other rank. `push_kernels.py` reads the fields by position.
 
     Attributes:
         first_vector, num_vectors: the part of this rank's source that goes to the peer, in vectors of 16 bytes.
@@ -177,7 +177,7 @@ def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer])
 
 
 def _interpreted_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
-    from ep_a2a.commands.bench.wire_kernels import push_kernel
+    from ep_a2a.commands.measure.push_kernels import push_kernel
 
     plan = torch.tensor([astuple(peer) for peer in peers], dtype=torch.int64)
     lanes = 1 << (len(peers) - 1).bit_length()

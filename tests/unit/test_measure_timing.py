@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.commands.bench.contenders import Session
-from ep_a2a.commands.bench.timing import (
+from ep_a2a.commands.measure.timing import (
     Clock,
     TimingSettings,
     make_clock,

@@ -1,4 +1,4 @@
-"""Device code of the wire limit for CPU processes: the push of `wire_push.cu`, run by Triton's interpreter.
+"""Device code of the wire limit for CPU processes: the push of `push.cu`, run by Triton's interpreter.
 
 Its times mean nothing. It lets the contender, its plan of the bytes and its check run on every machine.
 """
@@ -13,7 +13,7 @@ EPOCH = tl.constexpr(0)
 ARRIVED = tl.constexpr(1)
 GAVE_UP = tl.constexpr(2)
 
-# Columns of a plan: the fields of wire_push.Peer.
+# Columns of a plan: the fields of push.Peer.
 FIRST_VECTOR = tl.constexpr(0)
 NUM_VECTORS = tl.constexpr(1)
 TARGET = tl.constexpr(2)
