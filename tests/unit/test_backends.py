@@ -23,12 +23,14 @@ from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
 from ep_a2a.managers.external import received_rows
-from ep_a2a.managers.external.deepep_buffers import BUFFER, ELASTIC_BUFFER
-from ep_a2a.managers.external.deepep_high_throughput import DeepEPHighThroughputOp
-from ep_a2a.managers.external.deepep_low_latency import DeepEPLowLatencyOp
-from ep_a2a.managers.external.deepep_v2 import DeepEPV2Op
-from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedOp
-from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.external.deepep import (
+    BUFFER,
+    ELASTIC_BUFFER,
+    DeepEPHighThroughputOp,
+    DeepEPLowLatencyOp,
+    DeepEPV2Op,
+)
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedOp, FlashInferTwoSidedOp
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriOp
