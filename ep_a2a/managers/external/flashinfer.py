@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import Layout, QuantType
-from ep_a2a.errors import EpA2AError, StateError, UnsupportedError
+from ep_a2a.errors import StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
@@ -294,6 +294,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         row_order="source",
         weight_sums=False,
         combine_casts=("none", "fp8_direct_cast"),
+        combine_cast_dtypes=("bfloat16",),
         topks=TOPKS,
         even_experts=True,
         single_node=True,
@@ -301,19 +302,9 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         was_run="two H200s, with flashinfer-python 0.7.2.post1; its kernels on four by `ep-a2a bench`",
         notes=(
             "a token without an expert is a row without ids on its own rank",
-            "fp8_direct_cast: bfloat16",
             "one set of ranks per process",
         ),
     )
-
-    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
-        if config.combine_quant is not QuantType.NONE and config.combined_dtype != torch.bfloat16:
-            return UnsupportedError(
-                "a cast of bfloat16 rows in combine, which is what this backend can do",
-                str(config.combined_dtype),
-                "Pass combine_dtype=torch.bfloat16 or quant_type='none'.",
-            )
-        return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return WORKSPACES
@@ -411,13 +402,13 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         micro_batches=False,
         weight_sums=False,
         source_positions="collective",
+        scale_row_multiple=16,
         experts_multiple=4,
         even_experts=True,
         min_ranks=2,
         single_node=True,
         was_run="two H200s, with flashinfer-python 0.7.2.post1",
         notes=(
-            "rows of scales: a multiple of 16 bytes",
             "one set of ranks per process",
             "its class is deprecated since 0.7.1",
         ),
@@ -427,16 +418,6 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         native = self.library.load("comm.trtllm_alltoall").MnnvlMoe
         workspaces = _workspaces(native, self.rank, self.world_size, self.cpu_group)
         return FlashInferTwoSidedOp(self, config, native, workspaces)
-
-    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> Any:
-        scale_row = config.num_scales * config.scale_bytes
-        if scale_row % 16:
-            return UnsupportedError(
-                "scales whose rows are a multiple of 16 bytes, which is what this backend moves",
-                f"{scale_row} bytes",
-                "Use the backend 'ep_a2a' or 'flashinfer_nvlink_one_sided'.",
-            )
-        return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return WORKSPACES
