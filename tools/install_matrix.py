@@ -1,10 +1,10 @@
-"""Installs the wheel into clean environments with the lowest and highest torch, Triton and Python, and runs it there.
+"""Installs the wheel into two clean environments and runs it there: all lower bounds at once, and all newest versions.
 
     python tools/install_matrix.py --folder /tmp/matrix
 
-Nothing of the checkout is on the import path of what is run. Prints a table for docs/results/verification.md; exits
-with 1 where something failed. A combination takes gigabytes and minutes; environments are removed one by one unless
---keep is given. Standard library only.
+The bounds are those of pyproject.toml. Nothing of the checkout is on the import path of what is run. Prints a table
+for docs/results/verification.md; exits with 1 where something failed. A row takes gigabytes and minutes; --keep leaves
+its environment. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,69 +12,52 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+import tomllib
 from pathlib import Path
 
 from build_wheel import PROJECT, build_wheel
 
 TIMEOUT_SECS = 3600
-TEST_PACKAGES = ("pytest>=8", "hypothesis>=6.100", "matplotlib>=3.8")
+ROWS = {"lowest": "3.11", "newest": "3.13"}
+"""The Python of each row."""
+SHOWN = ("torch", "triton", "numpy", "typer", "rich")
+VERSIONS = f"from importlib.metadata import version; print(*map(version, {SHOWN}))"
+WHERE = "import ep_a2a; print(ep_a2a.__file__)"
 TESTS = (
     "tests/unit/test_config.py",
     "tests/unit/test_routing.py",
     "tests/unit/test_quantization.py",
     "tests/unit/test_layout.py",
+    "tests/unit/test_cli_odd_inputs.py",
     "tests/unit/test_doctor_checks.py",
     "tests/unit/test_isolation.py",
+    "tests/unit/test_triton_parts.py",
     "tests/multiprocess/test_versions.py",
     "tests/multiprocess/test_doctor_selftest.py::test_two_ranks_are_measured",
     "tests/multiprocess/test_memory.py::test_every_rank_reaches_every_region",
 )
 """Fast ones that cover each layer; the interpreted op is compared with what it must return."""
-VERSIONS = "import platform, torch, triton; print(platform.python_version(), torch.__version__, triton.__version__)"
-WHERE = "import ep_a2a; print(ep_a2a.__file__)"
-
-
-@dataclass(frozen=True)
-class Combination:
-    """What is installed beside the wheel: a Python, and requirements that pin torch and Triton."""
-
-    name: str
-    python: str
-    requirements: tuple[str, ...]
-
-
-COMBINATIONS = (
-    Combination("lowest", "3.11", ("torch==2.11.0", "triton==3.6.0")),
-    Combination("between", "3.12", ("torch==2.13.0",)),
-    Combination("highest", "3.13", ("torch==2.15.0", "triton==3.9.0")),
-)
-
-
-@dataclass
-class Outcome:
-    """What came of a combination: versions that were installed, and "ok" or what failed, by step."""
-
-    name: str
-    versions: str = ""
-    steps: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def works(self) -> bool:
-        """Whether every step was ok."""
-        return all(text.startswith("ok") for text in self.steps.values())
+OF_THE_CHECKOUT = ("--deselect", "tests/unit/test_cli_odd_inputs.py::test_the_documents_table_counts_them")
+"""What reads files of the checkout beside tests/."""
 
 
 class StepFailedError(Exception):
-    """A step of a combination ended with an error; the text is the end of what it printed."""
+    """A step of a row ended with an error; the text is the end of what it printed."""
+
+
+def lower_bounds() -> list[str]:
+    """Return what is needed at run time and by tests, each at its lower bound, as lines of a constraints file."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    return [text.replace(">=", "==") for text in project["dependencies"] + project["optional-dependencies"]["test"]]
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of this minor version: on the path, or one of pyenv's."""
+    """Return an interpreter of this minor version: on the path, or one of pyenv's."""
     found = shutil.which(f"python{version}")
     if found and subprocess.run([found, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
         return found
@@ -83,7 +66,7 @@ def find_python(version: str) -> str | None:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints, run where nothing of the checkout can be imported."""
+    """Return what a command prints, run where nothing of the checkout can be imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("EP_A2A_", "PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
         [str(part) for part in command],
@@ -99,90 +82,119 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def try_combination(combination: Combination, wheel: Path, folder: Path, *, keep: bool) -> Outcome:
-    """Makes the environment and runs everything in it; stops at the first step that fails."""
-    outcome = Outcome(combination.name)
-    interpreter = find_python(combination.python)
-    if interpreter is None:
-        outcome.steps["python"] = f"not run: there is no Python {combination.python} here"
-        return outcome
-    environment, work = folder / f"venv-{combination.python}", folder / f"work-{combination.python}"
-    work.mkdir(parents=True)
-    binaries = environment / "bin"
-    pip = (binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
-    shutil.copytree(PROJECT / "tests", work / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+class Row:
+    """One environment, in a folder of its own.
 
-    def install() -> str:
-        run(interpreter, "-m", "venv", environment, cwd=work)
-        run(*pip, *combination.requirements, wheel, cwd=work)
-        outcome.versions = run(binaries / "python", "-c", VERSIONS, cwd=work).strip()
-        place = run(binaries / "python", "-c", WHERE, cwd=work).strip()
-        if not Path(place).is_relative_to(environment):
+    Attributes:
+        versions: Python's and those of SHOWN, once they are installed.
+        steps: "ok" or what failed, by step.
+    """
+
+    def __init__(self, name: str, wheel: Path, folder: Path) -> None:
+        self.name, self.wheel, self.folder = name, wheel, folder / name
+        self.versions = [ROWS[name]]
+        self.steps: dict[str, str] = {}
+        self._binaries = self.folder / "venv" / "bin"
+
+    @property
+    def works(self) -> bool:
+        """Whether every step was ok."""
+        return all(text.startswith("ok") for text in self.steps.values())
+
+    def try_steps(self) -> None:
+        """Run the steps in order, up to the first that fails."""
+        for step in (self.install, self.doctor, self.demo, self.tests):
+            started, name = time.monotonic(), step.__name__
+            try:
+                self.steps[name] = f"ok{step()}"
+            except (StepFailedError, subprocess.TimeoutExpired) as error:
+                self.steps[name] = f"FAILED: {error}"
+                return
+            finally:
+                print(f"{self.name}: {name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+    def install(self) -> str:
+        """Install the wheel and what tests need, at the versions of the row."""
+        interpreter = find_python(ROWS[self.name])
+        if interpreter is None:
+            raise StepFailedError(f"there is no Python {ROWS[self.name]} here")
+        shutil.copytree(PROJECT / "tests", self.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        constraints = self.folder / "constraints.txt"
+        constraints.write_text("\n".join(lower_bounds()) if self.name == "lowest" else "")
+        run(interpreter, "-m", "venv", self.folder / "venv", cwd=self.folder)
+        pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+        self._python(*pip, "--constraint", constraints, f"{self.wheel}[test]")
+        self.versions += self._python("-c", VERSIONS).split()
+        place = self._python("-c", WHERE).strip()
+        if not Path(place).is_relative_to(self.folder / "venv"):
             raise StepFailedError(f"ep_a2a came from {place}")
         return ""
 
-    def see_doctor() -> str:
-        report = json.loads(run(binaries / "ep-a2a", "doctor", "--json", cwd=work))
+    def doctor(self) -> str:
+        """Run `ep-a2a doctor`, which reads the metadata of the wheel."""
+        report = json.loads(self._program("doctor", "--json"))
         installation = report["machine"]["installation"]
         if installation["installed_version"] != installation["version"] or not installation["vllm_entry_point"]:
             raise StepFailedError(f"the metadata are not those of the wheel: {installation}")
         return ""
 
-    def demo() -> str:
-        report = json.loads(run(binaries / "ep-a2a", "demo", "--json", "--ranks", "2", "--device", "cpu", cwd=work))
-        if not report["matches"]:
+    def demo(self) -> str:
+        """Run `ep-a2a demo` on two CPU ranks."""
+        if not json.loads(self._program("demo", "--json", "--ranks", "2", "--device", "cpu"))["matches"]:
             raise StepFailedError("the demo's result is not that of the dense layer")
         return ""
 
-    def test() -> str:
-        run(*pip, *TEST_PACKAGES, cwd=work)
-        # Without pyproject.toml there is no configuration of pytest: tests of a wheel need none.
+    def tests(self) -> str:
+        """Run TESTS without pyproject.toml, so without its configuration of pytest."""
         options = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
-        return " " + run(binaries / "python", "-P", "-m", "pytest", *options, *TESTS, cwd=work).strip().splitlines()[-1]
+        printed = self._python("-P", "-m", "pytest", *options, *OF_THE_CHECKOUT, *TESTS)
+        return " " + re.sub(r" in .*", "", printed.strip().splitlines()[-1])
 
-    try:
-        for name, step in (("install", install), ("doctor", see_doctor), ("demo", demo), ("tests", test)):
-            started = time.monotonic()
-            try:
-                outcome.steps[name] = f"ok{step()}"
-            except (StepFailedError, subprocess.TimeoutExpired) as error:
-                outcome.steps[name] = f"FAILED: {error}"
-                break
-            finally:
-                print(f"{combination.name}: {name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    finally:
-        if not keep:
-            shutil.rmtree(environment, ignore_errors=True)
-            shutil.rmtree(work, ignore_errors=True)
-    return outcome
+    def _python(self, *arguments: str | Path) -> str:
+        return run(self._binaries / "python", *arguments, cwd=self.folder)
+
+    def _program(self, *arguments: str) -> str:
+        return run(self._binaries / "ep-a2a", *arguments, cwd=self.folder)
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as markdown."""
-    lines = ["| | Python | torch | Triton | install | doctor | demo | tests |", f"|{'---|' * 8}"]
-    for outcome in outcomes:
-        cells = [outcome.steps.get(step, "").partition("\n")[0] for step in ("install", "doctor", "demo", "tests")]
-        versions = outcome.versions.split() or [outcome.steps.get("python", ""), "", ""]
-        lines.append(f"| {' | '.join([outcome.name, *versions, *cells])} |")
+def table(rows: list[Row]) -> str:
+    """Return the rows as markdown."""
+    steps = ("install", "doctor", "demo", "tests")
+    titles = ("", "Python", *SHOWN, *steps)
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for row in rows:
+        versions = [*row.versions, *[""] * len(SHOWN)][: len(SHOWN) + 1]
+        cells = [row.steps.get(step, "").partition("\n")[0] for step in steps]
+        lines.append(f"| {' | '.join([row.name, *versions, *cells])} |")
     return "\n".join(lines)
 
 
+def try_rows(names: list[str], wheel: Path, folder: Path, *, keep: bool = False) -> bool:
+    """Try the wheel in each row's environment, print the table and all failures; return whether all rows work."""
+    rows = [Row(name, wheel.resolve(), folder.resolve()) for name in names]
+    for row in rows:
+        row.folder.mkdir(parents=True)
+        row.try_steps()
+        if not keep:
+            shutil.rmtree(row.folder)
+    print(table(rows))
+    for row in rows:
+        for step, text in row.steps.items():
+            if not text.startswith("ok"):
+                print(f"\n{row.name}, {step}: {text}")
+    return all(row.works for row in rows)
+
+
 def main() -> None:
-    """Runs the combinations and prints the table."""
+    """Build the wheel and try the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="where environments are made; needs 15 GB")
-    parser.add_argument("--only", help="name of the one combination to run")
+    parser.add_argument("--only", choices=ROWS, help="the one row to try")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
     options = parser.parse_args()
-    wheel = build_wheel(options.folder / "dist").resolve()
-    chosen = [each for each in COMBINATIONS if options.only in (None, each.name)]
-    outcomes = [try_combination(each, wheel, options.folder.resolve(), keep=options.keep) for each in chosen]
-    print(table(outcomes))
-    for outcome in outcomes:
-        for step, text in outcome.steps.items():
-            if not text.startswith("ok"):
-                print(f"\n{outcome.name}, {step}: {text}")
-    sys.exit(not all(outcome.works for outcome in outcomes))
+    wheel = build_wheel(options.folder / "dist")
+    names = [options.only] if options.only else list(ROWS)
+    sys.exit(not try_rows(names, wheel, options.folder, keep=options.keep))
 
 
 if __name__ == "__main__":

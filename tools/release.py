@@ -1,6 +1,6 @@
-"""Builds sdist and wheel from the last commit, checks them, and runs the demo in a clean environment outside the tree.
+"""Builds sdist and wheel from the last commit, checks them, and tries the wheel as install_matrix.py does.
 
-    python tools/release.py dist [--borrow]
+    python tools/release.py dist
 
 Nothing is written to the folder before every check has passed. Standard library only; `build` and `twine` are
 installed into an environment of their own.
@@ -21,11 +21,11 @@ import venv
 import zipfile
 from pathlib import Path
 
-from install import TORCH_WITHOUT_GPU, borrow_packages
+from install import CONSTRAINTS
+from install_matrix import ROWS, try_rows
 
 PROJECT = Path(__file__).resolve().parent.parent
-TOOLS = ("build>=1.2", "twine>=6")
-DEMO = ("demo", "--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", "--experts", "4", "--topk", "2")
+TOOLS = ("build", "twine")
 EXIT_ERROR = 2
 
 
@@ -61,7 +61,15 @@ def build(work: Path) -> list[Path]:
     """The sdist, built from the files of the last commit, and the wheel, built from the sdist."""
     environment, tree, built = work / "tools", work / "tree", work / "dist"
     venv.create(environment, with_pip=True)
-    run(environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *TOOLS)
+    run(
+        environment / "bin" / "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        CONSTRAINTS,
+        *TOOLS,
+    )
     archive = work / "tree.tar"
     run("git", "archive", "--output", archive, "HEAD")
     with tarfile.open(archive) as files:
@@ -82,28 +90,10 @@ def check_contents(wheel: Path) -> None:
         raise ReleaseError(f"the wheel lacks {', '.join(sorted(missing))}; see pyproject.toml, [tool.setuptools]")
 
 
-def try_wheel(wheel: Path, work: Path, version: str, *, borrow: bool) -> None:
-    """Installs the wheel into a clean environment, and runs its command line and its demo in an empty folder."""
-    environment, empty = work / "clean", work / "empty"
-    empty.mkdir()
-    venv.create(environment, with_pip=True)
-    pip = (environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check")
-    if borrow:
-        borrow_packages(environment)
-        run(*pip, "--no-deps", "--ignore-installed", wheel, cwd=empty)
-    else:
-        run(*pip, TORCH_WITHOUT_GPU, wheel, cwd=empty)
-    program = environment / "bin" / "ep-a2a"
-    if version not in (said := run(program, "--version", cwd=empty)):
-        raise ReleaseError(f"the installed version says {said.strip()}, not {version}")
-    run(program, *DEMO, cwd=empty)
-
-
 def main() -> None:
     """Makes the release into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--borrow", action="store_true", help="try the wheel with the packages of this Python")
     options = parser.parse_args()
     started = time.monotonic()
     try:
@@ -112,7 +102,8 @@ def main() -> None:
             files = build(Path(name))
             wheel = next(path for path in files if path.suffix == ".whl")
             check_contents(wheel)
-            try_wheel(wheel, Path(name), version, borrow=options.borrow)
+            if not try_rows(list(ROWS), wheel, Path(name) / "matrix"):
+                raise ReleaseError("the wheel does not work everywhere; the table says where")
             options.folder.mkdir(parents=True, exist_ok=True)
             for path in files:
                 print(shutil.copy(path, options.folder))
