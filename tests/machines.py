@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.doctor.system_info import (
+from ep_a2a.commands.doctor.checks import run_checks
+from ep_a2a.commands.doctor.choice import choose
+from ep_a2a.commands.doctor.machine import (
     Driver,
     Folder,
     Gpu,
     Host,
     Installation,
+    Machine,
     RdmaPort,
+    Request,
     Sharing,
-    SystemInfo,
     Torch,
     Triton,
     Vllm,
 )
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.doctor.finding import Finding
 
 GIB = 1 << 30
 NUM_GPUS = 2
@@ -25,7 +31,7 @@ ALL = ((True,) * NUM_GPUS,) * NUM_GPUS
 PACKAGES = {"numpy": "2.4.0", "typer": "0.20.0", "rich": "14.0"}
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 140 * GIB, 138 * GIB)
 
-H200_HOST = SystemInfo(
+H200_HOST = Machine(
     installation=Installation(
         version="0.1.0",
         installed_version="0.1.0",
@@ -72,7 +78,7 @@ H200_HOST = SystemInfo(
 )
 """Two H200s on NVLink, with vLLM: nothing to complain about."""
 
-CPU_HOST = SystemInfo(
+CPU_HOST = Machine(
     installation=replace(H200_HOST.installation, packages=PACKAGES),
     torch=Torch(version="2.13.0+cpu", has_gloo=True, has_symmetric_memory=True),
     triton=Triton(version="3.9.0"),
@@ -82,7 +88,21 @@ CPU_HOST = SystemInfo(
 """A laptop: ranks are processes."""
 
 
-def changed(machine: SystemInfo, **changes: Any) -> SystemInfo:
+def asked(machine: Machine, request: Request | None = None, needed_bytes: int | None = None) -> Machine:
+    """The machine with what is asked of it, and what that gets."""
+    request = request or Request()
+    return replace(machine, request=request, choice=choose(machine, request), needed_bytes=needed_bytes)
+
+
+def findings_of(
+    machine: Machine, request: Request | None = None, needed_bytes: int | None = None, section: str = ""
+) -> list[Finding]:
+    """What all checks find on a machine of which something is asked, or those of one section."""
+    found = run_checks(asked(machine, request, needed_bytes))
+    return [each for name, findings in found.items() if section in ("", name) for each in findings]
+
+
+def changed(machine: Machine, **changes: Any) -> Machine:
     """The machine with other facts: `torch={"version": None}` changes one fact of its torch, other values replace."""
     parts = {}
     for name, value in changes.items():

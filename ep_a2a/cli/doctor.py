@@ -61,8 +61,8 @@ def command(
 
     The exit code is 1 where something prevents use. The command runs where torch is absent or broken.
     """
-    from ep_a2a.commands.doctor.backend_verdict import Request
-    from ep_a2a.commands.doctor.command import execute
+    from ep_a2a.commands.doctor.machine import Request
+    from ep_a2a.commands.doctor.report import execute
     from ep_a2a.commands.files import check_can_write
 
     if pair_secs is not None and not selftest:

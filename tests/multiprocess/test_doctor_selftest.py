@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from ep_a2a.commands.doctor import selftest_rank
-from ep_a2a.commands.doctor.diagnostic import Level
-from ep_a2a.commands.doctor.selftest import SelfTest, judge, num_parts, run_selftest
+from ep_a2a.commands.doctor.finding import Level
+from ep_a2a.commands.doctor.selftest import SelfTest, judge, run_selftest
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_pair
 from ep_a2a.commands.measure import push
 from ep_a2a.commands.progress import Progress
@@ -47,7 +47,7 @@ def break_bytes(made: Any) -> Any:
 
 
 def lose_flag(made: Any) -> Any:
-    made.push = lambda num_programs, num_threads: made.state[selftest_rank.GAVE_UP.value].fill_(1)
+    made.push = lambda num_programs, num_threads: made.state[selftest_rank.GAVE_UP].fill_(1)
     return made
 
 
@@ -99,7 +99,7 @@ def die_in_one_pair(context: RankContext, pair: tuple[int, int], secs: float) ->
 def test_each_pair_stands_for_itself():
     """A rank that dies takes nothing else with it."""
     shown = io.StringIO()
-    with Progress("testing", num_parts(3), Console(file=shown, width=80)) as progress:
+    with Progress("testing", 4, Console(file=shown, width=80)) as progress:
         result = run_selftest("cpu", 3, 0.0, progress, die_in_one_pair)
     assert shown.getvalue().splitlines() == [
         "1/4 ranks 0 and 1",
@@ -107,15 +107,15 @@ def test_each_pair_stands_for_itself():
         "3/4 ranks 1 and 2",
         "4/4 all ranks together",
     ]
-    assert "exit code 7" in result.pairs[0, 1]
+    assert "exit code 7" in result.pairs[0, 1].error
     rates = result.gb_per_s
     assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 2], 0, 1)
     assert min(rates[1][2], rates[2][1]) > 0
-    assert result.together == ""
-    assert result.step_us > 0
-    (diagnostic,) = [each for each in judge(result) if each.prevents_use]
-    assert diagnostic.subject == "ranks 0, 1"
-    assert diagnostic.remedy
+    assert result.together.error == ""
+    assert result.together.step_us > 0
+    (finding,) = [each for each in judge(result) if each.prevents_use]
+    assert finding.subject == "ranks 0, 1"
+    assert finding.remedy
     assert "failed" in result.table
 
 
@@ -134,9 +134,9 @@ def test_a_slow_link_is_a_warning_on_gpus_only():
 
 
 def test_ranks_that_fail_together_are_an_error():
-    (diagnostic,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, "RankTimeoutError: no flag"))
-    assert diagnostic.prevents_use
-    assert "nvidia-smi topo" in diagnostic.remedy
+    (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, PairResult(error="RankTimeoutError: no flag")))
+    assert finding.prevents_use
+    assert "nvidia-smi topo" in finding.remedy
 
 
 def test_one_rank_has_nothing_to_measure():

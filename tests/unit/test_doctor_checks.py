@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.commands.doctor.backend_verdict import Request, judge_backend
-from ep_a2a.commands.doctor.checks import run_checks
-from ep_a2a.commands.doctor.checks_backend import check_library
-from ep_a2a.commands.doctor.diagnostic import Level
-from ep_a2a.commands.doctor.system_info import Atom, Backend, Driver
+from ep_a2a.commands.doctor.checks import GROUP
+from ep_a2a.commands.doctor.choice import choose
+from ep_a2a.commands.doctor.finding import Level
+from ep_a2a.commands.doctor.machine import Atom, Backend, Driver, Request
 from ep_a2a.managers.capabilities import Capabilities
-from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, without_pair
+from tests.machines import ALL, CPU_HOST, GIB, H200, H200_HOST, changed, findings_of, without_pair
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.diagnostic import Diagnostic
-    from ep_a2a.commands.doctor.system_info import SystemInfo
+    from ep_a2a.commands.doctor.finding import Finding
+    from ep_a2a.commands.doctor.machine import Machine
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +25,9 @@ def _no_choices_of_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def diagnostics_of(machine: SystemInfo, request: Request | None = None) -> list[Diagnostic]:
-    everything = [diagnostic for diagnostics in run_checks(machine).values() for diagnostic in diagnostics]
-    return everything + list(judge_backend(machine, request or Request()).diagnostics)
-
-
 @pytest.mark.parametrize("machine", [H200_HOST, CPU_HOST], ids=["two H200s", "no GPU"])
 def test_nothing_is_wrong_with_a_machine_where_nothing_is_wrong(machine):
-    assert [each for each in diagnostics_of(machine) if each.level in (Level.WARNING, Level.ERROR)] == []
+    assert [each for each in findings_of(machine) if each.level in (Level.WARNING, Level.ERROR)] == []
 
 
 def old(capability: tuple[int, int]) -> dict[str, object]:
@@ -43,11 +37,11 @@ def old(capability: tuple[int, int]) -> dict[str, object]:
 WITH_ATOM = replace(H200_HOST, atom=Atom(version="0.2", aiter="0.1"))
 
 
-def with_variable(name: str, value: str, base: SystemInfo = H200_HOST) -> SystemInfo:
+def with_variable(name: str, value: str, base: Machine = H200_HOST) -> Machine:
     return changed(base, environment={name: value})
 
 
-def with_backend(base: SystemInfo, name: str, can: Capabilities, **facts: object) -> SystemInfo:
+def with_backend(base: Machine, name: str, can: Capabilities, **facts: object) -> Machine:
     backend = Backend(
         name,
         library="some-library",
@@ -65,7 +59,7 @@ CACHE = H200_HOST.host.triton_cache
 PORT = H200_HOST.rdma[0]
 
 # (what happened, machine, what is found, what it says to do)
-ERRORS: dict[str, tuple[SystemInfo, str, str]] = {
+ERRORS: dict[str, tuple[Machine, str, str]] = {
     # torch and Triton
     "Python is too old": (changed(H200_HOST, host={"python": (3, 10, 4)}), "3.10.4", "3.11"),
     "not Linux": (changed(CPU_HOST, host={"system": "Darwin"}), "Darwin", "Linux"),
@@ -274,7 +268,7 @@ ERRORS: dict[str, tuple[SystemInfo, str, str]] = {
     ),
 }
 
-WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
+WARNINGS: dict[str, tuple[Machine, str, str]] = {
     "/dev/shm of a container": (
         changed(CPU_HOST, host={"shared_memory": replace(SHM, size_bytes=64 << 20, free_bytes=60 << 20)}),
         "60 of 64 MiB",
@@ -375,7 +369,7 @@ WARNINGS: dict[str, tuple[SystemInfo, str, str]] = {
     "launches are waited for": (with_variable("CUDA_LAUNCH_BLOCKING", "1"), "slow", "Unset it"),
 }
 
-NOTES: dict[str, tuple[SystemInfo, str]] = {
+NOTES: dict[str, tuple[Machine, str]] = {
     "torch is newer than any that was run": (changed(H200_HOST, torch={"version": "2.20.0"}), "newer than any"),
     "Triton is newer than any that was run": (changed(H200_HOST, triton={"version": "4.0.0"}), "newer than any"),
     "GPUs without fp8": (changed(H200_HOST, driver=old((8, 0))), "no fp8 casts"),
@@ -405,13 +399,13 @@ NOTES: dict[str, tuple[SystemInfo, str]] = {
 
 @pytest.mark.parametrize(("machine", "found", "remedy"), ERRORS.values(), ids=ERRORS)
 def test_what_prevents_use_is_an_error_with_a_remedy(machine, found, remedy):
-    errors = [each for each in diagnostics_of(machine) if each.prevents_use]
+    errors = [each for each in findings_of(machine) if each.prevents_use]
     assert [each for each in errors if found in each.found and remedy in each.remedy and each.remedy], errors
 
 
 @pytest.mark.parametrize(("machine", "found", "remedy"), WARNINGS.values(), ids=WARNINGS)
 def test_what_may_fail_is_a_warning_with_a_remedy(machine, found, remedy):
-    everything = diagnostics_of(machine)
+    everything = findings_of(machine)
     assert [each for each in everything if each.prevents_use] == []
     warnings = [each for each in everything if each.level is Level.WARNING]
     assert [each for each in warnings if found in each.found and remedy in each.remedy], warnings
@@ -419,7 +413,7 @@ def test_what_may_fail_is_a_warning_with_a_remedy(machine, found, remedy):
 
 @pytest.mark.parametrize(("machine", "found"), NOTES.values(), ids=NOTES)
 def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
-    everything = diagnostics_of(machine)
+    everything = findings_of(machine)
     assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
     assert [each for each in everything if each.level is Level.NOTE and found in each.found]
 
@@ -427,33 +421,33 @@ def test_what_is_worth_knowing_is_said_and_harmless(machine, found):
 # --- what a group gets ---
 
 
-def errors_of(machine: SystemInfo, request: Request) -> list[str]:
-    return [each.subject for each in judge_backend(machine, request).diagnostics if each.prevents_use]
+def errors_of(machine: Machine, request: Request, needed_bytes: int | None = None) -> list[str]:
+    return [each.subject for each in findings_of(machine, request, needed_bytes, GROUP) if each.prevents_use]
 
 
 def test_the_default_and_why():
-    verdict = judge_backend(H200_HOST, Request())
+    verdict = choose(H200_HOST, Request())
     assert (verdict.backend, verdict.backend_reason, verdict.kernel) == ("ep_a2a", "the default", "IntraNode")
     assert (verdict.device, verdict.ranks_per_node) == ("cuda", (2,))
-    assert judge_backend(CPU_HOST, Request()).ranks_per_node == (4,)
+    assert choose(CPU_HOST, Request()).ranks_per_node == (4,)
 
 
 def test_who_chose_the_backend(monkeypatch, tmp_path):
     monkeypatch.setenv("EP_A2A_BACKEND", "naive")
-    assert judge_backend(CPU_HOST, Request()).backend_reason == "named by EP_A2A_BACKEND"
+    assert choose(CPU_HOST, Request()).backend_reason == "named by EP_A2A_BACKEND"
     path = tmp_path / "choice.toml"
     path.write_text('all2all_backend = "allgather_reducescatter"')
-    chosen = judge_backend(CPU_HOST, Request(config_file=str(path)))
+    chosen = choose(CPU_HOST, Request(config_file=str(path)))
     assert (chosen.backend, chosen.backend_reason) == ("allgather_reducescatter", f"named by {path}")
     assert chosen.kernel == "torch.distributed"
-    named = judge_backend(CPU_HOST, Request(backend="naive", config_file=str(path)))
+    named = choose(CPU_HOST, Request(backend="naive", config_file=str(path)))
     assert (named.backend, named.backend_reason) == ("naive", "named on the command line")
 
 
 def test_a_backend_that_is_not_there_is_an_error():
-    (diagnostic,) = judge_backend(CPU_HOST, Request(backend="ep_a3a")).diagnostics
-    assert diagnostic.prevents_use
-    assert "ep_a2a" in diagnostic.remedy
+    (finding,) = findings_of(CPU_HOST, Request(backend="ep_a3a"), section=GROUP)
+    assert finding.prevents_use
+    assert "ep_a2a" in finding.remedy
 
 
 def test_the_portable_backend_needs_no_peer_access():
@@ -463,16 +457,16 @@ def test_the_portable_backend_needs_no_peer_access():
 
 
 def test_several_nodes():
-    two = judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2)))
+    two = choose(CPU_HOST, Request(ranks_per_node=(2, 2)))
     assert two.kernel == "InterNodeV1LL or InterNodeV1"
-    assert judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=512)).kernel == "InterNodeV1LL"
-    assert judge_backend(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=513)).kernel == "InterNodeV1"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=512)).kernel == "InterNodeV1LL"
+    assert choose(CPU_HOST, Request(ranks_per_node=(2, 2), max_tokens=513)).kernel == "InterNodeV1"
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 2))) == []
     assert errors_of(CPU_HOST, Request(ranks_per_node=(2, 1))) == ["nodes"]
     assert errors_of(CPU_HOST, Request("allgather_reducescatter", ranks_per_node=(2, 1))) == []
     warned = [
         each
-        for each in judge_backend(H200_HOST, Request(ranks_per_node=(2, 2))).diagnostics
+        for each in findings_of(H200_HOST, Request(ranks_per_node=(2, 2)), section=GROUP)
         if each.level is Level.WARNING
     ]
     assert "virtual nodes only" in warned[0].found
@@ -480,34 +474,34 @@ def test_several_nodes():
 
 def test_memory_of_ranks_that_share_a_gpu_adds_up():
     alone = replace(H200_HOST, torch=replace(H200_HOST.torch, num_gpus=1))
-    request = Request(ranks_per_node=(8,), max_tokens=4096, needed_bytes=20 * GIB)
-    assert "memory" in errors_of(alone, request)
-    assert errors_of(alone, replace(request, ranks_per_node=(1,))) == []
-    assert errors_of(H200_HOST, request) == []
+    request = Request(ranks_per_node=(8,), max_tokens=4096)
+    assert "memory" in errors_of(alone, request, 20 * GIB)
+    assert errors_of(alone, replace(request, ranks_per_node=(1,)), 20 * GIB) == []
+    assert errors_of(H200_HOST, request, 20 * GIB) == []
 
 
 def test_memory_between_hosts_is_not_guessed():
-    request = Request(ranks_per_node=(8, 8), max_tokens=4096, needed_bytes=200 * GIB)
-    found = [each for each in judge_backend(H200_HOST, request).diagnostics if each.subject == "memory"]
+    request = Request(ranks_per_node=(8, 8), max_tokens=4096)
+    found = [each for each in findings_of(H200_HOST, request, 200 * GIB) if each.subject == "memory"]
     assert [each.level for each in found] == [Level.NOTE]
     assert "torch.distributed" in found[0].found
 
 
 @pytest.mark.parametrize(
-    ("request_", "subjects"),
+    ("request_", "needed_bytes", "subjects"),
     [
-        (Request(ranks_per_node=(8,)), []),
-        (Request("allgather_reducescatter", ranks_per_node=(8,)), ["ranks"]),
-        (Request(hidden_dim=7168, quant="fp8_per_1x128"), []),
-        (Request(hidden_dim=7164), ["hidden size"]),
-        (Request(hidden_dim=2880, quant="fp8_per_1x128"), ["hidden size"]),
-        (Request(max_tokens=4096, needed_bytes=GIB), []),
-        (Request(max_tokens=4096, needed_bytes=200 * GIB), ["memory"]),
-        (Request(max_tokens=4096, needed_bytes=None), []),
+        (Request(ranks_per_node=(8,)), None, []),
+        (Request("allgather_reducescatter", ranks_per_node=(8,)), None, ["ranks"]),
+        (Request(hidden_dim=7168, quant="fp8_per_1x128"), None, []),
+        (Request(hidden_dim=7164), None, ["hidden size"]),
+        (Request(hidden_dim=2880, quant="fp8_per_1x128"), None, ["hidden size"]),
+        (Request(max_tokens=4096), GIB, []),
+        (Request(max_tokens=4096), 200 * GIB, ["memory"]),
+        (Request(max_tokens=4096), None, []),
     ],
 )
-def test_shapes_and_memory(request_, subjects):
-    assert errors_of(H200_HOST, request_) == subjects
+def test_shapes_and_memory(request_, needed_bytes, subjects):
+    assert errors_of(H200_HOST, request_, needed_bytes) == subjects
 
 
 # --- backends on other projects' libraries ---
@@ -523,28 +517,31 @@ SOME_SIZES = Capabilities(
 )
 
 
+def library_findings(machine: Machine) -> list[Finding]:
+    return [each for each in findings_of(machine, section="software") if each.subject == "library"]
+
+
 def test_a_library_backend_runs_its_own_kernels():
     machine = with_backend(H200_HOST, "pplx", Capabilities(rdma="across nodes"))
-    one, two = (judge_backend(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
+    one, two = (choose(machine, Request("pplx", ranks_per_node=ranks)) for ranks in ((2,), (2, 2)))
     assert (one.kernel, two.kernel) == ("its own", "its own between nodes")
     assert "some-library's kernels" in one.kernel_reason
     assert "torch.distributed" not in one.kernel_reason
     assert errors_of(machine, Request("pplx")) == errors_of(machine, Request("pplx", ranks_per_node=(2, 2))) == []
-    assert [each.level for each in check_library(machine)] == [Level.OK]
+    assert [each.level for each in library_findings(machine)] == [Level.OK]
 
 
 def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
     machine = with_backend(H200_HOST, "pplx", Capabilities(), problem="some-library is not installed")
-    (diagnostic,) = check_library(machine)
-    assert diagnostic.prevents_use
-    assert "some-library is not installed" in diagnostic.found
-    assert "pip install some-library" in diagnostic.remedy
-    assert diagnostic in run_checks(machine)["software"]
+    (finding,) = library_findings(machine)
+    assert finding.prevents_use
+    assert "some-library is not installed" in finding.found
+    assert "pip install some-library" in finding.remedy
     unknown = replace(machine, backend=Backend("pplx", declaration_problem="ImportError: no"))
-    assert check_library(unknown)[0].prevents_use
-    assert judge_backend(unknown, Request("pplx")).kernel == "not known"
-    (diagnostic,) = check_library(changed(unknown, torch={"version": None}))
-    assert diagnostic.level is Level.NOTE
+    assert library_findings(unknown)[0].prevents_use
+    assert choose(unknown, Request("pplx")).kernel == "not known"
+    (finding,) = library_findings(changed(unknown, torch={"version": None}))
+    assert finding.level is Level.NOTE
 
 
 @pytest.mark.parametrize(
@@ -564,7 +561,7 @@ def test_a_library_that_cannot_be_used_is_an_error_with_its_remedy():
 def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
     machine = with_backend(H200_HOST, "pplx", can)
     errors = [
-        each for each in judge_backend(machine, replace(request_, backend="pplx")).diagnostics if each.prevents_use
+        each for each in findings_of(machine, replace(request_, backend="pplx"), section=GROUP) if each.prevents_use
     ]
     assert [each for each in errors if found in each.found and "allgather_reducescatter" in each.remedy], errors
     fits = Request("pplx", hidden_dim=7168, max_tokens=511, quant="fp8_per_1x128")
@@ -574,7 +571,7 @@ def test_what_a_library_backend_does_not_get_is_an_error(can, request_, found):
 FOR_AMD = Capabilities(gpus=("AMD",), rdma="across nodes")
 
 
-def rocm(name: str, can: Capabilities | None = None, **torch: object) -> SystemInfo:
+def rocm(name: str, can: Capabilities | None = None, **torch: object) -> Machine:
     """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of; a backend is asked for on it."""
     machine = changed(
         H200_HOST,
@@ -587,21 +584,19 @@ def rocm(name: str, can: Capabilities | None = None, **torch: object) -> SystemI
 
 @pytest.mark.parametrize("name", ["mori", "mori_high_throughput", "mori_low_latency"])
 def test_rocm_is_no_error_for_backends_that_are_for_it(name):
-    everything = diagnostics_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
+    everything = findings_of(rocm(name, FOR_AMD), Request(name, ranks_per_node=(2, 2)))
     assert [each for each in everything if each.level in (Level.WARNING, Level.ERROR)] == []
     assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
     hidden = rocm(name, FOR_AMD, num_gpus=0, gpu_problem="no HIP GPUs")
-    assert any(
-        "no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in diagnostics_of(hidden, Request(name))
-    )
+    assert any("no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden, Request(name)))
 
 
 def test_rocm_with_other_backends():
-    collective = diagnostics_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
+    collective = findings_of(rocm("allgather_reducescatter"), Request("allgather_reducescatter"))
     assert [each for each in collective if each.prevents_use] == []
     assert [each for each in collective if "has not run there" in each.found]
     for name, can in (("ep_a2a", None), ("pplx", Capabilities())):
-        errors = [each for each in diagnostics_of(rocm(name, can), Request(name)) if each.prevents_use]
+        errors = [each for each in findings_of(rocm(name, can), Request(name)) if each.prevents_use]
         assert f"the kernels of {name} hold NVIDIA's instructions" in errors[0].found
 
 
@@ -617,7 +612,7 @@ def test_rdma_is_asked_for_where_the_backend_needs_it():
     assert errors_of(replace(machine, rdma=(replace(PORT, state="DOWN"),)), two) == ["network"]
     assert errors_of(none, Request("pplx")) == []
     assert errors_of(with_backend(none, "pplx", Capabilities()), two) == []
-    warned = judge_backend(changed(machine, host={"gpu_direct": ""}), two).diagnostics
+    warned = findings_of(changed(machine, host={"gpu_direct": ""}), two, section=GROUP)
     assert [each.remedy for each in warned if each.level is Level.WARNING and "nvidia_peermem" in each.found]
 
 
@@ -629,9 +624,9 @@ def test_fp8_needs_newer_gpus():
 def test_memory_of_cpu_ranks_is_shared_memory():
     space = replace(SHM, free_bytes=3 * GIB)
     machine = changed(CPU_HOST, host={"shared_memory": space})
-    request = Request(ranks_per_node=(4,), max_tokens=64, needed_bytes=GIB)
-    assert errors_of(machine, request) == ["memory"]
-    assert errors_of(machine, replace(request, ranks_per_node=(2,))) == []
+    request = Request(ranks_per_node=(4,), max_tokens=64)
+    assert errors_of(machine, request, GIB) == ["memory"]
+    assert errors_of(machine, replace(request, ranks_per_node=(2,)), GIB) == []
 
 
 def test_all_pairs_reach_each_other_in_the_healthy_machine():

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands.doctor import command
+from ep_a2a.commands.doctor import report as doctor_report
+from ep_a2a.commands.doctor.machine import Request
 from ep_a2a.errors import ConfigError
 from tests.machines import CPU_HOST, changed
 
@@ -20,7 +21,7 @@ def doctor(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
-        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: machine)
+        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs, backend: machine)
         with pytest.raises(SystemExit) as ended:
             make_app()(["doctor", *arguments])
         return ended.value.code, capsys.readouterr().out
@@ -54,9 +55,9 @@ def test_all_is_in_the_json(doctor):
 
 def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
     asked: list[str] = []
-    monkeypatch.setattr(command, "plan_bytes", lambda *sizes: 1 << 20)
+    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: 1 << 20)
     for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
-        monkeypatch.setattr(command, "find_system_info", lambda probe_secs, backend: asked.append(backend) or CPU_HOST)
+        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs, backend: asked.append(backend) or CPU_HOST)
         with pytest.raises(SystemExit):
             make_app()(["doctor", *arguments])
     assert asked == ["ep_a2a", "mori_high_throughput", ""]
@@ -65,14 +66,14 @@ def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
 
 def test_bytes_are_asked_for_only_where_tokens_are_named(doctor, monkeypatch):
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(command, "plan_bytes", lambda *sizes: asked.append(sizes) or 1 << 60)
+    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: asked.append(sizes) or 1 << 60)
     assert doctor("--hidden", "256")[0] == 0
     assert asked == []
     code, printed = doctor("--hidden", "256", "--max-tokens", "64", "--ranks-per-node", "3")
     assert code == 1
-    assert asked == [(3, 64, 256, "none")]
+    assert asked == [(Request(ranks_per_node=(3,), hidden_dim=256, max_tokens=64), 3)]
     assert "bytes needed on this host" in printed
-    monkeypatch.setattr(command, "plan_bytes", lambda *sizes: None)
+    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: None)
     code, printed = doctor("--max-tokens", "64")
     assert code == 0
     assert "gives no answer" in printed

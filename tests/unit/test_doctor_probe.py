@@ -10,14 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.commands.doctor import report, subprocess_probe
-from ep_a2a.commands.doctor.checks_backend import stands_on_library
-from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic
-from ep_a2a.commands.doctor.probe import find_backend, find_variable_problems
-from ep_a2a.commands.doctor.probe_host import find_folder, find_rdma_ports
-from ep_a2a.commands.doctor.probe_nvidia import read_links, read_query
-from ep_a2a.commands.doctor.probe_packages import find_atom, find_vllm
-from ep_a2a.commands.doctor.system_info import Atom, Backend
+from ep_a2a.commands.doctor import report
+from ep_a2a.commands.doctor.choice import stands_on_library
+from ep_a2a.commands.doctor.finding import error, note, ok, warning
+from ep_a2a.commands.doctor.machine import Atom, Backend, Request
+from ep_a2a.commands.doctor.probe import (
+    ask_library,
+    find_atom,
+    find_backend,
+    find_folder,
+    find_rdma_ports,
+    find_variable_problems,
+    find_vllm,
+    plan_bytes,
+    read_links,
+    read_query,
+)
+from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
 from tests.cases.atom_cases import SHAPE
@@ -62,7 +71,7 @@ def broken_torch(tmp_path, monkeypatch):
 )
 def test_a_broken_torch_is_described(broken_torch, source, problem):
     broken_torch(source)
-    found = subprocess_probe.run_probe("torch", 1.0 if "sleep" in source else 60.0)
+    found = ask_library("torch", 1.0 if "sleep" in source else 60.0)
     assert found["version"] == "?"
     assert problem in found["problem"]
 
@@ -71,7 +80,7 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     # without the real one, which comes before a folder that is no package
     done = subprocess.run(
-        [sys.executable, "-S", "-P", str(DOCTOR / "probe_programs.py"), "torch"],
+        [sys.executable, "-S", "-P", str(DOCTOR / "ask.py"), "torch"],
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -81,8 +90,8 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
 
 
 def test_this_torch_is_described():
-    found = subprocess_probe.run_probe("torch", 120.0)
-    assert "problem" not in found
+    found = ask_library("torch", 120.0)
+    assert found["problem"] == ""
     assert found["has_gloo"]
 
 
@@ -132,13 +141,13 @@ def test_backends_without_a_library_need_no_asking():
 
 
 def test_commands_that_fail_say_nothing():
-    assert subprocess_probe.command_output("no-such-program-anywhere") == ""
-    assert subprocess_probe.command_output(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
-    assert subprocess_probe.command_output(sys.executable, "-c", "print(1)") == "1\n"
+    assert command_output("no-such-program-anywhere") == ""
+    assert command_output(sys.executable, "-c", "print(1); raise SystemExit(1)") == ""
+    assert command_output(sys.executable, "-c", "print(1)") == "1\n"
 
 
 def test_the_doctor_needs_the_standard_library_only():
-    """But for the self-test. probe_programs.py imports torch and Triton inside functions."""
+    """But for the self-test. ask.py imports torch and Triton inside functions."""
     allowed = sys.stdlib_module_names | {"ep_a2a"}
     for path in DOCTOR.glob("*.py"):
         if path.name in NEEDS_OTHERS:
@@ -164,7 +173,7 @@ def test_gpus_are_read_from_a_query():
     assert version == "580.95.05"
     assert [gpu.mig for gpu in gpus] == [False, True]
     assert gpus[0].free_bytes == 143000 << 20
-    assert read_query("No devices were found\n") is None
+    assert read_query("No devices were found\n") == ("", ())
     assert read_query(line.format(mig="[N/A]").replace("143000", "[N/A]"))[1][0].free_bytes is None
 
 
@@ -279,14 +288,11 @@ def test_folders_of_others_are_not_trusted(tmp_path):
 
 def test_the_report_says_what_to_do_and_counts():
     sections = {
-        "software": [
-            Diagnostic("torch", OK, "2.13.0"),
-            Diagnostic("triton", ERROR, "not installed", "pip install triton"),
-        ],
+        "software": [ok("2.13.0", subject="torch"), error("not installed", "pip install triton", "triton")],
         "nothing": [],
         "memory": [
-            Diagnostic("/dev/shm", WARNING, "60 of 64 MiB free", "--shm-size"),
-            Diagnostic("RDMA", NOTE, "no devices " * 30),
+            warning("60 of 64 MiB free", "--shm-size", "/dev/shm"),
+            note("no devices " * 30, subject="RDMA"),
         ],
     }
     text = report.render("0.1.0", sections)
@@ -297,11 +303,11 @@ def test_the_report_says_what_to_do_and_counts():
     for columns in (40, 80):
         assert max(map(len, report.render("0.1.0", sections, columns).splitlines())) <= columns
     assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
-    assert report.render("0.1.0", {"software": [Diagnostic("torch", OK, "2")]}).endswith(f"{report.NO_TROUBLE}\n")
+    assert report.render("0.1.0", {"software": [ok("2", subject="torch")]}).endswith(f"{report.NO_TROUBLE}\n")
 
 
 def test_plan_runs_no_file_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
     monkeypatch.chdir(tmp_path)
-    assert subprocess_probe.plan_bytes(2, 16, 64, "none")
+    assert plan_bytes(Request(max_tokens=16, hidden_dim=64), 2)
     assert not (tmp_path / "it ran").exists()

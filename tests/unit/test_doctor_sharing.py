@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.commands.doctor import probe, probe_programs
-from ep_a2a.commands.doctor.checks_gpu import check_gpus
-from ep_a2a.commands.doctor.diagnostic import Level
-from ep_a2a.commands.doctor.system_info import Sharing, SystemInfo
+from ep_a2a.commands.doctor import ask, probe
+from ep_a2a.commands.doctor.finding import Level
+from ep_a2a.commands.doctor.machine import Machine, Sharing
 from ep_a2a.testing import mps
-from tests.machines import CPU_HOST, H200, H200_HOST, changed
+from tests.machines import CPU_HOST, H200, H200_HOST, changed, findings_of
 
 if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.diagnostic import Diagnostic
+    from ep_a2a.commands.doctor.finding import Finding
 
 H200_SHARES = "132 multiprocessors, for 33 ranks at most; 2 ranks get 66 each; 4 ranks get 33 each; 8 ranks get 16 each"
 SLICES = Sharing("by time slices, which is slow: there is no nvidia-cuda-mps-control", at_once=False)
 
 
-def said_of(machine: SystemInfo) -> list[Diagnostic]:
-    return [each for each in check_gpus(machine) if each.subject == "ranks that share a GPU"]
+def said_of(machine: Machine) -> list[Finding]:
+    return [each for each in findings_of(machine) if each.subject == "ranks that share a GPU"]
 
 
 def test_equal_gpus_are_told_of_once() -> None:
@@ -43,7 +42,7 @@ def test_equal_gpus_are_told_of_once() -> None:
     ],
     ids=["no torch", "no MPS", "no libcuda", "20 multiprocessors", "3 multiprocessors"],
 )
-def test_what_is_not_known_or_not_there_is_said(machine: SystemInfo, found: str, remedy: str) -> None:
+def test_what_is_not_known_or_not_there_is_said(machine: Machine, found: str, remedy: str) -> None:
     (said,) = said_of(machine)
     assert found in said.found
     assert remedy in said.remedy
@@ -53,17 +52,18 @@ def test_what_is_not_known_or_not_there_is_said(machine: SystemInfo, found: str,
 def test_the_program_that_asks_says_what_a_pool_would_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(probe_programs, "_import_package", lambda folder: None)
+    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
     pipe = tmp_path_factory.mktemp("pipe")
     (pipe / "control").touch()
     monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
-    found = probe_programs.sharing_facts("")
-    assert found == {"way": "through the MPS daemon that runs already", "at_once": True}
+    (found,) = ask.sharing_facts("")
+    assert found == {"way": "through the MPS daemon that runs already", "at_once": True, "problem": ""}
 
 
 def test_without_torch_it_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_programs, "_import_package", lambda folder: None)
+    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
     monkeypatch.setitem(sys.modules, "ep_a2a.testing.mps", None)
-    assert "Error" in probe_programs.sharing_facts("")["problem"]
-    monkeypatch.setattr(probe, "run_probe", lambda *_: {"version": "?", "problem": "it crashed"})
+    (found,) = ask.sharing_facts("")
+    assert "Error" in found["problem"]
+    monkeypatch.setattr(probe, "ask_library", lambda *_: {"version": "?", "problem": "it crashed"})
     assert probe.find_sharing() == Sharing()

@@ -15,8 +15,7 @@ from ep_a2a.commands.bench import picture as bench_picture
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.demo.picture import plot_traffic
 from ep_a2a.commands.demo.settings import DemoSettings
-from ep_a2a.commands.doctor.picture import plot_rates
-from ep_a2a.commands.doctor.selftest import SelfTest
+from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
 from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import predictions
 from ep_a2a.commands.plan.nodes_plot import plot_predictions
@@ -50,10 +49,8 @@ def some_spans(us: int) -> list[TraceSpan]:
 
 
 def self_test(device: str, num_ranks: int) -> SelfTest:
-    pairs: dict[tuple[int, int], PairResult | str] = {
-        pair: PairResult((120.0, 98.5), 1.0, 1, 1) for pair in itertools.combinations(range(num_ranks), 2)
-    }
-    return SelfTest(device, num_ranks, pairs | {(0, 1): "RankTimeoutError: late"})
+    pairs = {pair: PairResult((120.0, 98.5), 1.0, 1, 1) for pair in itertools.combinations(range(num_ranks), 2)}
+    return SelfTest(device, num_ranks, pairs | {(0, 1): PairResult(error="RankTimeoutError: late")})
 
 
 DRAWN = {

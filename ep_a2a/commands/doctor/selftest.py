@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.doctor.diagnostic import ERROR, NOTE, OK, WARNING, Diagnostic
+import ep_a2a
+from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
+from ep_a2a.commands.plot_cells import plot_checks, plot_matrix
+from ep_a2a.commands.plot_style import Caption
 from ep_a2a.errors import ConfigMismatchError, without_section
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from pathlib import Path
 
     from ep_a2a.commands.progress import Progress
 
     Pair = tuple[int, int]
 
-PAIR_SECS = 2.0
 ALL_SECS = 1.0
 LIMIT_SECS = 240.0
 """For one pair, compilation included. EP_A2A_TIMEOUT_SECS bounds the wait for a flag or row that never comes."""
@@ -44,75 +45,60 @@ class SelfTest:
 
     Attributes:
         device: "cpu" or "cuda". num_ranks: ranks that took part.
-        pairs: what two ranks measured, or why they failed, as text.
-        together: why a step of all ranks failed; "" where it did not. step_us: how long it took.
+        pairs: what two ranks measured, or why they failed.
+        together: a step of all ranks.
         note: what the numbers do not say where ranks share GPUs; "" else.
     """
 
     device: str
     num_ranks: int
-    pairs: dict[Pair, PairResult | str] = field(default_factory=dict)
-    together: str = ""
-    step_us: float = 0.0
+    pairs: dict[Pair, PairResult] = field(default_factory=dict)
+    together: PairResult = field(default_factory=PairResult)
     note: str = ""
-
-    @property
-    def measured(self) -> list[PairResult]:
-        """Results of the pairs that did not fail."""
-        return [result for result in self.pairs.values() if isinstance(result, PairResult)]
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Why ranks failed, by their names in the report."""
-        named = {f"ranks {a}, {b}": result for (a, b), result in self.pairs.items() if isinstance(result, str)}
-        return named | ({"all ranks": self.together} if self.together else {})
 
     @property
     def gb_per_s(self) -> list[list[float]]:
         """`[a][b]`: 1e9 bytes per second from rank a to rank b; 0 where that is not known."""
         matrix = [[0.0] * self.num_ranks for _ in range(self.num_ranks)]
         for (a, b), result in self.pairs.items():
-            if isinstance(result, PairResult):
-                matrix[a][b], matrix[b][a] = result.gb_per_s
+            matrix[a][b], matrix[b][a] = result.gb_per_s
         return matrix
 
     @property
     def table(self) -> str:
         """The matrix of rates as text; on CPU, whose rates say nothing, which pairs are right."""
-        on_cpu = self.device == "cpu"
-        lines = [
-            "Pushes from rank (down) to rank (across)" if on_cpu else "GB/s from rank (down) to rank (across)",
-            "      " + "".join(f"{rank:>9}" for rank in range(self.num_ranks)),
-        ]
+        on_cpu, ranks = self.device == "cpu", range(self.num_ranks)
+        heading = "Pushes from rank (down) to rank (across)" if on_cpu else "GB/s from rank (down) to rank (across)"
+        lines = [heading, "      " + "".join(f"{rank:>9}" for rank in ranks)]
         for source, row in enumerate(self.gb_per_s):
-            rates = ["failed" if not rate else "right" if on_cpu else f"{rate:.3g}" for rate in row]
-            cells = ["-" if source == place else rate for place, rate in enumerate(rates)]
+            cells = ["failed" if not rate else "right" if on_cpu else f"{rate:.3g}" for rate in row]
+            cells[source] = "-"
             lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
         return "\n".join(lines) + "\n"
 
     def as_json_object(self) -> dict[str, Any]:
         """Returns everything that was found; None in place of rates and times on CPU, which say nothing."""
         on_cpu = self.device == "cpu"
-        pairs = [
-            {"ranks": list(pair)}
-            | ({"error": result} if isinstance(result, str) else result.as_json_object(with_times=not on_cpu))
-            for pair, result in self.pairs.items()
-        ]
+
+        def fields(result: PairResult) -> dict[str, Any]:
+            found = {name: value for name, value in asdict(result).items() if name != "gb_per_s"}
+            return found | ({"step_us": None} if on_cpu else {})
+
         return {
             "device": self.device,
             "note": CPU_NOTE if on_cpu else self.note,
             "num_ranks": self.num_ranks,
             "gb_per_s": None if on_cpu else self.gb_per_s,
-            "pairs": pairs,
-            "together": {"error": self.together, "step_us": None if on_cpu else self.step_us},
+            "pairs": [{"ranks": list(pair), **fields(result)} for pair, result in self.pairs.items()],
+            "together": fields(self.together),
         }
 
 
 def run_selftest(
     device: str,
     num_ranks: int,
-    pair_secs: float = PAIR_SECS,
-    progress: Progress | None = None,
+    pair_secs: float,
+    progress: Progress,
     body: Callable[..., PairResult | None] = check_pair,
 ) -> SelfTest:
     """Tests all pairs of ranks one after another, then all ranks together.
@@ -123,82 +109,86 @@ def run_selftest(
         device: "cpu" or "cuda".
         num_ranks: processes.
         pair_secs: how long to measure a pair.
-        progress: of num_parts(num_ranks) parts; None shows nothing.
+        progress: of a part for each pair, and one for all ranks together.
         body: what a rank does for a pair.
     """
-    pairs: dict[Pair, PairResult | str] = {}
+    pairs: dict[Pair, PairResult] = {}
     with RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + pair_secs) as pool:
-        for pair in itertools.combinations(range(num_ranks), 2):
-            with _part(progress, f"ranks {pair[0]} and {pair[1]}"):
-                try:
-                    pairs[pair] = pool.run(body, pair, pair_secs)[pair[0]]
-                except RankFailure as failure:
-                    pairs[pair] = _error_text(failure)
-        step_us, together = 0.0, ""
-        with _part(progress, "all ranks together"):
+
+        def try_part(name: str, rank: int, function: Callable[..., PairResult | None], *args: Any) -> PairResult:
+            progress.begin(name)
             try:
-                step_us = pool.run(check_op, ALL_SECS)[0][0]
+                result: PairResult = pool.run(function, *args)[rank]
             except RankFailure as failure:
-                together = _error_text(failure)
-    return SelfTest(device, num_ranks, pairs, together, step_us, pool.note)
+                result = PairResult(error=_error_text(failure))
+            progress.end(name)
+            return result
+
+        for pair in itertools.combinations(range(num_ranks), 2):
+            pairs[pair] = try_part(f"ranks {pair[0]} and {pair[1]}", pair[0], body, pair, pair_secs)
+        together = try_part("all ranks together", 0, check_op, ALL_SECS)
+    return SelfTest(device, num_ranks, pairs, together, pool.note)
 
 
-def num_parts(num_ranks: int) -> int:
-    """Returns the parts of a self-test: the pairs, and all ranks together."""
-    return math.comb(num_ranks, 2) + 1
-
-
-@contextlib.contextmanager
-def _part(progress: Progress | None, name: str) -> Iterator[None]:
-    if progress is not None:
-        progress.begin(name)
-    yield
-    if progress is not None:
-        progress.end(name)
-
-
-def judge(test: SelfTest) -> list[Diagnostic]:
-    """Returns the diagnostics of what the self-test measured."""
-    diagnostics = [
-        Diagnostic(who, ERROR, words, REMEDIES.get(words.partition(":")[0], OTHER_REMEDY))
-        for who, words in test.failures.items()
+def judge(test: SelfTest) -> list[Finding]:
+    """Returns the findings of what the self-test measured."""
+    results = {f"ranks {a}, {b}": result for (a, b), result in test.pairs.items()} | {"all ranks": test.together}
+    failures = {who: result.error for who, result in results.items() if result.error}
+    findings = [
+        error(words, REMEDIES.get(words.partition(":")[0], OTHER_REMEDY), who) for who, words in failures.items()
     ]
-    diagnostics += _slow_links(test)
+    if test.device != "cpu" and not test.note:
+        findings += _slow_links(test.gb_per_s)
     if test.num_ranks < 2:
-        diagnostics.append(
-            Diagnostic("self-test", NOTE, "one rank has no peers: nothing was pushed", "--ranks 2 tries two.")
+        findings.append(note("one rank has no peers: nothing was pushed", "--ranks 2 tries two.", "self-test"))
+    if not findings:
+        pushes, steps = (
+            sum(getattr(each, name) for each in test.pairs.values()) for name in ("num_pushes", "num_steps")
         )
-    if not diagnostics:
-        pushes, steps = (sum(getattr(each, name) for each in test.measured) for name in ("num_pushes", "num_steps"))
-        done = f"{len(test.measured)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
-        diagnostics.append(Diagnostic("self-test", OK, done))
+        done = f"{len(test.pairs)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
+        findings.append(ok(done, subject="self-test"))
     if test.device == "cpu" or test.note:
-        diagnostics.append(Diagnostic("self-test", NOTE, CPU_NOTE if test.device == "cpu" else test.note))
-    return diagnostics
+        findings.append(note(CPU_NOTE if test.device == "cpu" else test.note, subject="self-test"))
+    return findings
 
 
-def _slow_links(test: SelfTest) -> list[Diagnostic]:
-    rates = [rate for row in test.gb_per_s for rate in row if rate]
-    if test.device == "cpu" or test.note or not rates:
-        return []
-    usual = statistics.median(rates)
+def _slow_links(gb_per_s: list[list[float]]) -> list[Finding]:
+    rates = {(a, b): rate for a, row in enumerate(gb_per_s) for b, rate in enumerate(row) if rate}
+    usual = statistics.median(rates.values()) if rates else 0.0
+    remedy = "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`."
     return [
-        Diagnostic(
-            f"ranks {a}, {b}",
-            WARNING,
-            f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}",
-            "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`.",
-        )
-        for a, row in enumerate(test.gb_per_s)
-        for b, rate in enumerate(row)
-        if 0 < rate < SLOW * usual
+        warning(f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}", remedy, f"ranks {a}, {b}")
+        for (a, b), rate in rates.items()
+        if rate < SLOW * usual
     ]
 
 
 def _error_text(failure: RankFailure) -> str:
     """Returns the first failing rank's error in a line; ConfigMismatchErrors only repeat another rank's."""
-    errors = [*failure.errors.values()]
-    if errors:
-        first = next((each for each in errors if not isinstance(each, ConfigMismatchError)), errors[0])
-        return f"{type(first).__name__}: {without_section(str(first))}"
-    return failure.summary
+    errors = sorted(failure.errors.values(), key=lambda each: isinstance(each, ConfigMismatchError))
+    return f"{type(errors[0]).__name__}: {without_section(str(errors[0]))}" if errors else failure.summary
+
+
+def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
+    """Writes a heat map of the rates between ranks, on CPU which pairs passed; raises as `write_picture`.
+
+    Args:
+        test: what was measured. path: *.png or *.svg.
+    """
+    rates = [[rate or None for rate in row] for row in test.gb_per_s]
+    known = [rate for row in rates for rate in row if rate is not None]
+    failed = [f"{a} and {b}" for (a, b), result in test.pairs.items() if result.error]
+    footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
+    footer += f"\n{test.note}" if test.note else ""
+    if test.device == "cpu":
+        words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
+        cells: dict[str, dict[str, bool | None]] = {
+            str(a): {str(b): None if a == b else rate is not None for b, rate in enumerate(row)}
+            for a, row in enumerate(rates)
+        }
+        caption = Caption(f"Functional check: {words}", "Over shared memory: says nothing about speed", footer)
+        return plot_checks(cells, caption, ("to rank", "from rank"), path)
+    span = f": {min(known):.3g} to {max(known):.3g} GB/s" if known else ": nothing was measured"
+    reading = "From rank (down) to rank (across), pair by pair; grey: not measured"
+    reading += f" (failed: {', '.join(failed)})" if failed else ""
+    return plot_matrix(rates, Caption(f"Rates of pushes between ranks{span}", reading, footer), "GB/s", path)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a import env
-from ep_a2a.commands.measure.push import VECTOR_BYTES, Direction, make_direction, pattern
-from ep_a2a.commands.measure.push_kernels import GAVE_UP
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Direction, make_direction, pattern
 from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import Arena, allocate_symmetric
@@ -30,29 +29,27 @@ PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
 FLAG_BYTES = 256
 MAX_ROUNDS = 10_000
 NUM_TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 4, 64, 2, 2
+REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
 VALUES = 251
 """Tokens hold integers below this, which bf16 and sums of two of them hold exactly."""
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """What two ranks measured.
+    """What two ranks measured, or all ranks together.
 
     Attributes:
-        gb_per_s: of pushes, 1e9 bytes per second: from the first to the second, and back.
-        step_us: one dispatch and combine of the op between the two.
+        gb_per_s: of pushes, 1e9 bytes per second: from the first to the second, and back; 0 where that is not known.
+        step_us: one dispatch and combine of the op.
         num_pushes, num_steps: how many were made; each push ends with a flag, and all results were right.
+        error: why they failed; "" where they did not.
     """
 
-    gb_per_s: tuple[float, float]
-    step_us: float
-    num_pushes: int
-    num_steps: int
-
-    def as_json_object(self, *, with_times: bool) -> dict[str, Any]:
-        """Returns all but the rates, which the report has as one matrix."""
-        step_us = self.step_us if with_times else None
-        return {"error": "", "step_us": step_us, "num_pushes": self.num_pushes, "num_steps": self.num_steps}
+    gb_per_s: tuple[float, float] = (0.0, 0.0)
+    step_us: float = 0.0
+    num_pushes: int = 0
+    num_steps: int = 0
+    error: str = ""
 
 
 def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
@@ -68,18 +65,14 @@ def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> Pair
     try:
         inside = RankContext(pair.index(context.rank), len(pair), context.device, group)
         rates, num_pushes = _push(inside, secs / 2)
-        step_us, num_steps = check_op(inside, secs / 2)
+        step = check_op(inside, secs / 2)
     finally:
         destroy_subgroup(group)
-    return PairResult(rates, step_us, num_pushes, num_steps)
+    return PairResult(rates, step.step_us, num_pushes, step.num_steps)
 
 
-def check_op(context: RankContext, secs: float) -> tuple[float, int]:
-    """Runs steps of the op with identity experts for about `secs` seconds and compares every result. Collective.
-
-    Returns:
-        Microseconds of a step, comparison included, and how many there were; equal on all ranks.
-    """
+def check_op(context: RankContext, secs: float) -> PairResult:
+    """Runs steps of the op with identity experts for about `secs` seconds and compares every result. Collective."""
     rank, world_size, device = context.rank, context.world_size, context.device
     ids = [_ids(source, world_size) for source in range(world_size)]
     owners = [each // EXPERTS_PER_RANK for each in ids]
@@ -90,8 +83,7 @@ def check_op(context: RankContext, secs: float) -> tuple[float, int]:
 
         def step(number: int) -> None:
             tokens = [_tokens(source, number) for source in range(world_size)]
-            mine = tokens[rank].to(device)
-            rows, _, _, _, count = op.dispatch(mine, weights, None, own_ids)
+            rows, _, _, _, count = op.dispatch(tokens[rank].to(device), weights, None, own_ids)
             here = torch.cat([tokens[source][(owners[source] == rank).any(1)] for source in range(world_size)])
             rows = rows.clone()
             _require(torch.equal(rows[: int(count)].cpu(), here), f"dispatch of step {number}", rank)
@@ -100,11 +92,12 @@ def check_op(context: RankContext, secs: float) -> tuple[float, int]:
             _require(torch.equal(result[:NUM_TOKENS].cpu(), want), f"combine of step {number}", rank)
             op.check()
 
-        return _repeat(step, arena.rendezvous, secs)
+        step_us, num_steps = _repeat(step, arena.rendezvous, secs)
+        return PairResult(step_us=step_us, num_steps=num_steps)
 
 
 def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
-    """Rates both ways in 1e9 bytes per second, and the number of pushes."""
+    """Returns the rates both ways in 1e9 bytes per second, and the number of pushes."""
     num_bytes = PUSH_BYTES[context.device.type]
     rendezvous = Rendezvous(context.group)
     with allocate_symmetric(rendezvous, context.device, 2 * (num_bytes + FLAG_BYTES)) as memory:
@@ -117,7 +110,7 @@ def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
 def _push_one_way(
     context: RankContext, rendezvous: Rendezvous, memory: SymmetricMemory, source: int, secs: float
 ) -> tuple[float, int]:
-    """Microseconds of a push from rank `source` of the two, and the number of pushes."""
+    """Returns the microseconds of a push from rank `source` of the two, and the number of pushes."""
     kind = context.device.type
     num_bytes = PUSH_BYTES[kind]
     vectors = torch.zeros(2, 2, dtype=torch.int64)
@@ -142,24 +135,24 @@ def _push_one_way(
 
 
 def _check_flag(direction: Direction, context: RankContext) -> None:
-    if int(direction.state[GAVE_UP.value]):
-        other = 1 - context.rank
-        raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(other,))
+    if int(direction.state[GAVE_UP]):
+        raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(1 - context.rank,))
 
 
 def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) -> tuple[float, int]:
     """Calls `work` as often as fits into `secs`, equally often on all ranks; returns microseconds and the number."""
+
+    def seconds_of(numbers: range) -> float:
+        start = time.perf_counter()
+        for number in numbers:
+            work(number)
+        seconds: list[float] = rendezvous.exchange("seconds", time.perf_counter() - start)
+        return max(seconds)
+
     # The first call compiles; the second shows how long one takes.
-    work(0)
-    start = time.perf_counter()
-    work(1)
-    slowest = max(rendezvous.exchange("seconds of one", time.perf_counter() - start))
-    rounds = int(min(MAX_ROUNDS, max(1, secs / slowest)))
-    start = time.perf_counter()
-    for number in range(2, 2 + rounds):
-        work(number)
-    took = max(rendezvous.exchange("seconds of all", time.perf_counter() - start))
-    return took / rounds * 1e6, rounds + 2
+    seconds_of(range(1))
+    rounds = int(min(MAX_ROUNDS, max(1, secs / seconds_of(range(1, 2)))))
+    return seconds_of(range(2, 2 + rounds)) / rounds * 1e6, rounds + 2
 
 
 def _config(context: RankContext) -> EpDispatchCombineConfig:
@@ -181,7 +174,7 @@ def _config(context: RankContext) -> EpDispatchCombineConfig:
 
 
 def _ids(rank: int, world_size: int) -> torch.Tensor:
-    """Ids [NUM_TOKENS, TOPK] of a rank's tokens: all ranks get some, and some tokens name one rank twice."""
+    """Returns ids [NUM_TOKENS, TOPK] of a rank's tokens: all ranks get some, and some tokens name one rank twice."""
     first = torch.arange(NUM_TOKENS) + rank
     return torch.stack((first, first * 2 + 1), 1) % (world_size * EXPERTS_PER_RANK)
 
@@ -193,8 +186,5 @@ def _tokens(rank: int, step: int) -> torch.Tensor:
 
 def _require(right: bool, what: str, rank: int) -> None:
     if not right:
-        raise CheckFailedError(
-            f"{what} to arrive as it was sent",
-            f"something else at rank {rank} of the group",
-            "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid",
-        )
+        found = f"something else at rank {rank} of the group"
+        raise CheckFailedError(f"{what} to arrive as it was sent", found, REMEDY)

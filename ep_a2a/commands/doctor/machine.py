@@ -3,34 +3,65 @@
 from __future__ import annotations
 
 import re
-import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ep_a2a.managers.capabilities import Capabilities
 
-NEEDED_PACKAGES = ("numpy", "typer", "rich")
-"""Packages that this one imports beside torch and Triton."""
 GIB = 1 << 30
-AMD, NVIDIA = "AMD", "NVIDIA"
-"""Makers of GPUs, as the capabilities of backends name them."""
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
-    found = re.match(r"\d+(\.\d+)*", version)
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """Returns the leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", () of None."""
+    found = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def dotted(numbers: tuple[int, ...] | None) -> str:
-    """Numbers as a version: "9.0" of (9, 0), "" of None."""
+    """Returns numbers as a version: "9.0" of (9, 0), "" of None."""
     return ".".join(map(str, numbers or ()))
 
 
-def gibibytes(num_bytes: int) -> str:
-    """A number of bytes as text, in GiB."""
-    return f"{num_bytes / GIB:.1f} GiB"
+@dataclass(frozen=True)
+class Request:
+    """A configuration to be judged.
+
+    Attributes:
+        backend: named by the caller; None takes the config file, then EP_A2A_BACKEND, then the default.
+        config_file: a TOML file; None takes EP_A2A_CONFIG.
+        ranks_per_node: ranks of each node; () is one node with a rank per visible GPU, or four on CPU.
+        hidden_dim: elements of a token's row, of 2 bytes; None does not judge it.
+        quant: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
+        max_tokens: tokens per rank; None does not judge memory.
+    """
+
+    backend: str | None = None
+    config_file: str | None = None
+    ranks_per_node: tuple[int, ...] = ()
+    hidden_dim: int | None = None
+    quant: str = "none"
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend, kernel and device that a request gets.
+
+    Attributes:
+        backend, backend_reason: the name, and who chose it. kernel, kernel_reason: what moves tokens, and why.
+        device: "cpu" or "cuda". ranks_per_node: as asked, or as the machine is.
+        problem, remedy: why there is no such backend, and what to do; "" where there is.
+    """
+
+    backend: str = ""
+    backend_reason: str = ""
+    kernel: str = ""
+    kernel_reason: str = ""
+    device: str = "cpu"
+    ranks_per_node: tuple[int, ...] = (1,)
+    problem: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,8 +87,7 @@ class Torch(Imported):
     """Facts that a subprocess reads from torch.
 
     Attributes:
-        cuda_build: CUDA version that it was built for; None for a CPU or ROCm build.
-        hip_build: ROCm version that it was built for, or None.
+        cuda_build, hip_build: CUDA or ROCm version that it was built for, or None.
         num_gpus: GPUs that it sees. gpu_problem: why a build for GPUs sees none.
         architectures: GPU architectures that it has code for, "sm_90" and the like.
         nccl: version of the NCCL that it uses, None without one.
@@ -75,12 +105,6 @@ class Torch(Imported):
     has_gloo: bool = False
     has_symmetric_memory: bool = False
     has_nvshmem: bool = False
-
-    @property
-    def build(self) -> str:
-        """Its version, and what it is built for."""
-        target = f"CUDA {self.cuda_build}" if self.cuda_build else f"ROCm {self.hip_build}" if self.hip_build else "CPU"
-        return f"{self.version}, built for {target}"
 
 
 @dataclass(frozen=True)
@@ -112,13 +136,6 @@ class Gpu:
     mig: bool = False
     compute_mode: str = "Default"
 
-    @property
-    def summary(self) -> str:
-        """Its model, capability and memory, as far as they are known."""
-        capability = self.capability and f"compute capability {dotted(self.capability)}"
-        memory = None if self.total_bytes is None else gibibytes(self.total_bytes)
-        return ", ".join(filter(None, [self.name, capability, memory]))
-
 
 @dataclass(frozen=True)
 class Driver:
@@ -141,18 +158,6 @@ class Driver:
     atomics: tuple[tuple[bool, ...], ...] = ()
     num_gpus_of_host: int = 0
     links: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def versions(self) -> str:
-        """Its version and the CUDA version that it serves."""
-        return f"{self.version or 'version unknown'}, up to CUDA {dotted(self.cuda)}"
-
-    def unreached(self) -> dict[str, list[tuple[int, int]]]:
-        """By way of access, pairs of GPUs of which one does not reach the other."""
-        return {
-            way: [(a, b) for b in range(len(matrix)) for a in range(b) if not (matrix[a][b] and matrix[b][a])]
-            for way, matrix in (("peer access", self.access), ("native atomics", self.atomics))
-        }
 
 
 @dataclass(frozen=True)
@@ -208,16 +213,6 @@ class Folder:
     no_exec: bool = False
     unsafe: str = ""
 
-    @property
-    def usable(self) -> bool:
-        """Whether this user can make files in it."""
-        return self.exists and self.writable
-
-    @property
-    def others_may_replace(self) -> bool:
-        """Whether other users may remove and replace its files: writable by all, and not sticky."""
-        return self.mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-
 
 @dataclass(frozen=True)
 class Host:
@@ -263,16 +258,6 @@ class Installation:
     tuned_tables: tuple[str, ...] = ()
 
     @property
-    def missing_packages(self) -> str:
-        """Names of packages that this one imports and that are not installed."""
-        return " ".join(name for name in NEEDED_PACKAGES if name not in self.packages)
-
-    @property
-    def packages_text(self) -> str:
-        """The packages as text."""
-        return ", ".join(f"{name} {self.packages[name]}" for name in sorted(self.packages))
-
-    @property
     def has_nvshmem(self) -> bool:
         """Whether a package brings NVSHMEM's libraries."""
         return any(name.startswith("nvidia-nvshmem-") for name in self.packages)
@@ -305,12 +290,6 @@ class Atom:
     version: str | None = None
     aiter: str | None = None
 
-    @property
-    def versions(self) -> str:
-        """Versions of the two, of those that are installed."""
-        found = (("ATOM", self.version), ("AITER", self.aiter))
-        return ", ".join(f"{name} {version}" for name, version in found if version)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -338,14 +317,16 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class SystemInfo:
-    """A machine, as the checks see it.
+class Machine:
+    """A machine, and what is asked of it.
 
     Attributes:
         sharing: of a GPU by several ranks.
         backend: the requested one, as this machine has it.
         environment: variables of this package and of the libraries that it uses, by name.
         variable_problems: by name, why a variable of this package cannot be used.
+        request, choice: the configuration to judge, and the backend, kernel and ranks that it gets.
+        needed_bytes: what `ep-a2a plan` says that the request takes on each rank; None where it says nothing.
     """
 
     installation: Installation = field(default_factory=Installation)
@@ -360,6 +341,9 @@ class SystemInfo:
     backend: Backend = field(default_factory=Backend)
     environment: dict[str, str] = field(default_factory=dict)
     variable_problems: dict[str, str] = field(default_factory=dict)
+    request: Request = field(default_factory=Request)
+    choice: Choice = field(default_factory=Choice)
+    needed_bytes: int | None = None
 
     @property
     def has_gpus(self) -> bool:
@@ -372,17 +356,12 @@ class SystemInfo:
         return self.has_gpus and not self.torch.hip_build
 
     @property
-    def num_hidden_gpus(self) -> int:
-        """GPUs of the host that torch does not see."""
-        return self.driver.num_gpus_of_host - self.torch.num_gpus
-
-    @property
-    def why_no_gpus(self) -> str:
-        """The reason of torch, else of NVIDIA's driver, why torch sees no GPU."""
-        driver_problem = "" if self.torch.hip_build else self.driver.problem
-        return self.torch.gpu_problem or driver_problem or "it gives no reason"
-
-    @property
-    def visible_gpus(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES; None where it is not set."""
-        return self.environment.get("CUDA_VISIBLE_DEVICES")
+    def unreached(self) -> dict[str, str]:
+        """By way of access, pairs of GPUs of which one does not reach the other, as text."""
+        ways = {"peer access": self.driver.access, "native atomics": self.driver.atomics}
+        return {
+            way: ", ".join(
+                f"{a} and {b}" for b in range(len(reach)) for a in range(b) if not (reach[a][b] and reach[b][a])
+            )
+            for way, reach in ways.items()
+        }

@@ -1,0 +1,213 @@
+"""Prints what a library says of itself. Runs as a program of its own, since a library may crash or hang.
+
+    ask.py torch                    fields of machine.Torch
+    ask.py triton                   fields of machine.Triton
+    ask.py driver                   fields of machine.Driver, from libcuda itself
+    ask.py sharing FOLDER           fields of machine.Sharing
+    ask.py backend FOLDER BACKEND   fields of machine.Backend
+
+Each line of facts is MARK and a Python dictionary; the last one has `problem`. FOLDER is the one that the package
+ep_a2a lies in. What a backend's manager declares is printed before its library is imported, which may hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Facts = dict[str, Any]
+
+MARK = "ep_a2a_facts:"
+# CUdevice_attribute and CUdevice_P2PAttribute of cuda.h.
+CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS, COMPUTE_MODE = 75, 76, 16, 20
+P2P_ACCESS, P2P_NATIVE_ATOMICS = 2, 3
+COMPUTE_MODES = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
+NAME_BYTES = 256
+
+
+def _imported(name: str) -> tuple[Any, Facts]:
+    """Returns a package and its version; None with `problem` where it is absent or its import fails."""
+    try:
+        package = importlib.import_module(name)
+    except BaseException as error:  # noqa: BLE001 - whatever a broken library raises is the answer
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == name
+        return None, {"version": None, "problem": ""} if is_absent else {"problem": _text(error)}
+    if not hasattr(package, "__version__"):
+        return None, {"problem": f"the folder {list(package.__path__)} stands in its place"}
+    return package, {"version": str(package.__version__), "problem": ""}
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def torch_facts() -> Iterator[Facts]:
+    """What torch says."""
+    torch, found = _imported("torch")
+    if torch is not None:
+        found |= {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip}
+        if torch.version.cuda or torch.version.hip:
+            found |= _gpus(torch)
+        if torch.distributed.is_available():
+            found |= _distributed(torch)
+    yield found
+
+
+def _gpus(torch: Any) -> Facts:
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            # Unlike device_count, it makes a context: a driver that only half works fails here.
+            torch.cuda.init()
+        except Exception as error:  # noqa: BLE001
+            said = [str(error)]
+        count = 0 if said else torch.cuda.device_count()
+    said += [str(each.message) for each in caught]
+    problem = "; ".join(text.strip().splitlines()[0] for text in said if text.strip())
+    architectures = tuple(torch.cuda.get_arch_list()) if count else ()
+    return {"num_gpus": count, "gpu_problem": "" if count else problem, "architectures": architectures}
+
+
+def _distributed(torch: Any) -> Facts:
+    dist = torch.distributed
+    found: Facts = {"has_gloo": dist.is_gloo_available()}
+    try:
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+        found["has_symmetric_memory"] = True
+        found["has_nvshmem"] = bool(getattr(symmetric, "is_nvshmem_available", bool)())
+    except Exception:  # noqa: BLE001 - a build without them
+        pass
+    if dist.is_nccl_available() and torch.version.cuda:
+        found["nccl_built"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = _loaded_nccl() or found["nccl_built"]
+    return found
+
+
+def _loaded_nccl() -> str:
+    """Returns the version of the NCCL library that this process has loaded: torch's headers may be of another."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
+    for path in paths:
+        number = ctypes.c_int(0)
+        if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)) == 0:
+            major, rest = divmod(number.value, 10000)
+            return f"{major}.{rest // 100}.{rest % 100}"
+    return ""
+
+
+def triton_facts() -> Iterator[Facts]:
+    """What Triton says."""
+    triton, found = _imported("triton")
+    knobs = getattr(triton, "knobs", None)
+    yield {**found, "cache_directory": str(knobs.cache.dir) if knobs else ""}
+
+
+def driver_facts() -> Iterator[Facts]:
+    """What libcuda says, without torch."""
+    try:
+        yield {"problem": "", **_cuda_facts(ctypes.CDLL("libcuda.so.1"))}
+    except OSError as error:
+        yield {"problem": str(error)}
+
+
+def _cuda_facts(library: ctypes.CDLL) -> Facts:
+    def call(name: str, *args: Any) -> None:
+        if code := getattr(library, name)(*args):
+            text = ctypes.c_char_p()
+            library.cuGetErrorString(code, ctypes.byref(text))
+            raise OSError(f"{name}: error {code}, {text.value.decode() if text.value else 'no text'}")
+
+    def integer(name: str, *args: Any) -> int:
+        value = ctypes.c_int(0)
+        call(name, ctypes.byref(value), *args)
+        return value.value
+
+    def gpu(device: int) -> Facts:
+        name, num_bytes = ctypes.create_string_buffer(NAME_BYTES), ctypes.c_size_t(0)
+        call("cuDeviceGetName", name, NAME_BYTES, device)
+        call("cuDeviceTotalMem_v2", ctypes.byref(num_bytes), device)
+        attributes = (CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS, COMPUTE_MODE)
+        major, minor, num_sms, mode = (integer("cuDeviceGetAttribute", each, device) for each in attributes)
+        return {
+            "name": name.value.decode(),
+            "capability": (major, minor),
+            "num_sms": num_sms,
+            "total_bytes": num_bytes.value,
+            "compute_mode": COMPUTE_MODES.get(mode, str(mode)),
+        }
+
+    def reach(attribute: int, a: int) -> tuple[bool, ...]:
+        return tuple(a == b or bool(integer("cuDeviceGetP2PAttribute", attribute, a, b)) for b in devices)
+
+    call("cuInit", 0)
+    version = integer("cuDriverGetVersion")
+    devices = [integer("cuDeviceGet", index) for index in range(integer("cuDeviceGetCount"))]
+    return {
+        "cuda": (version // 1000, version % 1000 // 10),
+        "gpus": tuple(gpu(device) for device in devices),
+        "access": tuple(reach(P2P_ACCESS, device) for device in devices),
+        "atomics": tuple(reach(P2P_NATIVE_ATOMICS, device) for device in devices),
+    }
+
+
+def sharing_facts(folder: str) -> Iterator[Facts]:
+    """How ranks that share a GPU would get at it; only `problem` where torch, which they need, does not import."""
+    try:
+        _import_package(folder)
+        from ep_a2a.testing.mps import find_mps
+
+        mps = find_mps()
+        yield {"way": mps.value, "at_once": mps.at_once, "problem": ""}
+    except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
+        yield {"problem": _text(error)}
+
+
+def backend_facts(folder: str, name: str) -> Iterator[Facts]:
+    """What a backend's manager declares, and then the version of its library and why it cannot be used."""
+    try:
+        _import_package(folder)
+        from ep_a2a.managers.registry import manager_type
+
+        manager = manager_type(name)
+        if manager is None or manager.library is None:
+            raise LookupError("it declares no library")
+        library = manager.library
+        yield {
+            "library": library.distribution,
+            "install": library.install,
+            "kernel": manager.kernel_for(1)[0],
+            "kernel_between_nodes": manager.kernel_for(2)[0],
+            "capabilities": vars(manager.capabilities),
+        }
+    except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
+        yield {"declaration_problem": _text(error), "problem": ""}
+    else:
+        yield {"version": library.version, "problem": library.problem() or ""}
+
+
+def _import_package(folder: str) -> None:
+    """Makes `import ep_a2a` give the package in `folder`, as in the process that asks, whatever the import path has."""
+    sys.path.insert(0, folder)
+    importlib.import_module("ep_a2a")
+    sys.path.pop(0)
+
+
+PROBES: dict[str, Callable[..., Iterator[Facts]]] = {
+    "torch": torch_facts,
+    "triton": triton_facts,
+    "driver": driver_facts,
+    "sharing": sharing_facts,
+    "backend": backend_facts,
+}
+
+if __name__ == "__main__":
+    for facts in PROBES[sys.argv[1]](*sys.argv[2:]):
+        sys.stdout.write(f"\n{MARK}{facts!r}\n")
+        sys.stdout.flush()
