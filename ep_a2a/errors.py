@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 REFERENCE = "docs/errors.md"
 """The page with a section for each class below; its anchor is the class's name in lower case."""
-MAX_TOKENS = "max_num_inp_token_per_rank (handle kwarg max_num_tokens_per_dp_rank)"
-"""What sizes an op's memory, by its names in a configuration and among handle kwargs."""
+MAX_TOKENS = (
+    "the tokens per rank (max_num_inp_token_per_rank, handle kwarg max_num_tokens_per_dp_rank, option --max-tokens)"
+)
+"""The bound that sizes an op's memory, by its names in a configuration, among handle kwargs and on the command line."""
 _LAST_LINE = re.compile(rf"\nSee {re.escape(REFERENCE)}#\w+\.")
 
 
@@ -35,15 +37,31 @@ class EpA2AError(Exception):
         expected: the required state or value.
         got: the state or value that was found; the text of another error may be part of it.
         remedy: what the reader can do; None takes the class's default.
+        field: the configuration field or argument that holds the wrong value; `expected` goes on from its name, for
+            example "to be 1 or more". None where the error is about no single field.
+
+    Attributes:
+        expected: the required state or value, from the field's name on.
+        got, remedy: as given.
+        field: as given. A caller whose reader knows the field by another name sets that name.
     """
 
     remedy = "See docs/architecture.md."
 
-    def __init__(self, expected: str, got: str, remedy: str | None = None) -> None:
-        self.expected, self.got = without_section(expected), without_section(got)
+    def __init__(self, expected: str, got: str, remedy: str | None = None, *, field: str | None = None) -> None:
+        self.field = field
+        self._expected, self.got = without_section(expected), without_section(got)
         if remedy is not None:
             self.remedy = remedy
-        super().__init__(f"expected {self.expected}; got {self.got}. {self.remedy}\nSee {self.section}.")
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return f"expected {self.expected}; got {self.got}. {self.remedy}\nSee {self.section}."
+
+    @property
+    def expected(self) -> str:
+        """The required state or value, from the field's name on."""
+        return f"{self.field} {self._expected}" if self.field else self._expected
 
     @property
     def section(self) -> str:
@@ -51,8 +69,8 @@ class EpA2AError(Exception):
         kind = next(each for each in type(self).__mro__ if each.__module__ == __name__)
         return f"{REFERENCE}#{kind.__name__.lower()}"
 
-    def __reduce__(self) -> tuple[type[EpA2AError], tuple[str, str, str]]:
-        return type(self), (self.expected, self.got, self.remedy)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._expected, self.got, self.remedy), vars(self)
 
 
 class ConfigError(EpA2AError, ValueError):
@@ -201,10 +219,6 @@ class RankTimeoutError(EpA2AError, TimeoutError):
         self.late_ranks = late_ranks
         self.wanted = wanted
         self.seen = dict(seen or {})
-
-    def __reduce__(self) -> tuple[type[EpA2AError], tuple[Any, ...]]:
-        values = self.missing_ranks, self.wanted, self.seen, self.late_ranks
-        return type(self), (self.expected, self.got, self.remedy, *values)
 
 
 class HostMemoryError(EpA2AError, OSError):

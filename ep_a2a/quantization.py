@@ -303,7 +303,7 @@ def dequantize_per_128x128(q: torch.Tensor, scales: torch.Tensor, dtype: torch.d
 def _dispatch_quant_type(quant_type: QuantType | str) -> QuantType:
     kind: QuantType = parse_enum(QuantType, quant_type, "quant_type")
     if kind not in (QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128):
-        raise UnknownNameError("quant_type to be 'fp8_per_token' or 'fp8_per_1x128'", repr(kind.value))
+        raise UnknownNameError("to be 'fp8_per_token' or 'fp8_per_1x128'", repr(kind.value), field="quant_type")
     return kind
 
 

@@ -164,9 +164,9 @@ def softmax_topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 def _require_counts(num_experts: int, world_size: int) -> None:
     if num_experts < 0:
-        raise ConfigError("num_experts >= 0", str(num_experts))
+        raise ConfigError(">= 0", str(num_experts), field="num_experts")
     if world_size < 1:
-        raise ConfigError("world_size >= 1", str(world_size))
+        raise ConfigError(">= 1", str(world_size), field="world_size")
 
 
 def _require_matrix(name: str, tensor: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ CONFIG_FIELD_OF_KWARG = {
     "num_experts_per_token": "num_experts_per_token",
 }
 """Required kwargs that become a config field unchanged, and the field's name."""
+KWARG_OF_CONFIG_FIELD = {field: kwarg for kwarg, field in CONFIG_FIELD_OF_KWARG.items()}
 
 REQUIRED_KWARGS = (*CONFIG_FIELD_OF_KWARG, "input_dtype", "quant_dtype")
 OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
@@ -93,15 +93,9 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
     try:
         return EpDispatchCombineConfig(**values | given)
     except ConfigError as error:
-        remedy = "Correct the handle kwarg." if error.remedy == ConfigError.remedy else _as_kwargs(error.remedy)
-        raise ConfigError(_as_kwargs(error.expected), _as_kwargs(error.got), remedy) from None
-
-
-def _as_kwargs(text: str) -> str:
-    """`text` about config fields with the names of the kwargs that the caller wrote."""
-    for kwarg, name in CONFIG_FIELD_OF_KWARG.items():
-        text = re.sub(rf"\b{name}\b", kwarg, text)
-    return text
+        error.field = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)
+        error.remedy = "Correct the handle kwarg."
+        raise
 
 
 def _check_names(kwargs: Mapping[str, Any]) -> None:
@@ -121,7 +115,7 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
     for name in ("input_dtype", "quant_dtype", "combine_dtype"):
         value = kwargs.get(name)
         if not isinstance(value, torch.dtype) and (value is not None or name == "input_dtype"):
-            raise ConfigError(f"{name} to be a torch.dtype", repr(value))
+            raise ConfigError("to be a torch.dtype", repr(value), field=name)
 
 
 def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:
@@ -131,9 +125,10 @@ def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]
     if _casts_in_dispatch(kwargs):
         if quant_dtype != FP8_DTYPE:
             raise ConfigError(
-                f"quant_dtype {FP8_DTYPE} with a cast inside dispatch",
+                f"{FP8_DTYPE} with a cast inside dispatch",
                 str(kwargs["quant_dtype"]),
                 "Pass the dtype that dispatch shall return, or quant_type='none'.",
+                field="quant_dtype",
             )
         return input_dtype, None
     # Experts return rows of the dtype the model computes in, whatever travelled.

@@ -53,7 +53,7 @@ def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
         return kind(value)
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
-        raise UnknownNameError(f"{what} to be one of {names}", repr(value)) from None
+        raise UnknownNameError(f"to be one of {names}", repr(value), field=what) from None
 
 
 def checked_integer(name: str, value: Any, minimum: int) -> int:
@@ -63,7 +63,7 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or number < minimum:
-        raise ConfigError(f"{name} to be an integer >= {minimum}", repr(value))
+        raise ConfigError(f"to be an integer >= {minimum}", repr(value), field=name)
     return number
 
 
@@ -71,7 +71,8 @@ def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
     """Returns a bound of waits; raises ConfigError unless it is above 0 and fits the kernels' clock."""
     if isinstance(value, int | float) and 0 < value <= env.MAX_TIMEOUT_SECS:
         return float(value)
-    raise ConfigError(f"{name} to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}", repr(value))
+    expected = f"to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
+    raise ConfigError(expected, repr(value), field=name)
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,12 @@ class EpDispatchCombineConfig:
             if "minimum" in each.metadata:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
-        require(self.rank < self.world_size, f"rank < world_size {self.world_size}", str(self.rank))
-        require(self.num_experts_per_token <= MAX_TOPK, f"num_experts_per_token <= {MAX_TOPK}", str(self.topk))
+        require(self.rank < self.world_size, "rank", f"< world_size {self.world_size}", str(self.rank))
+        require(self.topk <= MAX_TOPK, "num_experts_per_token", f"<= {MAX_TOPK}", str(self.topk))
         most = self.max_num_inp_token_per_rank
-        require(most < MAX_TOKENS_PER_RANK, f"max_num_inp_token_per_rank < {MAX_TOKENS_PER_RANK}", str(most))
+        require(most < MAX_TOKENS_PER_RANK, "max_num_inp_token_per_rank", f"< {MAX_TOKENS_PER_RANK}", str(most))
         last_position = self.world_size**2 * most
-        require(last_position <= 1 << 31, "source positions below 2**31 = W * W * M", str(last_position))
+        require(last_position <= 1 << 31, None, "source positions below 2**31 = W * W * M", str(last_position))
         self._check_names()
         self._check_dtypes()
         self._check_experts()
@@ -179,67 +180,74 @@ class EpDispatchCombineConfig:
             if getattr(self, name) is not None:
                 checked_timeout_secs(getattr(self, name), name)
         few = self.flagged_max_tokens
-        require(few <= FLAGGED_MAX_TOKENS, f"flagged_max_tokens <= {FLAGGED_MAX_TOKENS}", str(few))
+        require(few <= FLAGGED_MAX_TOKENS, "flagged_max_tokens", f"<= {FLAGGED_MAX_TOKENS}", str(few))
         if self.max_total_recv_tokens:
-            require(self.layout == Layout.COMPACT, "layout 'compact' with max_total_recv_tokens", repr(self.layout))
+            expected = "'compact' with max_total_recv_tokens"
+            require(self.layout == Layout.COMPACT, "layout", expected, repr(self.layout))
 
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
-            raise ConfigError("kernel_type to be an EpDispatchCombineKernelType", repr(self.kernel_type))
+            raise ConfigError("to be an EpDispatchCombineKernelType", repr(self.kernel_type), field="kernel_type")
         parse_enum(Layout, self.layout, "layout")
         parse_enum(ScaleFormat, self.scale_format, "scale_format")
         parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
         check_internode_transport(self.internode_transport, "internode_transport")
         if self.launch not in ("auto", "manual"):
-            raise UnknownNameError("launch to be 'auto' or 'manual'", repr(self.launch))
+            raise UnknownNameError("to be 'auto' or 'manual'", repr(self.launch), field="launch")
         if self.dispatch_quant_type is not None:
             dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
-            require(dispatch in DISPATCH_QUANT_TYPES, "dispatch_quant_type to act on dispatch", repr(dispatch.value))
+            is_known = dispatch in DISPATCH_QUANT_TYPES
+            require(is_known, "dispatch_quant_type", "to act on dispatch", repr(dispatch.value))
             acts_on_combine = quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch
-            expected = "quant_type to act on combine where dispatch_quant_type is given"
-            require(acts_on_combine, expected, repr(quant_type.value))
+            expected = "to act on combine where dispatch_quant_type is given"
+            require(acts_on_combine, "quant_type", expected, repr(quant_type.value))
         has_effect = self.casts_in_dispatch or self.scale_format == ScaleFormat.FLOAT32
-        require(has_effect, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
+        require(has_effect, None, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
 
     def _check_dtypes(self) -> None:
-        require(self.data_type in TOKEN_DTYPES, f"data_type to be one of {TOKEN_DTYPES}", str(self.data_type))
-        require(self.combined_dtype in COMBINE_DTYPES, f"combine_dtype in {COMBINE_DTYPES}", str(self.combine_dtype))
+        require(self.data_type in TOKEN_DTYPES, "data_type", f"to be one of {TOKEN_DTYPES}", str(self.data_type))
+        is_known = self.combined_dtype in COMBINE_DTYPES
+        require(is_known, "combine_dtype", f"in {COMBINE_DTYPES}", str(self.combine_dtype))
         widest = max(self.data_type.itemsize, self.combined_dtype.itemsize)
         if self.combine_dtype is not None or self.data_type != FP8_DTYPE:
             size = self.max_token_type_size
-            require(size >= widest, f"max_token_type_size >= {widest}, the widest element to be moved", str(size))
+            expected = f">= {widest}, the widest element to be moved"
+            require(size >= widest, "max_token_type_size", expected, str(size))
         for dtype in (self.wire_dtype, self.combined_dtype, self.combine_wire_dtype):
             row_bytes = self.hidden_dim * dtype.itemsize
-            expected = f"hidden_dim * {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}"
-            require(row_bytes % ALIGNMENT_BYTES == 0, expected, str(row_bytes))
+            expected = f"* {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}"
+            require(row_bytes % ALIGNMENT_BYTES == 0, "hidden_dim", expected, str(row_bytes))
         for quant in (self.dispatch_quant, self.combine_quant):
             has_groups = quant in (QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE)
-            expected = f"hidden_dim to be a multiple of {FP8_GROUP_SIZE} with {quant.value}"
-            require(not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0, expected, str(self.hidden_dim))
+            is_whole = not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0
+            expected = f"to be a multiple of {FP8_GROUP_SIZE} with {quant.value}"
+            require(is_whole, "hidden_dim", expected, str(self.hidden_dim))
         if self.casts_in_dispatch:
-            require(self.data_type != FP8_DTYPE, "data_type before the fused cast (bf16, fp16 or fp32)", "fp8")
+            require(self.data_type != FP8_DTYPE, "data_type", "before the fused cast (bf16, fp16 or fp32)", "fp8")
             given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
             cast = self.dispatch_quant.value
-            expected = f"scale_dim 0, or (scale_dim, scale_type_size) = {made} as {cast} makes them"
-            require(self.scale_dim == 0 or given == made, expected, str(given))
+            expected = f"0, or (scale_dim, scale_type_size) = {made} as {cast} makes them"
+            require(self.scale_dim == 0 or given == made, "scale_dim", expected, str(given))
         if self.scale_dim:
-            require(self.scale_type_size in (1, 4), "scale_type_size to be 1 or 4", str(self.scale_type_size))
+            require(self.scale_type_size in (1, 4), "scale_type_size", "to be 1 or 4", str(self.scale_type_size))
 
     def _check_experts(self) -> None:
-        require(self.total_experts > 0, "at least one expert in all", "none")
+        require(self.total_experts > 0, None, "at least one expert in all", "none")
         own = self.num_local_experts
         most = num_owned_experts(self.total_experts, self.world_size, 0)
         require(
             self.num_experts_per_rank in (own, most),
-            f"num_experts_per_rank to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
+            "num_experts_per_rank",
+            f"to be {own} (linear ownership of {self.total_experts} experts by rank {self.rank})",
             str(self.num_experts_per_rank),
         )
         has_effect = self.layout == Layout.EXPERT_MAJOR or self.expert_alignment == 1
-        require(has_effect, f"layout 'expert_major' with expert_alignment {self.expert_alignment}", repr(self.layout))
+        expected = f"'expert_major' with expert_alignment {self.expert_alignment}"
+        require(has_effect, "layout", expected, repr(self.layout))
         if self.layout == Layout.EXPERT_MAJOR:
             num_rows = most * self.world_size * self.max_num_inp_token_per_rank
-            require(num_rows <= 1 << 31, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
+            require(num_rows <= 1 << 31, None, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
 
     @functools.cached_property
     def topk(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ep_a2a.errors import ConfigError
 
 
-def require(condition: bool, expected: str, got: str) -> None:
-    """Raises ConfigError unless the condition holds."""
+def require(condition: bool, field: str | None, expected: str, got: str) -> None:
+    """Raises ConfigError about this field unless the condition holds."""
     if not condition:
-        raise ConfigError(expected, got)
+        raise ConfigError(expected, got, field=field)

@@ -38,7 +38,8 @@ def register_internode_transport(name: str, maker: str | TransportMaker) -> None
 def check_internode_transport(name: str, what: str) -> None:
     """Raises UnknownNameError, which lists the names, unless `name` is a transport's; what: starts its text."""
     if name not in list(INTERNODE_TRANSPORTS):
-        raise UnknownNameError(f"{what} out of {', '.join(map(repr, INTERNODE_TRANSPORTS))}", repr(name))
+        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
+        raise UnknownNameError(f"out of {known}", repr(name), field=what)
 
 
 def transport_maker(name: str) -> TransportMaker:

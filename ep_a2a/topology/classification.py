@@ -70,9 +70,11 @@ def classify(report: TopologyReport, gpu_per_node: int | None = None) -> Topolog
     for one, other in combinations_with_replacement(range(len(found)), 2):
         if wanted[one] == wanted[other] and found[one] != found[other]:
             raise ConfigError(
-                f"gpu_per_node={gpu_per_node} to keep each node on one host",
-                f"ranks {one} ({report.ranks[one].hostname}) and {other} ({report.ranks[other].hostname}) on one node",
-                "Pass a gpu_per_node that divides the real nodes, or None.",
+                "to keep each node on one host",
+                f"{gpu_per_node}, with ranks {one} ({report.ranks[one].hostname}) and {other} "
+                f"({report.ranks[other].hostname}) on one node",
+                "Pass a number that divides the real nodes, or None.",
+                field="gpu_per_node",
             )
     if wanted == found:
         return _topology(report, found, f"found by a probe of /dev/shm, and the same with gpu_per_node={gpu_per_node}")
