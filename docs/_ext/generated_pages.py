@@ -87,16 +87,16 @@ def errors() -> str:
 
 
 def commands() -> str:
-    """A section for each command of `ep-a2a`, from the signatures that typer reads."""
+    """A section for each command of `ep-a2a`, from its table of options."""
     from ep_a2a.cli import app
-    from ep_a2a.cli.help import options_of
+    from ep_a2a.cli.command import panels_of
 
     parts = []
     for name in app.COMMANDS:
-        command = importlib.import_module(f"ep_a2a.cli.{name}").command
-        lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(command.__doc__ or "")]
-        for panel, options in options_of(command).items():
-            rows = [(f"`{names}`", f"`{value}`" if value else "", text) for names, value, text in options.values()]
+        module = importlib.import_module(f"ep_a2a.cli.{name}")
+        lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(module.run.__doc__ or "")]
+        for panel, options in panels_of(module.OPTIONS).items():
+            rows = [(f"`{names}`", f"`{value}`" if value else "", text) for names, value, text in options]
             lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
         parts.append("\n\n".join(lines))
     return "\n\n".join(parts)

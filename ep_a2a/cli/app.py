@@ -1,8 +1,10 @@
 """Makes the typer application: commands, common options and exit codes, help, and the display of errors.
 
-A command is a module `ep_a2a.cli.<name>` with a function `command`. It imports torch and the rest of the package inside
-that function, so that `--help` is quick.
+A command is a module `ep_a2a.cli.<name>` with a table `OPTIONS` and a function `run`. It imports torch and the rest of
+the package inside that function, so that `--help` is quick.
 """
+
+from __future__ import annotations
 
 import errno
 import functools
@@ -10,19 +12,22 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ep_a2a import __version__
-from ep_a2a.cli.command import Command, write_exit_codes
+from ep_a2a.cli.command import Command, callback_of, write_exit_codes
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import cannot_print, cannot_write
 from ep_a2a.commands.messages import EXIT_ERROR, EXIT_INTERRUPTED
-from ep_a2a.commands.options import Quiet, Verbose
+from ep_a2a.commands.options import QUIET, VERBOSE, flag
 from ep_a2a.errors import ConfigError, EpA2AError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import SimpleNamespace
 
 COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
 """In the order of `--help`."""
@@ -69,11 +74,12 @@ def make_app() -> typer.Typer:
         context_settings=settings,
         epilog="`ep-a2a COMMAND -h` lists a command's options.",
     )
-    app.callback()(_common_options)
+    version = flag("version", "Print the version and exit.", limits={"callback": _show_version, "is_eager": True})
+    app.callback()(callback_of((version, QUIET, VERBOSE), _common_options))
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")
         kind = getattr(module, "Command", Command)
-        app.command(name, cls=kind, context_settings=settings)(module.command)
+        app.command(name, cls=kind, context_settings=settings)(callback_of(module.OPTIONS, module.run))
     return app
 
 
@@ -128,11 +134,5 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _common_options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
+def _common_options(options: SimpleNamespace) -> None:
     """Expert-parallel all-to-all for MoE inference."""

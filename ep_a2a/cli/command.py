@@ -1,18 +1,27 @@
-"""The base of all commands: help that is never cut, options common to all, the environment checked before it runs."""
+"""The base of all commands: parameters by their table of options, help that is never cut, the environment checked."""
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.core import TyperCommand
 
-from ep_a2a.cli.help import options_of
 from ep_a2a.commands import messages
 from ep_a2a.commands.log import check_environment, set_up_logging
 from ep_a2a.commands.messages import EXIT_CODES, Verbosity
-from ep_a2a.errors import MissingPackageError
+from ep_a2a.commands.options import option_of_field
+from ep_a2a.errors import ConfigError, EpA2AError, MissingPackageError
 from ep_a2a.interrupts import interrupts_held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ep_a2a.commands.options import Option
 
 DOCTOR = "doctor"
 """The command that reports variables that cannot be used."""
@@ -30,18 +39,24 @@ class Command(TyperCommand):
         if quiet and verbose:
             ctx.fail("--quiet and --verbose exclude each other.")
         level = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
-        messages.begin(ctx.command_path, {name for each in self.params for name in each.opts}, level)
+        messages.begin(level)
         if self.name != DOCTOR:
             check_packages()
             check_environment()
             set_up_logging()
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except EpA2AError as error:
+            if error.field is not None:
+                error.field = option_of_field(options_of(self.name or ""), error.field)
+            if isinstance(error, ConfigError) and error.remedy == ConfigError.remedy:
+                error.remedy = f"Correct the option; `{ctx.command_path} --help` says what it takes."
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes a definition list for each panel of options."""
-        panels = options_of(inspect.unwrap(self.callback)) if self.callback is not None else {}
-        for panel, rows in panels.items():
-            own = [(names, f"{text} [default: {value}]" if value else text) for names, value, text in rows.values()]
+        for panel, rows in panels_of(options_of(self.name or "")).items():
+            own = [(shown, f"{text} [default: {value}]" if value else text) for shown, value, text in rows]
             if panel == "Options":
                 own.append(("-h, --help", "Show this message and exit."))
             with formatter.section(panel):
@@ -54,6 +69,55 @@ class Command(TyperCommand):
     def get_short_help_str(self, limit: int = 0) -> str:
         """Returns the first paragraph of the help, for the list of commands, whatever its length."""
         return " ".join((self.help or "").partition("\n\n")[0].split())
+
+
+def options_of(command: str) -> tuple[Option, ...]:
+    """Returns the table of options of the module `ep_a2a.cli.<command>`."""
+    table: tuple[Option, ...] = importlib.import_module(f"ep_a2a.cli.{command}").OPTIONS
+    return table
+
+
+def panels_of(options: Iterable[Option]) -> dict[str, list[tuple[str, str, str]]]:
+    """Returns the rows of options by panel, in their order."""
+    panels: dict[str, list[tuple[str, str, str]]] = {}
+    for each in options:
+        panels.setdefault(each.panel, []).append(each.row)
+    return panels
+
+
+def callback_of(options: Iterable[Option], run: Callable[[SimpleNamespace], int | None]) -> Callable[..., None]:
+    """Returns the function of a command for typer, which reads its signature: a parameter for each option.
+
+    Args:
+        options: the command's table.
+        run: takes the values by the options' names; returns the exit code, None for 0. Its docstring is the help.
+    """
+
+    def command(**values: Any) -> None:
+        if code := run(values_of(options, values)):
+            raise typer.Exit(code)
+
+    command.__doc__ = run.__doc__
+    command.__signature__ = inspect.Signature([_parameter(each) for each in options])  # type: ignore[attr-defined]
+    return command
+
+
+def values_of(options: Iterable[Option], typed: Mapping[str, Any]) -> SimpleNamespace:
+    """Returns the values of options by name, read from what was typed."""
+    values = dict(typed)
+    for each in options:
+        if each.read is not None and typed[each.name] is not None:
+            values[each.name] = each.read(each.typed[0], typed[each.name])
+    return SimpleNamespace(**values)
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    kind = option.kind if option.default is not None else option.kind | None
+    if option.is_argument:
+        info = typer.Argument(option.default, metavar=option.name.upper(), help=option.help)
+    else:
+        info = typer.Option(option.default, *option.names, help=option.help, **option.limits)
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 
 def check_packages() -> None:

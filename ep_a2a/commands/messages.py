@@ -6,18 +6,16 @@ import enum
 import errno
 import json
 import os
-import re
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
-from ep_a2a.errors import ConfigError, EpA2AError
-
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from pathlib import Path
+
+    from ep_a2a.errors import EpA2AError
 
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = {
@@ -31,48 +29,6 @@ USUAL_COLUMNS = 80
 NARROW_COLUMNS = 50
 """Below this width an error is plain lines: a panel would hold a word or two per line."""
 
-FIELD_OPTIONS = {
-    "hidden_dim": ("--hidden",),
-    "token_hidden_size": ("--hidden",),
-    "topk": ("--topk",),
-    "num_experts_per_token": ("--topk",),
-    "num_experts": ("--experts",),
-    "num_local_experts": ("--experts",),
-    "num_experts_per_rank": ("--experts",),
-    "num_tokens": ("--tokens", "--max-tokens"),
-    "max_num_tokens": ("--max-tokens", "--tokens"),
-    "max_num_tokens_per_dp_rank": ("--max-tokens", "--tokens"),
-    "max_num_inp_token_per_rank": ("--max-tokens", "--tokens"),
-    "max_total_recv_tokens": ("--max-total-recv-tokens",),
-    "flagged_max_tokens": ("--flagged-max-tokens",),
-    "world_size": ("--ranks",),
-    "num_ep_ranks": ("--ranks",),
-    "num_ranks": ("--ranks",),
-    "gpu_per_node": ("--gpus-per-node",),
-    "gpus_per_node": ("--gpus-per-node",),
-    "quant_type": ("--quant",),
-    "dispatch_quant_type": ("--quant",),
-    "combine_quant": ("--combine-quant",),
-    "scale_format": ("--scale-format",),
-    "max_sms": ("--max-sms",),
-    "nic_gbps": ("--nic-gbps",),
-    "chunk_tokens": ("--chunk-tokens",),
-    "num_credits": ("--credits",),
-    "data_parallel_size": ("--data-parallel-size",),
-    "tensor_parallel_size": ("--tensor-parallel-size",),
-}
-"""Options that set a field of a configuration or workload; a command's first one of them is named in errors."""
-_FIELD = re.compile(rf"(?<![-\w.'])({'|'.join(FIELD_OPTIONS)})(?!\w)")
-FIRST_WORDS = {
-    "dtype": "--dtype",
-    "layout": "--layout",
-    "routing": "--routing",
-    "contenders": "--contenders",
-    "a backend": "--backend or EP_A2A_BACKEND",
-}
-"""What the beginning of an error stands for; elsewhere these are ordinary words."""
-_FIRST = re.compile(rf"^({'|'.join(FIRST_WORDS)})(?= to be | out of )")
-
 
 class Verbosity(enum.IntEnum):
     """How much a command says: results only; notes and progress, too; details, too."""
@@ -82,21 +38,12 @@ class Verbosity(enum.IntEnum):
     VERBOSE = 2
 
 
-@dataclass
-class _Invocation:
-    """The command that this process runs, for its messages."""
-
-    verbosity: Verbosity = Verbosity.NORMAL
-    command: str = "ep-a2a"
-    options: frozenset[str] = frozenset()
+_invocation = SimpleNamespace(verbosity=Verbosity.NORMAL)
 
 
-_invocation = _Invocation()
-
-
-def begin(command: str, options: Collection[str], verbosity: Verbosity) -> None:
-    """Notes which command runs, its options as they are typed, and how much it shall say."""
-    _invocation.command, _invocation.options, _invocation.verbosity = command, frozenset(options), verbosity
+def begin(verbosity: Verbosity) -> None:
+    """Notes how much the command that runs shall say."""
+    _invocation.verbosity = verbosity
 
 
 def is_quiet() -> bool:
@@ -150,18 +97,13 @@ def print_json(values: Any) -> None:
 
 
 def show_error(error: EpA2AError) -> None:
-    """Prints an error on stderr, in the words of the command line: what was expected, what was found, what to do."""
+    """Prints an error on stderr: what was expected, what was found, what to do."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     console = OutputConsole(stderr=True)
-    parts = (
-        ("expected", as_typed(error.expected)),
-        ("got", as_typed(error.got)),
-        ("remedy", remedy_of(error)),
-        ("see", error.section),
-    )
+    parts = (("expected", error.expected), ("got", error.got), ("remedy", error.remedy), ("see", error.section))
     if console.width < NARROW_COLUMNS:
         for label, text in ((type(error).__name__, ""), *parts):
             console.print(f"{label}: {text}".rstrip(), markup=False, highlight=False, soft_wrap=True)
@@ -174,23 +116,3 @@ def show_error(error: EpA2AError) -> None:
         # Text, not markup: error texts contain shapes in square brackets.
         grid.add_row(Text(label, style="bold"), Text(text))
     console.print(Panel(grid, title=type(error).__name__, title_align="left", border_style="red"))
-
-
-def remedy_of(error: EpA2AError) -> str:
-    """Returns what the reader can do, by options where the error speaks of a configuration's fields."""
-    if isinstance(error, ConfigError) and error.remedy == ConfigError.remedy:
-        return f"Correct the option; `{_invocation.command} --help` says what it takes."
-    return as_typed(error.remedy)
-
-
-def as_typed(text: str) -> str:
-    """Returns a text in which fields of configurations are replaced by the command's options for them."""
-
-    def option(found: re.Match[str]) -> str:
-        return next((name for name in FIELD_OPTIONS[found[1]] if name in _invocation.options), found[1])
-
-    def first(found: re.Match[str]) -> str:
-        named = FIRST_WORDS[found[1]]
-        return named if named.partition(" ")[0] in _invocation.options else found[1]
-
-    return _FIRST.sub(first, _FIELD.sub(option, text))

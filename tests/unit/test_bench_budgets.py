@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a.cli.bench import OPTIONS
+from ep_a2a.cli.command import values_of
 from ep_a2a.commands.bench import command
 from ep_a2a.commands.bench.budgets import check_budgets
+from ep_a2a.commands.options import Device
 from ep_a2a.errors import EpA2AError, UnsupportedError
 from tests.integration.programs import run_cli
 
@@ -42,34 +45,8 @@ def test_a_budget_that_cannot_fit_says_what_fits(
 
 
 def options_of(**changes: Any) -> dict[str, Any]:
-    names = [
-        "ranks",
-        "tokens",
-        "hidden",
-        "topk",
-        "experts",
-        "quant",
-        "contenders",
-        "iterations",
-        "output",
-        "seed",
-        "plot",
-        "markdown",
-    ]
-    usual = {
-        "device": SimpleNamespace(value="cuda"),
-        "max_tokens": "same",
-        "dtype": "bfloat16",
-        "as_json": False,
-        "combine_quant": "none",
-        "layout": "compact",
-        "routing": "uniform",
-        "max_sms": "0",
-        "gpus_per_node": "0",
-        "shared_gpu": True,
-        "cold_cache": False,
-    }
-    return dict.fromkeys(names) | usual | changes
+    typed = {each.name: each.default for each in OPTIONS} | {"device": Device.CUDA, "shared_gpu": True} | changes
+    return vars(values_of(OPTIONS, typed))
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def test_only_weights_of_valid_ids_count():
         ({"routing": ("nowhere",)}, UnknownNameError, "zipf"),
         ({"layout": ("sorted",)}, UnknownNameError, "rank_major"),
         ({"max_num_tokens": ("many",)}, ConfigError, "same"),
-        ({"max_num_tokens": ("2",)}, ConfigError, "max_num_tokens >= num_tokens 4"),
+        ({"max_num_tokens": ("2",)}, ConfigError, "max_num_tokens >= 4, the tokens of a rank"),
         ({"num_tokens": (0,)}, ConfigError, "num_tokens >= 1"),
         ({"topk": (17,)}, TopKError, "topk <= 16"),
         ({"hidden_dim": (192,), "quant_type": ("fp8_per_1x128",)}, ConfigError, "multiple of 128"),

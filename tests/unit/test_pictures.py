@@ -82,8 +82,8 @@ DRAWN = {
     "rates of two": lambda path: plot_rates(self_test("cuda", 2), path),
     "rates of one": lambda path: plot_rates(SelfTest("cuda", 1, {}), path),
     "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
-    "one number of nodes": lambda path: plot_predictions(predictions("2", max_tokens=32, hidden_dim=512), path),
-    "nodes": lambda path: plot_predictions(predictions("2,4", max_tokens=32, hidden_dim=512), path),
+    "one number of nodes": lambda path: plot_predictions(predictions((2,), max_tokens=32, hidden=512), path),
+    "nodes": lambda path: plot_predictions(predictions((2, 4), max_tokens=32, hidden=512), path),
 }
 
 

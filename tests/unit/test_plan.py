@@ -329,7 +329,7 @@ def test_nodes():
     assert nodes(8, gpus_per_node=4) == (2, 4, "InterNodeV1", transport)
     assert nodes(16, gpus_per_node=16) == (1, 16, "IntraNode", "auto")
     for world_size, options in ((12, {}), (8, {"gpus_per_node": 3}), (4, {"gpus_per_node": 8})):
-        with pytest.raises(ConfigError, match="--gpus-per-node to divide"):
+        with pytest.raises(ConfigError, match="gpus_per_node to divide"):
             nodes(world_size, **options)
     assert nodes(12, gpus_per_node=6) == (2, 6, "InterNodeV1", transport)
 

@@ -101,7 +101,7 @@ def test_more_experts_per_token_than_experts_are_refused_before_anything_is_done
     with mock.patch("ep_a2a.commands.trace.command.execute") as execute:
         done = CliRunner().invoke(make_app(), ["trace", *options])
     assert isinstance(done.exception, TopKError)
-    assert "--topk of at most 4" in str(done.exception)
+    assert "--topk <= 4" in str(done.exception)
     assert not (tmp_path / "out").exists()
     execute.assert_not_called()
 

@@ -26,7 +26,7 @@ from ep_a2a.commands.bench.view import show
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Sweep
-from ep_a2a.commands.options import MOST_EXPERTS, MOST_HIDDEN, MOST_TOPK, distinct, given, numbers
+from ep_a2a.commands.options import given
 from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
@@ -80,9 +80,8 @@ def run(options: dict[str, Any]) -> bool:
     if shared:
         require_shareable(kind, joined=dist.is_torchelastic_launched())
     defaults = DEFAULTS[kind]
-    nodes = numbers("gpus-per-node", options["gpus_per_node"], ())
-    usual = defaults.contenders + (BETWEEN_NODES if any(nodes) else ())
-    names = usual if options["contenders"] is None else present_names(distinct("contenders", options["contenders"]))
+    usual = defaults.contenders + (BETWEEN_NODES if any(options["gpus_per_node"]) else ())
+    names = usual if options["contenders"] is None else present_names(options["contenders"])
     check_names(names)
     output, markdown, plot = (options[name] for name in ("output", "markdown", "plot"))
     for path in (output, markdown):
@@ -118,18 +117,18 @@ def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
         require_several(ranks)
     return Sweep(
         world_size=ranks,
-        hidden_dim=numbers("hidden", options["hidden"], (defaults.hidden_dim,), MOST_HIDDEN),
-        topk=numbers("topk", options["topk"], (defaults.topk,), MOST_TOPK),
-        num_experts=numbers("experts", options["experts"], (defaults.num_experts,), MOST_EXPERTS),
-        dtype=distinct("dtype", options["dtype"]),
-        quant_type=distinct("quant", options["quant"] or defaults.quant_type),
-        combine_quant=distinct("combine-quant", options["combine_quant"]),
-        layout=distinct("layout", options["layout"]),
-        routing=distinct("routing", options["routing"]),
-        max_num_tokens=distinct("max-tokens", options["max_tokens"]),
-        num_tokens=numbers("tokens", options["tokens"], defaults.num_tokens),
-        max_sms=numbers("max-sms", ",".join(distinct("max-sms", options["max_sms"])), ()),
-        gpus_per_node=numbers("gpus-per-node", options["gpus_per_node"], ()),
+        hidden_dim=options["hidden"] or (defaults.hidden_dim,),
+        topk=options["topk"] or (defaults.topk,),
+        num_experts=options["experts"] or (defaults.num_experts,),
+        dtype=options["dtype"],
+        quant_type=options["quant"] or (defaults.quant_type,),
+        combine_quant=options["combine_quant"],
+        layout=options["layout"],
+        routing=options["routing"],
+        max_num_tokens=options["max_tokens"],
+        num_tokens=options["tokens"] or defaults.num_tokens,
+        max_sms=options["max_sms"],
+        gpus_per_node=options["gpus_per_node"],
         **given({"seed": options["seed"]}),
     )
 
@@ -218,13 +217,13 @@ def multiprocessors() -> int:
     return min(int(torch.cuda.get_device_properties(gpu).multi_processor_count) for gpu in gpus)
 
 
-def requested_ranks(text: str | None, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
+def requested_ranks(named: tuple[int, ...] | None, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
     """Returns the numbers of ranks to measure: those of --ranks, else of the job, or one per GPU.
 
     Raises:
         ConfigError: --ranks is not the number of ranks that torchrun has started.
     """
-    requested = numbers("ranks", text, (default or torch.cuda.device_count(),))
+    requested = named or (default or torch.cuda.device_count(),)
     if is_joined and requested != (default,):
-        raise ConfigError(f"--ranks {default}, which torchrun has started", str(text), "Leave --ranks out.")
+        raise ConfigError(f"--ranks {default}, which torchrun has started", str(named), "Leave --ranks out.")
     return requested

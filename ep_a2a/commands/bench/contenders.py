@@ -70,7 +70,7 @@ def check_names(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in CONTENDERS:
-            raise UnknownNameError(f"contenders out of {', '.join(CONTENDERS)}", repr(name))
+            raise UnknownNameError(f"out of {', '.join(CONTENDERS)}", repr(name), field="contenders")
 
 
 def make_contender(name: str) -> Contender:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ep_a2a import env
+from ep_a2a.commands.options import check_topk
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.file import choose_backend, read_config_file
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import TopKError
+from ep_a2a.errors import UnknownNameError
 from ep_a2a.managers.registry import check_backend_name
 
 SEED = 20240229
@@ -77,15 +78,18 @@ class DemoSettings:
             TopKError: topk exceeds the experts.
             ConfigError: a size that no op can have.
         """
-        if self.topk > self.num_experts:
-            raise TopKError(f"topk <= {self.num_experts}, the number of experts", str(self.topk), "Lower --topk.")
+        check_topk(self.topk, self.num_experts)
         config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
 
 
 def choose_named_backend(option: str | None) -> tuple[str, str]:
     """Returns the name of the backend and who chose it, in the order of config.file.choose_backend."""
     name = choose_backend(option)
-    check_backend_name(name)
+    try:
+        check_backend_name(name)
+    except UnknownNameError as error:
+        error.field = f"--backend or {env.BACKEND.name}"
+        raise
     path = env.CONFIG.get()
     if option:
         return name, "named by --backend"

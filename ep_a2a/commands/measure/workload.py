@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ep_a2a.commands.options import check_topk
 from ep_a2a.config import (
     ALIGNMENT_BYTES,
     COMBINE_DTYPES,
@@ -18,7 +19,7 @@ from ep_a2a.config import (
     Layout,
     QuantType,
 )
-from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
+from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, destination_mask, num_distinct_ranks, traffic_matrix
 
 INPUT_SCALE = 0.1
@@ -243,10 +244,10 @@ def _workload(values: dict[str, Any]) -> Workload:
         ("routing", ROUTINGS),
     ):
         if values[name] not in allowed:
-            raise UnknownNameError(f"{name} to be one of {', '.join(map(str, allowed))}", repr(values[name]))
+            raise UnknownNameError(f"to be one of {', '.join(map(str, allowed))}", repr(values[name]), field=name)
     bound = values["max_num_tokens"]
     if bound != SAME and not bound.isdecimal():
-        raise ConfigError(f"max_num_tokens to be a number or {SAME!r}", repr(bound))
+        raise ConfigError(f"to be a number or {SAME!r}", repr(bound), field="max_num_tokens")
     max_num_tokens = values["num_tokens"] if bound == SAME else int(bound)
     workload = Workload(**values | {"max_num_tokens": max_num_tokens, "dtype": DTYPES[values["dtype"]]})
     _check(workload)
@@ -261,17 +262,17 @@ def _check(workload: Workload) -> None:
     size, num_tokens = workload.gpus_per_node, workload.num_tokens
     divides = size == 0 or (size > 0 and workload.world_size % size == 0)
     for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
-        _require(getattr(workload, name) >= 1, f"{name} >= 1", getattr(workload, name))
-    _require(workload.max_sms >= 0, "max_sms >= 0", workload.max_sms)
-    _require(divides, f"gpus_per_node to divide {workload.world_size} ranks, or 0 for one node", size)
+        _require(getattr(workload, name) >= 1, name, ">= 1", getattr(workload, name))
+    _require(workload.max_sms >= 0, "max_sms", ">= 0", workload.max_sms)
+    _require(divides, "gpus_per_node", f"to divide {workload.world_size} ranks, or 0 for one node", size)
     bound = workload.max_num_tokens
-    _require(bound >= num_tokens, f"max_num_tokens >= num_tokens {num_tokens}", bound, f"Raise it, or say {SAME!r}.")
-    if workload.topk > workload.num_experts:
-        raise TopKError(f"topk <= {workload.num_experts}, the number of experts", str(workload.topk), "Lower --topk.")
-    expected = f"hidden_dim to be a multiple of {step} with these casts"
-    _require(workload.hidden_dim % step == 0, expected, workload.hidden_dim)
+    expected = f">= {num_tokens}, the tokens of a rank"
+    _require(bound >= num_tokens, "max_num_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
+    check_topk(workload.topk, workload.num_experts)
+    expected = f"to be a multiple of {step} with these casts"
+    _require(workload.hidden_dim % step == 0, "hidden_dim", expected, workload.hidden_dim)
 
 
-def _require(condition: bool, expected: str, got: int, remedy: str | None = None) -> None:
+def _require(condition: bool, field: str, expected: str, got: int, remedy: str | None = None) -> None:
     if not condition:
-        raise ConfigError(expected, str(got), remedy)
+        raise ConfigError(expected, str(got), remedy, field=field)

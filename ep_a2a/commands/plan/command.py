@@ -45,7 +45,7 @@ FOR_OP = (
     "max_total_recv_tokens",
     "flagged_max_tokens",
 )
-BETWEEN_NODES = ("nodes", "nic_gbps", "chunk_tokens", "num_credits", "markdown", "plot", "seed")
+BETWEEN_NODES = ("nodes", "nic_gbps", "chunk_tokens", "credits", "markdown", "plot", "seed")
 """Parameters of the command by what they are for."""
 
 
@@ -62,9 +62,9 @@ def execute(options: dict[str, Any]) -> None:
     vllm, as_json, output = options["vllm"], options["as_json"], options["output"]
     for_both = {
         "gpus_per_node": options["gpus_per_node"],
-        "hidden_dim": options["hidden"],
+        "hidden": options["hidden"],
         "dtype": dtype_named(options["dtype"]),
-        "cast": options["quant"] and options["quant"].value,
+        "quant": options["quant"] and options["quant"].value,
     }
     check_can_write(output)
     if options["nodes"] is not None or options["published"]:
@@ -77,12 +77,13 @@ def execute(options: dict[str, Any]) -> None:
     refuse(between, "without --nodes", "Say --nodes.")
     if vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        if for_both["cast"] in (None, QuantType.NONE.value):
+        if for_both["quant"] in (None, QuantType.NONE.value):
             refuse({"scale_format": for_op["scale_format"]}, "without --quant", "Name the cast that writes scales.")
         plan, assumed = plan_op(**given(for_op), **given(for_both))
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model), **given(for_both)})
+        named = {"hidden_dim": for_both.pop("hidden"), "cast": for_both.pop("quant")}
+        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model | for_both | named)})
     show(plan, assumed, as_json=as_json, output=output, verbose=options["verbose"])
 
 
@@ -91,26 +92,26 @@ def plan_op(
     ranks: int = 8,
     gpus_per_node: int | None = None,
     max_tokens: int = 4096,
-    hidden_dim: int = 7168,
+    hidden: int = 7168,
     topk: int = 8,
     experts: int = 256,
     dtype: torch.dtype | None = None,
-    cast: str = "none",
+    quant: str = "none",
     combine_quant: str = "none",
     **others: Any,
 ) -> tuple[Plan, list[str]]:
     """Returns the plan of an op of these sizes, and what it assumes."""
-    parse_enum(QuantType, combine_quant, "--combine-quant")
+    parse_enum(QuantType, combine_quant, "combine_quant")
     kwargs = {
         "num_ep_ranks": ranks,
         "input_dtype": dtype or torch.bfloat16,
-        "quant_dtype": None if cast == "none" else FP8_DTYPE,
-        "token_hidden_size": hidden_dim,
+        "quant_dtype": None if quant == "none" else FP8_DTYPE,
+        "token_hidden_size": hidden,
         "max_num_tokens_per_dp_rank": max_tokens,
         "num_experts_per_token": topk,
         "num_experts": experts,
         "quant_type": combine_quant,
-        "dispatch_quant_type": cast,
+        "dispatch_quant_type": quant,
         **others,
     }
     if across := ranks > (gpus_per_node or ranks):
@@ -152,5 +153,5 @@ def show(plan: Plan, assumed: list[str], *, as_json: bool, output: Path | None =
 def dtype_named(name: str | None) -> torch.dtype | None:
     """Returns the dtype of --dtype; UnknownNameError where there is none of that name."""
     if name is not None and name not in DTYPES:
-        raise UnknownNameError(f"--dtype to be one of {', '.join(DTYPES)}", repr(name))
+        raise UnknownNameError(f"to be one of {', '.join(DTYPES)}", repr(name), field="dtype")
     return None if name is None else DTYPES[name]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, different_files, give_json, write_text
-from ep_a2a.commands.options import given, numbers, refuse
+from ep_a2a.commands.options import given, refuse
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -19,21 +18,23 @@ CASTS = ("none", "fp8_per_1x128")
 
 
 def predictions(
-    nodes: str,
+    nodes: tuple[int, ...],
     *,
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
-    nic_gbps: float | None = None,
-    chunk_tokens: int | None = None,
-    num_credits: int | None = None,
     max_tokens: int = 4096,
-    hidden_dim: int = 7168,
+    hidden: int = 7168,
     topk: int = 8,
     experts: int = 256,
-    cast: str = "none",
+    quant: str = "none",
     seed: int = 0,
+    **of_cluster: Any,
 ) -> list[Prediction]:
     """Returns predictions for a copy per node and a copy per rank, for each number of nodes.
+
+    Args:
+        nodes, ranks, gpus_per_node, max_tokens, hidden, topk, experts, quant, seed: as the options of `ep-a2a plan`.
+        of_cluster: other fields of Cluster.
 
     Raises:
         ConfigError: numbers are impossible, or ranks is not nodes times gpus_per_node.
@@ -43,11 +44,10 @@ def predictions(
     from ep_a2a.commands.simulation.predict import predict
     from ep_a2a.commands.simulation.traffic import Copies, Shape
 
-    if cast not in CASTS:
-        raise UnsupportedError(f"--quant {' or '.join(CASTS)} with --nodes", cast, "Choose one of these.")
-    options = given({"nic_gbps": nic_gbps, "chunk_tokens": chunk_tokens, "num_credits": num_credits})
-    shape = Shape(max_tokens, hidden_dim, topk, experts, casts=cast != "none")
-    clusters = [Cluster(count, gpus_per_node, **options) for count in numbers("nodes", nodes, ())]
+    if quant not in CASTS:
+        raise UnsupportedError(f"{' or '.join(CASTS)} with --nodes", quant, "Choose one of these.", field="quant")
+    shape = Shape(max_tokens, hidden, topk, experts, casts=quant != "none")
+    clusters = [Cluster(count, gpus_per_node, **of_cluster) for count in nodes]
     for cluster in clusters:
         if ranks not in (None, cluster.num_ranks):
             raise ConfigError(
@@ -58,7 +58,12 @@ def predictions(
     return [predict(cluster, shape, copies, seed) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 
-USED_OPTIONS = tuple(inspect.signature(predictions).parameters)
+FIELDS = {
+    **{name: name for name in ("nodes", "ranks", "gpus_per_node", "max_tokens", "hidden", "topk", "experts", "quant")},
+    **{name: name for name in ("seed", "nic_gbps", "chunk_tokens")},
+    "credits": "num_credits",
+}
+"""Arguments of `predictions` by option."""
 
 
 def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) -> None:
@@ -76,7 +81,7 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
     from ep_a2a.commands.plotting import check_can_plot
     from ep_a2a.commands.simulation.published import compare, published_tables
 
-    known, when, why = (*USED_OPTIONS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
+    known, when, why = (*FIELDS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
     if is_published:
         known, when, why = ("markdown", "output"), "--published", "the published tables decide it."
     refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
@@ -89,7 +94,7 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
         compared = [each for published in published_tables() for each in compare(published)]
         report, values = report_of_published(compared), {"compared": [each.as_json_object() for each in compared]}
     else:
-        found = predictions(**given({name: options[name] for name in USED_OPTIONS}))
+        found = predictions(**given({field: options[name] for name, field in FIELDS.items()}))
         report, values = report_of(found), {"predictions": [each.as_json_object() for each in found]}
         if plot is not None:
             plot_predictions(found, plot)

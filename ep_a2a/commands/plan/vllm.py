@@ -85,9 +85,10 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
     world_size, num_experts = options.world_size, model.num_experts + options.num_redundant_experts
     if options.data_parallel_size < 2:
         raise UnsupportedError(
-            "--data-parallel-size of at least 2",
+            "of at least 2",
             f"{options.data_parallel_size}, with which vLLM replicates tokens and adds up with an all-reduce",
-            "Say the --data-parallel-size that vLLM is started with.",
+            "Give the number that vLLM is started with.",
+            field="data_parallel_size",
         )
     if options.num_redundant_experts and num_experts % world_size:
         raise ConfigError(
@@ -98,9 +99,10 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
         )
     if options.world_size % options.node_size:
         raise ConfigError(
-            f"--gpus-per-node to divide the {options.world_size} ranks: nodes are of one size",
+            f"to divide the {options.world_size} ranks: nodes are of one size",
             f"{options.node_size}{'' if options.gpus_per_node else ', the default'}",
             f"Say how many GPUs each node has, at most {options.world_size}.",
+            field="gpus_per_node",
         )
     hidden_dim = options.hidden_dim or model.hidden_dim
     wire = _wire(model, options, hidden_dim)

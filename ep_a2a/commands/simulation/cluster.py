@@ -45,15 +45,9 @@ class Cluster:
     num_credits: int = 8
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("--nodes", self.num_nodes),
-            ("--gpus-per-node", self.gpus_per_node),
-            ("--nic-gbps", self.nic_gbps),
-            ("--chunk-tokens", self.chunk_tokens),
-            ("--credits", self.num_credits),
-        ):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{option} above 0", str(value), f"Say a positive {option}.")
+        for name in ("num_nodes", "gpus_per_node", "nic_gbps", "chunk_tokens", "num_credits"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError("above 0", str(getattr(self, name)), "Give a positive number.", field=name)
 
     @property
     def num_ranks(self) -> int:

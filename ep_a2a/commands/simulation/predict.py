@@ -84,7 +84,7 @@ def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Pr
     if cluster.num_ranks > MAX_RANKS:
         raise ConfigError(f"at most {MAX_RANKS} GPUs", str(cluster.num_ranks), "Lower --nodes.")
     if shape.topk > shape.num_experts:
-        raise ConfigError(f"--topk of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.")
+        raise ConfigError(f"of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.", field="topk")
     chunks = sample_chunks(cluster, shape, copies, seed)
     dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
     return Prediction(
