@@ -195,11 +195,9 @@ def _cuda_gpus(m: Machine) -> Finding:
     return error(f"torch sees none: {said or problem or 'it gives no reason'}", remedy)
 
 
-def driver(m: Machine) -> Finding | None:
+def driver(m: Machine) -> Finding:
     """That the driver can be used, and serves torch's CUDA."""
     cuda, built = m.driver.cuda, m.torch.cuda_build or "0"
-    if not m.has_nvidia_gpus:
-        return None
     if cuda is None:
         return error(m.driver.problem, "nvidia-smi must work; in a container, start it with --gpus all.")
     found = f"{m.driver.version or 'version unknown'}, up to CUDA {dotted(cuda)}"
@@ -257,7 +255,7 @@ def gpu_memory(m: Machine) -> Iterator[Finding]:
 
 def sharing(m: Machine) -> Iterator[Finding]:
     """How many ranks fit on a GPU, once for GPUs of one kind, and how they would get at it."""
-    for num_sms in dict.fromkeys(gpu.num_sms for gpu in m.driver.gpus) if m.has_nvidia_gpus else ():
+    for num_sms in dict.fromkeys(gpu.num_sms for gpu in m.driver.gpus):
         share = "multiprocessors unknown"
         if num_sms is not None:
             shares = [(ranks, num_sms // ranks) for ranks in SHARING_RANKS if num_sms // ranks >= LEAST_PROGRAMS]
@@ -274,8 +272,6 @@ def sharing(m: Machine) -> Iterator[Finding]:
 
 def compiler(m: Machine) -> Iterator[Finding]:
     """What Triton needs to build its launcher."""
-    if not m.has_nvidia_gpus:
-        return
     if not m.host.compiler:
         yield error("no C compiler; Triton builds its launcher with one", "apt-get install gcc, or set CC to one.")
     if not m.host.python_header:
@@ -285,11 +281,9 @@ def compiler(m: Machine) -> Iterator[Finding]:
         yield ok(f"{m.host.compiler}, Python.h")
 
 
-def triton_cache(m: Machine) -> Finding | None:
+def triton_cache(m: Machine) -> Finding:
     """The folder where Triton keeps compiled kernels."""
     cache = m.host.triton_cache
-    if not m.has_nvidia_gpus:
-        return None
     if not cache.writable:
         return error(f"{cache.path} cannot be written to", OTHER_CACHE)
     if cache.unsafe:
@@ -303,7 +297,7 @@ def triton_cache(m: Machine) -> Finding | None:
 
 def triton_interpret(m: Machine) -> Finding | None:
     """Whether Triton's interpreter runs an engine's kernels."""
-    if not m.has_nvidia_gpus or m.environment.get("TRITON_INTERPRET", "0") in ("", "0"):
+    if m.environment.get("TRITON_INTERPRET", "0") in ("", "0"):
         return None
     return warning("set: an engine's own kernels are interpreted, ours are not", "Unset it.")
 
@@ -311,7 +305,7 @@ def triton_interpret(m: Machine) -> Finding | None:
 def tuned_tables(m: Machine) -> Finding | None:
     """Whether launch numbers are tuned for these GPUs."""
     gpus = m.driver.gpus
-    if len(gpus) < 2 or gpus[0].capability is None:
+    if gpus[0].capability is None:
         return None
     name = "sm_{}{}_intra_node_ep{}_".format(*gpus[0].capability, len(gpus))
     if any(table.startswith(name) for table in m.installation.tuned_tables):
@@ -326,15 +320,13 @@ def links(m: Machine) -> Finding | None:
     """How pairs of GPUs are connected."""
     table = m.driver.links
     pairs = [table[a][b] for a in range(len(table)) for b in range(a)]
-    if len(m.driver.gpus) < 2 or not table:
+    if not table:
         return None
     return ok(", ".join(f"{pairs.count(kind)} pairs by {kind}" for kind in sorted(set(pairs))))
 
 
 def reach(m: Machine) -> Iterator[Finding]:
     """Whether GPUs reach each other's memory; whether a missing pair is an error depends on the backend."""
-    if len(m.driver.gpus) < 2:
-        return
     if not m.driver.access:
         yield note("not known: the driver library could not be asked")
     for way, pairs in m.unreached.items() if m.driver.access else ():
@@ -346,16 +338,15 @@ def reach(m: Machine) -> Iterator[Finding]:
 
 def symmetric_memory(m: Machine) -> Finding | None:
     """torch's symmetric memory."""
-    if not m.has_nvidia_gpus or not m.torch.works:
+    if not m.torch.works:
         return None
-    if not m.torch.has_symmetric_memory:
-        return error("not in this torch", "Install a torch of 2.11 or later with CUDA.")
-    return ok("torch's")
+    remedy = "Install a torch of 2.11 or later with CUDA."
+    return ok("torch's") if m.torch.has_symmetric_memory else error("not in this torch", remedy)
 
 
 def cuda_ipc(m: Machine) -> Finding | None:
     """What shares memory among ranks that all call their GPU cuda:0."""
-    if not m.has_nvidia_gpus or not m.torch.has_symmetric_memory or "cuda-bindings" in m.installation.packages:
+    if not m.torch.has_symmetric_memory or "cuda-bindings" in m.installation.packages:
         return None
     found = "without cuda-bindings: ranks that all call their GPU cuda:0 (Ray) cannot share memory"
     return note(found, "pip install cuda-bindings")
@@ -400,10 +391,10 @@ def nccl(m: Machine) -> Finding | None:
     return note(f"{loaded}; torch was built with {built}") if built and loaded != built else ok(loaded)
 
 
-def nvshmem(m: Machine) -> Finding | None:
+def nvshmem(m: Machine) -> Finding:
     """Whether NVSHMEM is there, for those who ask for it."""
     found = "installed" if m.installation.has_nvshmem else "no package nvidia-nvshmem"
-    return note(f"{found}; used with {env.INTERNODE_TRANSPORT.name}=nvshmem only") if m.has_gpus else None
+    return note(f"{found}; used with {env.INTERNODE_TRANSPORT.name}=nvshmem only")
 
 
 def libraries(m: Machine) -> Iterator[Finding]:
@@ -432,7 +423,7 @@ def rdma(m: Machine) -> Iterator[Finding]:
 
 def gpu_direct(m: Machine) -> Finding | None:
     """Whether NICs reach GPU memory."""
-    if not m.has_nvidia_gpus or not m.rdma or m.host.gpu_direct:
+    if not m.rdma or m.host.gpu_direct:
         return None
     return note("no nvidia_peermem: NCCL needs DMA-BUF, or copies by way of the host", "modprobe nvidia_peermem")
 

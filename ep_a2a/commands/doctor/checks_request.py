@@ -64,8 +64,6 @@ def vllm(m: Machine) -> Finding:
 
 def vllm_plugins(m: Machine) -> Iterator[Finding]:
     """Whether vLLM finds the plugin."""
-    if m.vllm.version is None or m.vllm.version_problem:
-        return
     if not m.installation.vllm_entry_point:
         yield error("ep_a2a is not among them: vLLM will say that the backend's name is unknown", INSTALL)
     yield from _left_out(m, PLUGIN, error)
@@ -283,8 +281,6 @@ def fp8(m: Machine) -> Finding | None:
 def nodes(m: Machine) -> Iterator[Finding]:
     """That ep_a2a's own kernels run between these nodes."""
     ranks = m.choice.ranks_per_node
-    if m.choice.backend != DEFAULT_BACKEND:
-        return
     if len(set(ranks)) > 1:
         remedy = f"Start as many ranks on each node, or use {PORTABLE}."
         yield error(f"unlike numbers of ranks: {', '.join(map(str, ranks))}", remedy)
@@ -296,7 +292,7 @@ def nodes(m: Machine) -> Iterator[Finding]:
 def needed_reach(m: Machine) -> Iterator[Finding]:
     """That GPUs reach each other's memory, as ep_a2a's own kernels need."""
     for way, pairs in m.unreached.items():
-        if pairs and m.torch.num_gpus and m.choice.backend == DEFAULT_BACKEND:
+        if pairs and m.torch.num_gpus:
             found = f"missing between GPUs {pairs}; ep_a2a's kernels need it (NVLink)"
             yield error(found, USE_PORTABLE, subject=way)
 
@@ -373,11 +369,9 @@ def ranks(m: Machine) -> Finding | None:
     return error(f"{most} on a node, {num_gpus} GPUs here", "Start one rank per GPU.")
 
 
-def memory(m: Machine) -> Finding | None:
+def memory(m: Machine) -> Finding:
     """That the op's memory is there."""
     most, num_gpus, needed = max(m.choice.ranks_per_node), m.torch.num_gpus, m.needed_bytes
-    if m.request.max_tokens is None:
-        return None
     if m.choice.backend != DEFAULT_BACKEND:
         return note(f"not known for {m.choice.backend}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes")
     if len(m.choice.ranks_per_node) > 1:

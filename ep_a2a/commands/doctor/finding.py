@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ep_a2a.errors import EpA2AError
 
 
-class Level(enum.Enum):
+class Level(enum.StrEnum):
     """How much a finding matters, in ascending order."""
 
     OK = "ok"
@@ -56,15 +56,17 @@ class Check:
         section: heading of the report under which its findings stand.
         name: what it looks at; the subject of its findings, unless they name another.
         judge: returns what it finds on a machine; None where there is nothing to say.
+        only: whether a machine has what the check looks at.
     """
 
     section: str
     name: str
     judge: Callable[[Machine], Findings]
+    only: Callable[[Machine], object] = bool
 
     def findings(self, machine: Machine) -> list[Finding]:
         """Returns what the check finds, each with a subject."""
-        found = self.judge(machine)
+        found = self.judge(machine) if self.only(machine) else None
         several = [] if found is None else [found] if isinstance(found, Finding) else found
         return [Finding(one.level, one.found, one.remedy, one.subject or self.name) for one in several]
 

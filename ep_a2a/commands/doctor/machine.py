@@ -351,11 +351,6 @@ class Machine:
         return bool(self.driver.gpus) or self.driver.num_gpus_of_host > 0 or self.torch.num_gpus > 0
 
     @property
-    def has_nvidia_gpus(self) -> bool:
-        """Whether there are GPUs, and torch is not built for AMD's."""
-        return self.has_gpus and not self.torch.hip_build
-
-    @property
     def unreached(self) -> dict[str, str]:
         """By way of access, pairs of GPUs of which one does not reach the other, as text."""
         ways = {"peer access": self.driver.access, "native atomics": self.driver.atomics}

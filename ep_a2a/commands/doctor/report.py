@@ -64,17 +64,7 @@ def execute(
     report = {
         "ep_a2a": ep_a2a.__version__,
         "usable": not prevented,
-        "findings": [
-            {
-                "section": section,
-                "subject": each.subject,
-                "level": each.level.value,
-                "found": each.found,
-                "remedy": each.remedy,
-            }
-            for section, findings in sections.items()
-            for each in findings
-        ],
+        "findings": [{"section": name, **asdict(each)} for name, findings in sections.items() for each in findings],
         "choice": facts.pop("choice"),
         "machine": facts,
         "selftest": None if test is None else test.as_json_object(),
@@ -125,7 +115,7 @@ def render(version: str, sections: Mapping[str, Sequence[Finding]], terminal_wid
     for heading, findings in sections.items():
         lines += ["", heading] if findings else []
         for each in findings:
-            level = each.level.value.upper() if each.level in (Level.WARNING, Level.ERROR) else each.level.value
+            level = each.level.upper() if each.level in (Level.WARNING, Level.ERROR) else each.level
             lines += _folded(f"  {level:<{LEVEL_WIDTH}}  {each.subject:<{width}}  ", each, columns)
     errors = sum(each.prevents_use for each in everything)
     warnings = sum(each.level is Level.WARNING for each in everything)
