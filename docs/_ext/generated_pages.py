@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +88,27 @@ def errors() -> str:
 
 
 def commands() -> str:
-    """A section for each command of `ep-a2a`, from its table of options."""
+    """A section for each command of `ep-a2a`, from its table of options.
+
+    Options that most commands have are named at the end of a section; the page describes them once.
+    """
     from ep_a2a.cli import app
     from ep_a2a.cli.command import panels_of
 
+    modules = {name: importlib.import_module(f"ep_a2a.cli.{name}") for name in app.COMMANDS}
+    panels = {name: panels_of(module.OPTIONS) for name, module in modules.items()}
+    counts = Counter(row for of_command in panels.values() for options in of_command.values() for row in options)
+    shared = {row for row, count in counts.items() if count > len(modules) // 2}
     parts = []
-    for name in app.COMMANDS:
-        module = importlib.import_module(f"ep_a2a.cli.{name}")
+    for name, module in modules.items():
         lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(module.run.__doc__ or "")]
-        for panel, options in panels_of(module.OPTIONS).items():
-            rows = [(f"`{names}`", f"`{value}`" if value else "", text) for names, value, text in options]
-            lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
+        also = []
+        for panel, options in panels[name].items():
+            rows = [(f"`{row[0]}`", f"`{row[1]}`" if row[1] else "", row[2]) for row in options if row not in shared]
+            also += [f"`{row[0]}`" for row in options if row in shared]
+            if rows:
+                lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
+        lines.append(f"Also {', '.join(also)}: [as in all commands](#what-all-commands-do-alike).")
         parts.append("\n\n".join(lines))
     return "\n\n".join(parts)
 
@@ -113,27 +124,33 @@ def config_fields() -> str:
     """The table of EpDispatchCombineConfig's fields."""
     from ep_a2a.config import EpDispatchCombineConfig
 
-    meanings = sections(EpDispatchCombineConfig.__doc__)[1]
-    rows = [
-        (f"`{each.name}`", each.type, default_of(each), meanings.get(each.name, ""))
-        for each in dataclasses.fields(EpDispatchCombineConfig)
-    ]
+    first: dict[str, str] = {}
+    rows = []
+    for each in dataclasses.fields(EpDispatchCombineConfig):
+        meaning = sections(EpDispatchCombineConfig.__doc__)[1].get(each.name, "")
+        name = first.setdefault(meaning, each.name)
+        shown = meaning if name == each.name else f"As `{name}`."
+        rows.append((f"`{each.name}`", each.type, default_of(each), shown))
     return table(("field", "type", "default", "meaning"), rows)
 
 
 def handle_kwargs() -> str:
-    """The table of the kwargs of `manager.get_handle`, and the config field that each sets."""
+    """The kwargs of `manager.get_handle`: the config fields that other names set, then those of equal names."""
     from ep_a2a.config import handle_kwargs as module
 
-    rows = []
-    for kind, names in (
-        ("required", module.REQUIRED_KWARGS),
-        ("optional", module.OPTIONAL_KWARGS),
-        ("ours", module.EXTRA_KWARGS),
-    ):
-        special = {"input_dtype": "data_type, combine_dtype", "quant_dtype": "data_type"}
-        rows += [(f"`{n}`", kind, f"`{module.CONFIG_FIELD_OF_KWARG.get(n) or special.get(n, n)}`") for n in names]
-    return table(("kwarg", "", "config field"), rows)
+    special = {"input_dtype": "data_type, combine_dtype", "quant_dtype": "data_type"}
+    fields = module.CONFIG_FIELD_OF_KWARG | special
+    named = [*module.REQUIRED_KWARGS, *module.OPTIONAL_KWARGS, *module.EXTRA_KWARGS]
+    other = [(f"`{name}`", f"`{fields[name]}`") for name in named if fields.get(name, name) != name]
+    lists = [
+        f"{kind}: {', '.join(f'`{name}`' for name in names)}."
+        for kind, names in (
+            ("Required", module.REQUIRED_KWARGS),
+            ("Optional", module.OPTIONAL_KWARGS),
+            ("This package's own", module.EXTRA_KWARGS),
+        )
+    ]
+    return "\n\n".join([*lists, table(("kwarg", "config field"), other)])
 
 
 def enumerations() -> str:
