@@ -1,4 +1,4 @@
-"""`ep-a2a plan --nodes` and `--published`: what is printed and written, refusals, the README's commands."""
+"""`ep-a2a plan --nodes` and `--published`: what is printed and written, refusals, the commands of docs/cli.md."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def test_refusals(arguments, error, text, monkeypatch):
     assert text in str(result.exception)
 
 
-def test_the_readmes_commands_run(monkeypatch):
+def test_the_pages_commands_run(monkeypatch):
     few = published.published_tables()[:1]
     monkeypatch.setattr(published, "published_tables", lambda: few)
-    commands = re.findall(r"^\.venv/bin/ep-a2a plan (.*)$", (PROJECT / "README.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^ep-a2a plan (.*)$", (PROJECT / "docs" / "cli.md").read_text(), re.MULTILINE)
     own = [each for each in commands if "--vllm" not in each]
     assert any("--nodes" in each for each in own)
     assert "--published" in own
