@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -10,23 +11,28 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ClosedError, ConfigError, StateError, UnsupportedError
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.managers import registry
 from ep_a2a.managers.capabilities import Capabilities
+from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.ops.base import agree_on_config
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
     from ep_a2a.memory.liveness import Liveness
+    from ep_a2a.memory.rendezvous import Rendezvous
 
 Tensor = torch.Tensor
 DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
 DispatchedLogits = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]
 
-_HOOKS = {"dispatch": "_dispatch_topk", "dispatch_router_logits": "_dispatch_logits"}
-"""Method and what a backend that offers it defines in its place."""
+_HOOKS = {"get_handle": "_make_op", "dispatch": "_dispatch_topk", "dispatch_router_logits": "_dispatch_logits"}
+"""The private method that a backend defines to offer a public one."""
 
 HandleKey = tuple[int, tuple[tuple[str, Hashable], ...]]
 
@@ -116,12 +122,25 @@ class All2AllManagerBase:
         self._device_in_use = False
         self._report: TopologyReport | None = None
         self._lock = threading.Lock()
+        self._groups: DeviceGroups | None = None
         self._closed = self._closes_alone = False
+
+    @property
+    def groups(self) -> DeviceGroups:
+        """Process groups by device; made on first use, on every rank."""
+        if self._groups is None:
+            self._groups = DeviceGroups(self.cpu_group, self.device_group)
+        return self._groups
 
     @property
     def liveness(self) -> Liveness | None:
         """Who of the ranks lives; None before the first op, and where this rank sees nobody."""
-        return None
+        return None if self._groups is None else self._groups.liveness
+
+    @property
+    def _rendezvous(self) -> Rendezvous:
+        """Where the ranks meet to build an op."""
+        return self.groups.rendezvous
 
     @property
     def dp_rank(self) -> int:
@@ -203,14 +222,49 @@ class All2AllManagerBase:
         )
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> Any:
-        """Returns the op for these handle kwargs (see config_from_handle_kwargs). Collective when the op is new.
+        """Returns the op for these handle kwargs. Kwargs of equal meaning share one op. Collective when the op is new.
 
         The manager keeps the op weakly: hold it on every rank for as long as any rank uses it.
 
         Args:
-            kwargs: vLLM's and AITER's handle kwargs; all but rank and num_local_experts are equal on all ranks.
+            kwargs: vLLM's and AITER's handle kwargs (see config_from_handle_kwargs); all but rank and num_local_experts
+                are equal on all ranks.
             index: ops whose steps overlap (micro-batches) need different indices.
+
+        Raises:
+            UnknownNameError, ConfigError: a kwarg is unknown or impossible.
+            UnsupportedError: the backend cannot serve this config, on this machine or between these nodes.
+            HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
+            ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
+        self._require_open()
+        if not self.offers("get_handle"):
+            raise self._unsupported("get_handle")
+        topology = self.topology(kwargs.get("gpu_per_node"))
+        self._check_nodes(topology)
+        try:
+            kwargs = {"gpu_per_node": topology.gpu_per_node, **kwargs}
+            config = config_from_handle_kwargs(kwargs, topology.internode)
+            self._check(config, topology, index)
+        except EpA2AError as error:
+            # the other ranks would wait for this one
+            agree_on_config(None, self._rendezvous, index, error)
+            raise
+        self._device_in_use = True
+        make = functools.partial(self._make_op, topology=topology, index=index)
+        return self.handle_cache.get_or_create({"config": config}, make, index)
+
+    def _check_nodes(self, topology: Topology) -> None:
+        """Raises, alike on all ranks, where no op of the backend serves these nodes."""
+
+    def _check(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> None:
+        """Raises where this rank cannot build the op; the other ranks are told."""
+        refusal = self.capabilities.refusal(self.backend, config, topology.num_nodes, index)
+        if refusal is not None:
+            raise refusal
+
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> Any:
+        """Returns a new op. Collective."""
         raise self._unsupported("get_handle")
 
     def dispatch_router_logits(
@@ -352,7 +406,9 @@ class All2AllManagerBase:
         self.destroy(alone=kind is not None)
 
     def _release(self) -> None:
-        """Gives back what a subclass owns besides ops; called once."""
+        """Gives back what the manager owns besides ops; called once."""
+        if self._groups is not None:
+            self._groups.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -361,8 +417,8 @@ class All2AllManagerBase:
     @classmethod
     def offers(cls, method: str) -> bool:
         """Whether this backend has `method`, and does not only inherit the refusal."""
-        implementation = _HOOKS.get(method, method)
-        return getattr(cls, implementation) is not getattr(All2AllManagerBase, implementation)
+        names = (method, _HOOKS.get(method, method))
+        return any(getattr(cls, name) is not getattr(All2AllManagerBase, name) for name in names)
 
     def _unsupported(self, method: str) -> UnsupportedError:
         remedy = f"Use {' or '.join(offered_by(method))}."

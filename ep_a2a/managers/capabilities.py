@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.config import QuantType
 from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -59,11 +60,15 @@ class Capabilities:
         dispatch_casts: dispatch_quant types it takes. cast: "inside" its kernels or "before" them, by torch.
         scale_formats: formats of the scales that a cast makes.
         scales_per_128: fp8 rows travel with one float32 scale per 128 elements, and with no others.
+        scale_row_multiple: bytes of which a token's scales must be a multiple.
         combine_casts: combine_quant types it takes.
+        combine_cast_dtypes: the only dtypes of rows that combine casts.
+        combine_casts_between_nodes: whether combine casts where the group spans nodes, too.
         hidden_sizes: the only hidden sizes it has kernels for.
         hidden_multiple: hidden_dim must be a multiple of it.
         topks: the only numbers of experts per token.
         max_topk: the most experts per token.
+        topk_within_experts: a token may not have more slots than there are experts.
         experts_multiple: the experts of all ranks must be a multiple of it.
         even_experts: every rank must own the same number of experts.
         rank_counts: the only numbers of ranks. max_ranks: the most, min_ranks the fewest.
@@ -96,12 +101,16 @@ class Capabilities:
     cast: str = _in(DTYPES, "cast", "before")
     scale_formats: tuple[str, ...] = _in(DTYPES, "scales of a cast", SCALE_FORMATS)
     scales_per_128: bool = _in(DTYPES, "scales per 128 only", False)
+    scale_row_multiple: int = _in(DTYPES, "bytes of scales multiple of", 0)
     combine_dtypes: tuple[str, ...] = _in(DTYPES, "combine", FLOAT_DTYPES)
     combine_casts: tuple[str, ...] = _in(DTYPES, "combine casts", ("none",))
+    combine_cast_dtypes: tuple[str, ...] = _in(DTYPES, "combine casts of", ())
+    combine_casts_between_nodes: bool = _in(DTYPES, "combine casts between nodes", True)
     hidden_sizes: tuple[int, ...] = _in(SIZES, "hidden sizes", ())
     hidden_multiple: int = _in(SIZES, "hidden multiple of", 0)
     topks: tuple[int, ...] = _in(SIZES, "experts per token", ())
     max_topk: int = _in(SIZES, "experts per token at most", 0)
+    topk_within_experts: bool = _in(SIZES, "experts per token within all", False)
     experts_multiple: int = _in(SIZES, "experts multiple of", 0)
     even_experts: bool = _in(SIZES, "experts same on all ranks", False)
     max_tokens: int = _in(SIZES, "tokens per rank", 0)
@@ -116,26 +125,33 @@ class Capabilities:
     was_run: str = _in(RUN, "was run", "")
     notes: tuple[str, ...] = _in(RUN, "notes", ())
 
-    def refusal(self, backend: str, config: EpDispatchCombineConfig, num_nodes: int) -> UnsupportedError | None:
+    def refusal(
+        self, backend: str, config: EpDispatchCombineConfig, num_nodes: int, index: int = 0
+    ) -> UnsupportedError | None:
         """Returns why the backend cannot build an op of this config, or None. The same on all ranks.
 
         Args:
             backend: the backend's name, for the error.
             config: the config asked for.
             num_nodes: nodes of the group.
+            index: the op's; others than 0 are for micro-batches whose steps overlap.
         """
-        for expected, got, remedy in self._differences(config, num_nodes):
+        for expected, got, remedy in self._differences(config, num_nodes, index):
             return UnsupportedError(f"{expected}, which is what backend {backend!r} can do", got, remedy)
         return None
 
-    def _differences(self, config: EpDispatchCombineConfig, num_nodes: int) -> Iterator[tuple[str, str, str]]:
+    def _differences(
+        self, config: EpDispatchCombineConfig, num_nodes: int, index: int
+    ) -> Iterator[tuple[str, str, str]]:
         """Yields (limit, request, remedy) for each request that the backend cannot serve."""
+        casts_in_combine = config.combine_quant is not QuantType.NONE
         choices: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
             ("layout", self.layouts, str(config.layout)),
             ("tokens", self.token_dtypes, _name(config.data_type)),
             ("combine_dtype", self.combine_dtypes, _name(config.combined_dtype)),
             ("a cast of dispatch", self.dispatch_casts, config.dispatch_quant.value),
             ("a cast of combine", self.combine_casts, config.combine_quant.value),
+            ("a cast of combine", self.combine_cast_dtypes if casts_in_combine else (), _name(config.combined_dtype)),
             ("hidden_dim", self.hidden_sizes, config.hidden_dim),
             ("num_experts_per_token", self.topks, config.topk),
             ("world_size", self.rank_counts, config.world_size),
@@ -158,18 +174,26 @@ class Capabilities:
         for what, most, asked in bounds:
             if most and asked > most:
                 yield f"{what} of at most {most}", str(asked), f"Lower {what}, or use the backend 'ep_a2a'."
+        if self.topk_within_experts and config.topk > config.total_experts:
+            limit = f"num_experts_per_token of at most {config.total_experts}, as a token's experts must differ"
+            yield limit, str(config.topk), "Use the backend 'ep_a2a'."
         if config.world_size < self.min_ranks:
             yield f"at least {self.min_ranks} ranks", str(config.world_size), "Use the backend 'ep_a2a'."
         multiples = (
             ("hidden_dim", self.hidden_multiple, config.hidden_dim),
             ("num_experts", self.experts_multiple, config.total_experts),
             ("num_experts", config.world_size if self.even_experts else 0, config.total_experts),
+            ("bytes of a token's scales", self.scale_row_multiple, config.num_scales * config.scale_bytes),
         )
         for what, divisor, asked in multiples:
             if divisor and asked % divisor:
                 yield f"{what} that is a multiple of {divisor}", str(asked), "Pad it, or use the backend 'ep_a2a'."
         if config.max_total_recv_tokens and not self.receive_cap:
             yield "no cap on received rows", f"max_total_recv_tokens {config.max_total_recv_tokens}", "Pass 0."
+        if casts_in_combine and num_nodes > 1 and not self.combine_casts_between_nodes:
+            yield "a cast of combine on one node", f"{num_nodes} nodes", "Pass quant_type='none'."
+        if index and not self.micro_batches:
+            yield "index 0", f"index {index}", "Do not let steps of micro-batches overlap, or use the backend 'ep_a2a'."
         if self.single_node and num_nodes > 1:
             yield "ranks of one node", f"{num_nodes} nodes", "Use allgather_reducescatter across nodes, or 'ep_a2a'."
 

@@ -13,7 +13,6 @@ from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 
 if TYPE_CHECKING:
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
-    from ep_a2a.memory.liveness import Liveness
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -47,24 +46,22 @@ class CollectiveAll2AllManager(All2AllManagerBase):
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
-        self._groups: DeviceGroups | None = None
         self._counts: list[int] | None = None
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> CollectiveDispatchCombineOp:
-        """Returns an op of this backend with the interface of EpDispatchCombineOp. Collective when the op is new."""
+        """Returns the op for these handle kwargs, as in the base; the nodes of the group do not matter."""
         self._require_open()
-        op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create(kwargs, self._make_op, index)
+        config = config_from_handle_kwargs(kwargs, topology_internode=False)
+        self._device_in_use = True
+
+        def make(config: EpDispatchCombineConfig) -> CollectiveDispatchCombineOp:
+            return CollectiveDispatchCombineOp(config, self._exchange(config.timeout), self.device)
+
+        op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create({"config": config}, make, index)
         return op
 
-    def _make_op(self, **kwargs: Any) -> CollectiveDispatchCombineOp:
-        self._device_in_use = True
-        config = config_from_handle_kwargs(kwargs, topology_internode=False)
-        return CollectiveDispatchCombineOp(config, self._exchange(config.timeout), self.device)
-
     def _exchange(self, timeout_secs: float) -> RowExchange:
-        if self._groups is None:
-            self._groups = DeviceGroups(self.cpu_group, self.device_group)
-        return self.exchange_type(self._groups, timeout_secs)
+        return self.exchange_type(self.groups, timeout_secs)
 
     def _dispatch_topk(
         self,
@@ -157,19 +154,10 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         """Forgets a dispatch that will not be combined. Local; to be called on every rank."""
         self._counts = None
 
-    @property
-    def liveness(self) -> Liveness | None:
-        """As in the base: that of the process groups."""
-        return None if self._groups is None else self._groups.liveness
-
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
         """Returns "torch.distributed", whatever the number of tokens, and the reason. Local."""
         return "torch.distributed", f"{cls.backend} uses collectives only, on {num_nodes} node(s)"
-
-    def _release(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
 
 
 _RESET = "After a step that failed, manager.reset() on every rank."

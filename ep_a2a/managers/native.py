@@ -9,13 +9,11 @@ import torch
 
 from ep_a2a.config import MAX_TOPK, Layout
 from ep_a2a.config.enums import picked_kernel
-from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import (
     AlternationError,
     ConfigError,
     DeviceError,
     DtypeError,
-    EpA2AError,
     HostMemoryError,
     ShapeError,
     StateError,
@@ -26,17 +24,17 @@ from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.use_order import is_capturing
-from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.base import DispatchedTokens
     from ep_a2a.memory.liveness import Liveness
+    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
@@ -108,43 +106,26 @@ class NativeAll2AllManager(All2AllManagerBase):
             self._arena = Arena(self.cpu_group, self.device)
         return self._arena
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """Returns the op for these handle kwargs. Kwargs of equal meaning share one op. Collective when the op is new.
+    @property
+    def _rendezvous(self) -> Rendezvous:
+        return self.arena.rendezvous
 
-        The manager keeps the op weakly: hold it on every rank for as long as any rank uses it.
-
-        Args:
-            kwargs: vLLM's and AITER's handle kwargs; all but rank and num_local_experts are equal on all ranks.
-            index: ops whose steps overlap (micro-batches) need different indices.
-
-        Raises:
-            UnknownNameError, ConfigError: the kwargs are wrong; see config_from_handle_kwargs.
-            UnsupportedError: the group spans nodes of unlike sizes, or whose ranks do not follow one another.
-            HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
-            ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
-        """
-        self._require_open()
-        topology = self.topology(kwargs.get("gpu_per_node"))
+    def _check_nodes(self, topology: Topology) -> None:
         if topology.internode:
-            # refuses nodes that are no grid, too
-            kwargs = {"gpu_per_node": NodeGrid.of(topology, self.rank).gpus_per_node, **kwargs}
-        self._require_shared_memory(topology)
-        try:
-            config = config_from_handle_kwargs(kwargs, topology.internode)
-        except EpA2AError as error:
-            # the other ranks would wait for this one
-            agree_on_config(None, self.arena.rendezvous, index, error)
-            raise
+            NodeGrid.of(topology, self.rank)
+        if topology.shared_memory_problem is not None and self.device.type == "cpu":
+            raise HostMemoryError(
+                "ranks of one node to share /dev/shm",
+                topology.shared_memory_problem,
+                "Start the containers with --ipc=host or one common /dev/shm.",
+            )
 
-        def make(config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
-            if self._factory is None:
-                self._factory = OpFactory(self.arena)
-            made = self._factory.make(config, topology, index)
-            if self._max_sms and "max_sms" not in kwargs:
-                made.set_max_sms(self._max_sms)
-            return made
-
-        op: EpDispatchCombineOp = self.handle_cache.get_or_create({"config": config}, make, index)
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> EpDispatchCombineOp:
+        if self._factory is None:
+            self._factory = OpFactory(self.arena)
+        op = self._factory.make(config, topology, index)
+        if self._max_sms and not config.max_sms:
+            op.set_max_sms(self._max_sms)
         return op
 
     def _live_handle(self) -> EpDispatchCombineOp:
@@ -295,14 +276,6 @@ class NativeAll2AllManager(All2AllManagerBase):
         num_own_bytes: int = sum(op.num_own_bytes for op in self.handle_cache.handles())
         return num_own_bytes + sum(each.num_bytes for each in (self._arena, self._factory) if each is not None)
 
-    def _require_shared_memory(self, topology: Topology) -> None:
-        if topology.shared_memory_problem is not None and self.device.type == "cpu":
-            raise HostMemoryError(
-                "ranks of one node to share /dev/shm",
-                topology.shared_memory_problem,
-                "Start the containers with --ipc=host or one common /dev/shm.",
-            )
-
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
         """Returns IntraNode, InterNodeV1, InterNodeV1LL, or both of these without max_num_tokens; and why. Local."""
@@ -334,6 +307,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         if self._arena is not None:
             self._arena.close(alone=self._closes_alone)
             self._arena = None
+        super()._release()
 
 
 def _received(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -118,13 +118,13 @@ register_manager(
 )
 register_manager("mori", f"{_EXTERNAL}.mori:MoriAll2AllManager", aliases=("mori_high_throughput",))
 register_manager("mori_low_latency", f"{_EXTERNAL}.mori:MoriLowLatencyAll2AllManager")
-register_manager("deepep_high_throughput", f"{_EXTERNAL}.deepep_high_throughput:DeepEPHighThroughputAll2AllManager")
-register_manager("deepep_low_latency", f"{_EXTERNAL}.deepep_low_latency:DeepEPLowLatencyAll2AllManager")
-register_manager("deepep_v2", f"{_EXTERNAL}.deepep_v2:DeepEPV2All2AllManager")
+register_manager("deepep_high_throughput", f"{_EXTERNAL}.deepep:DeepEPHighThroughputAll2AllManager")
+register_manager("deepep_low_latency", f"{_EXTERNAL}.deepep:DeepEPLowLatencyAll2AllManager")
+register_manager("deepep_v2", f"{_EXTERNAL}.deepep:DeepEPV2All2AllManager")
 register_manager("pplx", f"{_EXTERNAL}.pplx:PplxAll2AllManager")
-register_manager("flashinfer_nvlink_one_sided", f"{_EXTERNAL}.flashinfer_one_sided:FlashInferOneSidedAll2AllManager")
+register_manager("flashinfer_nvlink_one_sided", f"{_EXTERNAL}.flashinfer:FlashInferOneSidedAll2AllManager")
 register_manager(
     "flashinfer_nvlink_two_sided",
-    f"{_EXTERNAL}.flashinfer_two_sided:FlashInferTwoSidedAll2AllManager",
+    f"{_EXTERNAL}.flashinfer:FlashInferTwoSidedAll2AllManager",
     aliases=("flashinfer_all2allv",),
 )

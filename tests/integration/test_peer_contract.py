@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.managers.external.flashinfer_exchange import ONE_SIDED, TWO_SIDED
+from ep_a2a.managers.external.flashinfer import ONE_SIDED, TWO_SIDED
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract.calls import attributes_of, calls_of
@@ -40,7 +40,7 @@ CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "self._native.combine": (MORI_OPS, "EpDispatchCombineOp.combine", ()),
         "self._native.get_dispatch_src_token_pos": (MORI_OPS, "EpDispatchCombineOp.get_dispatch_src_token_pos", ()),
     },
-    "flashinfer_exchange": {
+    "flashinfer": {
         "NativeMapping": (MAPPING, "Mapping", ()),
         "MnnvlConfig": (MNNVL, "MnnvlConfig", ()),
         "MoeAlltoAll": (ONE, "MoeAlltoAll", ("mapping", "max_num_tokens", "top_k", "num_experts")),
@@ -72,9 +72,6 @@ CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         ),
         "native._WORKSPACE_CACHE.values": ("", "", ()),
         "native._reset_workspace": (ONE, "MoeAlltoAll._reset_workspace", ()),
-    },
-    "flashinfer_two_sided": {
-        "MnnvlConfig": (MNNVL, "MnnvlConfig", ()),
         "MnnvlMemory.initialize": (MNNVL, "MnnvlMemory.initialize", ()),
         "native.get_moe_workspaces": (TWO, "MnnvlMoe.get_moe_workspaces", ()),
         "native.get_moe_prepare_workspace": (TWO, "MnnvlMoe.get_moe_prepare_workspace", ()),
@@ -107,7 +104,7 @@ def sources(name: str) -> Path:
 
 @pytest.mark.parametrize("module", CALLS)
 def test_every_call_fits(module: str) -> None:
-    folder = sources(module.split("_")[0])
+    folder = sources(module)
     calls = calls_of(module)
     assert set(calls) == set(CALLS[module])
     for spelled, made in calls.items():
@@ -166,9 +163,9 @@ def test_what_moris_arguments_mean() -> None:
 def test_what_is_read_of_flashinfers_objects_is_there() -> None:
     folder = sources("flashinfer")
     read = {"workspace", "metainfo", "ep_rank", "_WORKSPACE", "_WORKSPACE_CACHE"}
-    assert attributes_of("flashinfer_exchange") == {"native": read}
+    info = {"recv_rank_count_cumsum"}
+    assert attributes_of("flashinfer") == {"native": read, "self._native_info": info}
     assert read <= instance_attributes(folder / ONE, "MoeAlltoAll")
-    assert attributes_of("flashinfer_two_sided") == {"self._native_info": {"recv_rank_count_cumsum"}}
     assert "recv_rank_count_cumsum" in field_defaults(folder / TWO, "MoEAlltoallInfo")
 
 

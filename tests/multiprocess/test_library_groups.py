@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, UnsupportedError
-from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedAll2AllManager
-from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedAll2AllManager
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
 from ep_a2a.testing import run_ranks
 from tests.cases import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, StandIn

@@ -23,12 +23,14 @@ from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.managers.availability import device_problem, problems
 from ep_a2a.managers.capabilities import TABLES, Capabilities
 from ep_a2a.managers.external import received_rows
-from ep_a2a.managers.external.deepep_buffers import BUFFER, ELASTIC_BUFFER
-from ep_a2a.managers.external.deepep_high_throughput import DeepEPHighThroughputOp
-from ep_a2a.managers.external.deepep_low_latency import DeepEPLowLatencyOp
-from ep_a2a.managers.external.deepep_v2 import DeepEPV2Op
-from ep_a2a.managers.external.flashinfer_one_sided import FlashInferOneSidedOp
-from ep_a2a.managers.external.flashinfer_two_sided import FlashInferTwoSidedOp
+from ep_a2a.managers.external.deepep import (
+    BUFFER,
+    ELASTIC_BUFFER,
+    DeepEPHighThroughputOp,
+    DeepEPLowLatencyOp,
+    DeepEPV2Op,
+)
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedOp, FlashInferTwoSidedOp
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriOp
@@ -121,6 +123,11 @@ def test_ops_on_libraries_have_the_interface_of_ours(kind: type) -> None:
         ({"topks": (1, 2)}, {}, "num_experts_per_token out of 1, 2"),
         ({"max_topk": 7}, {}, "num_experts_per_token of at most 7"),
         ({"rank_counts": (2, 8)}, {}, "world_size out of 2, 8"),
+        (
+            {"topk_within_experts": True},
+            {"num_experts": 4, "num_experts_per_rank": 1},
+            "num_experts_per_token of at most 4",
+        ),
         ({"max_ranks": 2}, {}, "world_size of at most 2"),
         ({"min_ranks": 5}, {}, "at least 5 ranks"),
         ({"max_tokens": 8}, {}, "max_num_inp_token_per_rank of at most 8"),
@@ -133,6 +140,12 @@ def test_ops_on_libraries_have_the_interface_of_ours(kind: type) -> None:
             {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
             "scale_format out of float32",
         ),
+        (
+            {"combine_casts": ("fp8_blockwise",), "combine_cast_dtypes": ("float16",)},
+            {"quant_type": "fp8_blockwise"},
+            "a cast of combine out of float16",
+        ),
+        ({"scale_row_multiple": 16}, {"scale_dim": 1, "scale_type_size": 4}, "scales that is a multiple of 16"),
         ({"scales_per_128": True}, {"data_type": torch.float8_e4m3fn}, r"scale_type_size\) = \(16, 4\)"),
     ],
 )
@@ -149,6 +162,9 @@ def test_what_a_backend_can_do_is_not_refused():
     assert only.refusal("some", config(), 1) is None
     assert Capabilities(single_node=True).refusal("some", config(), 1) is None
     assert "2 nodes" in str(Capabilities(single_node=True).refusal("some", config(), 2))
+    assert "index 1" in str(Capabilities(micro_batches=False).refusal("some", config(), 1, 1))
+    casts = Capabilities(combine_casts=("fp8_blockwise",), combine_casts_between_nodes=False)
+    assert "2 nodes" in str(casts.refusal("some", config(quant_type="fp8_blockwise"), 2))
     cast = replace(Capabilities(), scales_per_128=True)
     assert cast.refusal("some", config(quant_type="fp8_per_1x128"), 1) is None
 

@@ -22,7 +22,7 @@ from ep_a2a.commands.bench.layer_model import (
 from ep_a2a.commands.bench.layer_transports import check_transports
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.managers.external.flashinfer_exchange import row_alignment
+from ep_a2a.managers.external.flashinfer import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
 from ep_a2a.testing.offline_compile import compile_offline

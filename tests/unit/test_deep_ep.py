@@ -22,7 +22,7 @@ from ep_a2a.compat.deep_ep.streams import CommStream, tensors_of
 from ep_a2a.compat.deep_ep_sizes import CURRENT, hidden_bytes_of, known_ranks
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, StateError, UnsupportedError
-from ep_a2a.managers.external.deepep_buffers import RANK_COUNTS
+from ep_a2a.managers.external.deepep import RANK_COUNTS
 
 CPU = torch.device("cpu")
 # DeepEP's names in their order (its deep_ep/buffer.py of V1, commit 567632d): positional calls must land where they do

@@ -115,7 +115,7 @@ OF_OTHER_PROJECTS = {
     "vllm/plugin.py": {"_compute_kwargs"},
     "vllm/prepare_finalize.py": {"_get_permute_scratch"},
     "kernels/interpreter_types.py": {"_get_np_dtype"},
-    "external/flashinfer_exchange.py": {"_reset_workspace", "_WORKSPACE", "_WORKSPACE_CACHE"},
+    "external/flashinfer.py": {"_reset_workspace", "_WORKSPACE", "_WORKSPACE_CACHE"},
     "memory/device_groups.py": {"_set_default_backend", "_set_sequence_number_for_group", "_register_backend"},
     "ops/adapter.py": {"_version"},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.managers.external import deepep_high_throughput, deepep_low_latency
+from ep_a2a.managers.external import deepep
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import Signature
 
@@ -22,7 +22,7 @@ SHARED = {
 }
 
 CALLS: dict[str, dict[str, str | tuple[str, ...]]] = {
-    "deepep_buffers": {
+    "deepep": {
         "deep_ep.Buffer": "Buffer",
         "deep_ep.Buffer.get_low_latency_rdma_size_hint": "Buffer.get_low_latency_rdma_size_hint",
         "deep_ep.Buffer.get_dispatch_config": "Buffer.get_dispatch_config",
@@ -32,17 +32,11 @@ CALLS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "native_config.get_rdma_buffer_size_hint": "Config.get_rdma_buffer_size_hint",
         "self._native.combine": SHARED["combine"],
         "self._native.destroy": SHARED["destroy"],
-    },
-    "deepep_high_throughput": {
         "deep_ep.Buffer.set_num_sms": "Buffer.set_num_sms",
         "native.get_dispatch_layout": "Buffer.get_dispatch_layout",
         "native.dispatch": "Buffer.dispatch",
-    },
-    "deepep_low_latency": {
         "self._native.low_latency_dispatch": "Buffer.low_latency_dispatch",
         "self._native.low_latency_combine": "Buffer.low_latency_combine",
-    },
-    "deepep_v2": {
         "self._native.dispatch": "ElasticBuffer.dispatch",
     },
     "pplx": {
@@ -89,11 +83,11 @@ def test_every_pinned_signature_is_called() -> None:
 def test_members_of_handles_are_where_they_are_read() -> None:
     handles = PINNED["deep_ep"]["handles"]
     one_node, several_nodes = handles["one_node"], handles["several_nodes"]
-    assert one_node[deepep_high_throughput.PREFIX_MATRIX] == "rank_prefix_matrix"
-    assert one_node[deepep_high_throughput.SOURCE_TOKENS] == "recv_src_idx"
-    assert several_nodes[deepep_high_throughput.GLOBAL_PREFIX] == "recv_gbl_rank_prefix_sum"
-    assert handles["low_latency"][deepep_low_latency.RANGES] == "packed_recv_layout_range"
-    assert attributes_of("deepep_v2") == {"self._native_handle": set(handles["elastic"])}
+    assert one_node[deepep.PREFIX_MATRIX] == "rank_prefix_matrix"
+    assert one_node[deepep.SOURCE_TOKENS] == "recv_src_idx"
+    assert several_nodes[deepep.GLOBAL_PREFIX] == "recv_gbl_rank_prefix_sum"
+    assert handles["low_latency"][deepep.RANGES] == "packed_recv_layout_range"
+    assert attributes_of("deepep") == {"self._native_handle": set(handles["elastic"])}
 
 
 def test_a_call_that_does_not_fit_is_found() -> None:

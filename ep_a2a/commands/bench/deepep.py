@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.deepep_buffers import (
+from ep_a2a.managers.external.deepep import (
     BUFFER,
     LOW_LATENCY_MAX_TOKENS,
     elastic_buffer,

@@ -13,7 +13,7 @@ import torch
 
 from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.flashinfer_exchange import MAX_RANKS, TOPKS, NVLinkOneSided
+from ep_a2a.managers.external.flashinfer import MAX_RANKS, TOPKS, NVLinkOneSided
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         if not self._ops:
             rendezvous.agree("settings", self._unreadable)
         timeout_secs = rendezvous.timeout_secs
-        op = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
+        op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)
             if self.tp_group.world_size > 1:

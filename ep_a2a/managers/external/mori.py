@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ep_a2a.config import EpDispatchCombineKernelType, QuantType
-from ep_a2a.errors import ConfigError, DeviceMemoryError, EpA2AError, UnsupportedError
+from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
@@ -100,6 +100,8 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         token_dtypes=("bfloat16", "float32", "float8_e4m3fn"),
         combine_dtypes=("bfloat16", "float32"),
         combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
+        combine_cast_dtypes=("bfloat16",),
+        combine_casts_between_nodes=False,
         max_topk=9,
         even_experts=True,
         receive_cap=True,
@@ -108,7 +110,6 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         was_run="not run (no AMD GPU); arguments compared with amd-mori 1.2.4's source",
         notes=(
             "one process group per process",
-            "combine casts: one node, bfloat16",
             "float8_e4m3fnuz, fp4: not through this package",
             "dropped slots come as -1",
         ),
@@ -122,22 +123,15 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
         return MoriOp(self, config, mori.ops.EpDispatchCombineOp(native_config))
 
-    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
-        casts = config.combine_quant is not QuantType.NONE
-        if casts and (topology.internode or config.combined_dtype != torch.bfloat16):
-            return UnsupportedError(
-                "a cast of combine on one node with bfloat16 rows, which is where MORI's are right",
-                f"{config.combine_quant.value} on {topology.num_nodes} node(s), {config.combined_dtype}",
-                "Pass quant_type='none'.",
-            )
+    def _check(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> None:
         first = dist.get_global_rank(self.cpu_group, 0)
         if first != 0:
-            return UnsupportedError(
+            raise UnsupportedError(
                 "a group that begins with global rank 0, from which MORI broadcasts",
                 f"{first}",
                 "Use the backend 'ep_a2a'.",
             )
-        return super()._refusal(config, topology)
+        super()._check(config, topology, index)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard:
         return SYMMETRIC_MEMORY

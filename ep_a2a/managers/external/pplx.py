@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import EpA2AError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
@@ -105,6 +104,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         combine_dtypes=("bfloat16", "float16"),
         hidden_multiple=512,
         even_experts=True,
+        topk_within_experts=True,
         min_ranks=2,
         rdma="across nodes",
         was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
@@ -134,15 +134,6 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         else:
             native = pplx_kernels.AllToAll.intranode(**sizes, group_name=self.cpu_group.group_name)
         return PplxOp(self, config, native)
-
-    def _refusal(self, config: EpDispatchCombineConfig, topology: Topology) -> EpA2AError | None:
-        if config.topk > config.total_experts:
-            return UnsupportedError(
-                f"num_experts_per_token of at most {config.total_experts}, as a token's experts must differ here",
-                str(config.topk),
-                "Use the backend 'ep_a2a'.",
-            )
-        return super()._refusal(config, topology)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
         return NVSHMEM if topology.internode else None

@@ -28,19 +28,19 @@ class SingleGroupGuard:
         self._group: ProcessGroup | None = None
         self._ranks: list[int] = []
 
-    def refusal(self, group: ProcessGroup) -> UnsupportedError | None:
-        """Returns why this process cannot use the library in a group, or None. Share it: other ranks may get None."""
+    def check(self, group: ProcessGroup) -> None:
+        """Raises UnsupportedError where this process cannot use the library in `group`; other ranks may be able to."""
         ranks = dist.get_process_group_ranks(group)
         if self._group is None or self._group is group or (self._by_ranks and self._ranks == ranks):
-            return None
-        return UnsupportedError(
+            return
+        raise UnsupportedError(
             f"one process group for {self._library} in a process, that of global ranks {self._ranks}",
             f"a second one, of global ranks {ranks}",
             "Use the first group, or the backend 'ep_a2a'.",
         )
 
     def join(self, group: ProcessGroup, set_up: Callable[[], None]) -> None:
-        """Calls `set_up` and keeps the group, unless this process has one already; see `refusal`."""
+        """Calls `set_up` and keeps the group, unless this process has one already; see `check`."""
         if self._group is None:
             set_up()
             self._group, self._ranks = group, dist.get_process_group_ranks(group)

@@ -1,0 +1,384 @@
+"""DeepEP: its buffers, and the backends deepep_high_throughput, deepep_low_latency and deepep_v2 on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import FP8_DTYPE, ScaleFormat
+from ep_a2a.errors import ConfigError
+from ep_a2a.interface import CombineResult
+from ep_a2a.managers.capabilities import Capabilities
+from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
+from ep_a2a.routing import count_ids
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.adapter import RowsBack
+    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.topology import Topology
+
+INSTALL = "build it from github.com/deepseek-ai/DeepEP"
+BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
+ELASTIC_BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (2.0 or later, with NCCL 2.30)", needs=(":ElasticBuffer",))
+
+LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+LOW_LATENCY_MAX_TOPK = 11
+LOW_LATENCY_MAX_TOKENS = 511
+"""DeepEP needs 2 * tokens + 2 entries in a queue pair, which has 1024 by default."""
+RANK_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Numbers of ranks in DeepEP's table of launch numbers."""
+PREFIX_MATRIX, SOURCE_TOKENS = 0, 3
+"""Places in the handle of a dispatch on one node: the prefix sums of rows by (source, destination), tokens by row."""
+GLOBAL_PREFIX = 6
+"""Place in the handle of a dispatch on several nodes: the prefix sum of rows by source."""
+RANGES = 1
+"""Place in the handle of a dispatch: rows of each local expert by source."""
+
+
+def topk_dtype(deep_ep: Any) -> torch.dtype:
+    """Returns the dtype of expert ids, which DeepEP's build chooses."""
+    dtype: torch.dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+    return dtype
+
+
+class DeepEPOp(LibraryDispatchCombineOp):
+    """Base of the ops on one of DeepEP's buffers."""
+
+    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+        super().__init__(manager, config, native)
+        self._ids_dtype = topk_dtype(manager.library.load())
+
+    def _ids_for_native(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns ids [T, K] in DeepEP's dtype, with -1 in every slot without an expert."""
+        return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
+
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        result, sums, _ = self._native.combine(x=given.rows, handle=self._native_handle, topk_weights=given.weights)
+        return self._combine_result(result, given, sums)
+
+    def _destroy(self) -> None:
+        self._native.destroy()
+
+
+def rows_and_scales(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns DeepEP's received rows and their scales: it returns a pair for quantised rows, else a tensor."""
+    return received if isinstance(received, tuple) else (received, None)
+
+
+def low_latency_buffer(
+    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, world_size: int, num_experts: int
+) -> Any:
+    """Returns a Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank=max_num_tokens,
+        hidden=hidden_dim,
+        num_ranks=world_size,
+        num_experts=num_experts,
+    )
+    return deep_ep.Buffer(
+        group=group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=num_bytes,
+        low_latency_mode=True,
+        num_qps_per_rank=num_experts // world_size,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+    )
+
+
+def high_throughput_buffer(
+    deep_ep: Any, group: ProcessGroup, *, row_bytes: int, world_size: int, internode: bool
+) -> Any:
+    """Returns a Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
+    nvl = rdma = 0
+    for native_config in (
+        deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
+        deep_ep.Buffer.get_combine_config(num_ranks=world_size),
+    ):
+        nvl = max(nvl, native_config.get_nvl_buffer_size_hint(row_bytes, world_size))
+        if internode:
+            rdma = max(rdma, native_config.get_rdma_buffer_size_hint(row_bytes, world_size))
+    return deep_ep.Buffer(
+        group=group, num_nvl_bytes=nvl, num_rdma_bytes=rdma, low_latency_mode=False, explicitly_destroy=True
+    )
+
+
+def elastic_buffer(
+    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, topk: int, fp8_rows: bool
+) -> Any:
+    """Returns an ElasticBuffer for up to max_num_tokens of each rank. Collective. The group must be one of NCCL."""
+    return deep_ep.ElasticBuffer(
+        group=group,
+        num_max_tokens_per_rank=max_num_tokens,
+        hidden=hidden_dim,
+        num_topk=topk,
+        use_fp8_dispatch=fp8_rows,
+        explicitly_destroy=True,
+    )
+
+
+class DeepEPHighThroughputOp(DeepEPOp):
+    """An op on `deep_ep.Buffer`'s dispatch and combine.
+
+    On one node a step returns as many rows as could come at most, so that the host never waits for their number. On
+    several nodes DeepEP makes the host wait, and a step returns the rows that came.
+    """
+
+    def __init__(
+        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any, internode: bool
+    ) -> None:
+        super().__init__(manager, config, native)
+        self._internode = internode
+        # DeepEP sends ids only together with weights
+        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=self.device)
+
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
+        config, native = self.config, self._native
+        ids = self._ids_for_native(step.ids)
+        per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(
+            topk_idx=ids, num_experts=config.total_experts
+        )
+        sent = step.tokens if step.scales is None else (step.tokens, step.scales)
+        received, local_ids, weights, _, self._native_handle, _ = native.dispatch(
+            x=sent,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
+            num_worst_tokens=0 if self._internode else self.num_rows(step.max_num_tokens),
+        )
+        recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
+        counts = received_rows.counts_from_prefix(self._prefix())
+        return Arrived(*rows_and_scales(received), recv_ids, weights, per_source=counts)
+
+    def _prefix(self) -> torch.Tensor:
+        """Returns the prefix sum [W] of received rows by source."""
+        if self._internode:
+            prefix: torch.Tensor = self._native_handle[GLOBAL_PREFIX]
+            return prefix
+        by_pair: torch.Tensor = self._native_handle[PREFIX_MATRIX]
+        return by_pair[:, self.config.rank]
+
+    def _positions(self) -> torch.Tensor:
+        if self._internode:
+            raise self._unsupported("source positions on several nodes")
+        sources = received_rows.sources_of_rows(self._recv_counts)
+        tokens = self._native_handle[SOURCE_TOKENS][: sources.numel()]
+        return received_rows.positions(sources, tokens, self.max_num_tokens_to_send())
+
+
+class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
+    """`deep_ep.Buffer` without low-latency mode; its multiprocessors are bounded by `set_num_sms`, for the process."""
+
+    backend = "deepep_high_throughput"
+    library = BUFFER
+    capabilities = Capabilities(
+        layouts=("compact",),
+        ids="local",
+        token_dtypes=("bfloat16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True,
+        combine_dtypes=("bfloat16",),
+        hidden_multiple=16,
+        even_experts=True,
+        rdma="across nodes",
+        rank_counts=RANK_COUNTS,
+        was_run="two H200s of one node, with DeepEP dd758ca",
+        notes=("several nodes: the host waits, no CUDA graphs, no source positions",),
+    )
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPHighThroughputOp:
+        deep_ep = self.library.load()
+        if self._num_sms:
+            deep_ep.Buffer.set_num_sms(new_num_sms=self._num_sms)
+        native = high_throughput_buffer(
+            deep_ep,
+            self.cpu_group,
+            row_bytes=config.hidden_dim * 2,
+            world_size=config.world_size,
+            internode=topology.internode,
+        )
+        return DeepEPHighThroughputOp(self, config, native, topology.internode)
+
+    _num_sms = 0
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """Bounds the multiprocessors of ops made from now on; an even number, the same on every rank; 0: DeepEP's own.
+
+        Raises:
+            ConfigError: num_sms is no even number >= 0.
+        """
+        if not isinstance(num_sms, int) or isinstance(num_sms, bool) or num_sms < 0 or num_sms % 2:
+            raise ConfigError("num_sms to be an even integer >= 0", repr(num_sms))
+        self._num_sms = num_sms
+
+    def max_sms_used(self) -> int | None:
+        """The number given to set_num_sms; None without a bound."""
+        return self._num_sms or None
+
+
+class DeepEPLowLatencyOp(DeepEPOp):
+    """An op of layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is.
+
+    `expert_recv_count` rows of each expert are there. dispatch returns None for weights and ids. combine multiplies by
+    the weights that dispatch was given. With a cast the scales [E, W * M, H / 128] have their last two dimensions
+    transposed in memory.
+    """
+
+    casts_inside = True
+
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
+        config = self.config
+        self._native_ids = self._ids_for_native(step.ids)
+        # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
+        received, counts, self._native_handle, _, _ = self._native.low_latency_dispatch(
+            x=step.tokens,
+            topk_idx=self._native_ids,
+            num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank,
+            num_experts=config.total_experts,
+            use_fp8=config.casts_in_dispatch,
+            round_scale=config.scale_format != ScaleFormat.FLOAT32,
+        )
+        sources = received_rows.rows_per_source(self._native_handle[RANGES])
+        return Arrived(*rows_and_scales(received), per_source=sources, per_expert=counts)
+
+    def _bring_back(self, given: RowsBack) -> CombineResult:
+        result, _, _ = self._native.low_latency_combine(
+            x=given.rows,
+            topk_idx=self._native_ids,
+            topk_weights=given.step.weights,
+            handle=self._native_handle,
+            out=given.out,
+        )
+        return CombineResult(result, None)
+
+
+class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
+    """`deep_ep.Buffer` in low-latency mode, over NVLink inside a node and RDMA between nodes."""
+
+    backend = "deepep_low_latency"
+    library = BUFFER
+    capabilities = Capabilities(
+        layouts=("expert_major",),
+        row_order="any",
+        ids="none",
+        weights_applied_by="combine",
+        source_positions="no",
+        weight_sums=False,
+        token_dtypes=("bfloat16",),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        cast="inside",
+        scale_formats=("float32", "float32_power_of_two"),
+        combine_dtypes=("bfloat16",),
+        hidden_sizes=LOW_LATENCY_HIDDEN_SIZES,
+        max_topk=LOW_LATENCY_MAX_TOPK,
+        even_experts=True,
+        max_tokens=LOW_LATENCY_MAX_TOKENS,
+        rdma="across nodes",
+        was_run="two H200s of one node, with DeepEP dd758ca",
+        notes=(
+            "an expert's rows lie together by source, the sources as they came",
+            "total_recv and recv_counts count a row per expert",
+            "rows for M tokens whatever max_num_tokens is",
+            "its documentation asks for RDMA between all ranks",
+        ),
+    )
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPLowLatencyOp:
+        native = low_latency_buffer(
+            self.library.load(),
+            self.cpu_group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            world_size=config.world_size,
+            num_experts=config.total_experts,
+        )
+        return DeepEPLowLatencyOp(self, config, native)
+
+
+class DeepEPV2Op(DeepEPOp):
+    """An op of layout compact: as many rows as could come at most, W * max_num_tokens, so that the host never waits."""
+
+    takes = frozenset({"max_sms"})
+
+    _max_num_tokens = 1
+    """Of the latest dispatch."""
+
+    def _exchange_rows(self, step: StepInputs) -> Arrived:
+        config = self.config
+        self._max_num_tokens = step.max_num_tokens
+        received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
+            x=step.tokens if step.scales is None else (step.tokens, step.scales),
+            topk_idx=self._ids_for_native(step.ids),
+            topk_weights=step.weights,
+            num_experts=config.total_experts,
+            num_max_tokens_per_rank=step.max_num_tokens,
+            num_sms=config.max_sms,
+            do_cpu_sync=False,
+        )
+        tokens, scales = rows_and_scales(received)
+        # DeepEP's ids and sources past the received rows hold anything
+        row = torch.arange(tokens.shape[0], device=self.device)
+        total = self._native_handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
+        sources = torch.where(row < total, self._global_tokens() // step.max_num_tokens, -1)
+        ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
+        ids = received_rows.padded_ids(ids, total, step.pad_id)
+        return Arrived(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
+
+    def _global_tokens(self) -> torch.Tensor:
+        """Returns each row's source, rank * max_num_tokens + token; anything past the received rows."""
+        metadata: torch.Tensor = self._native_handle.recv_src_metadata
+        return metadata[:, 0]
+
+    def _positions(self) -> torch.Tensor:
+        tokens = self._global_tokens()[: int(self._total_recv)]
+        stride = self._max_num_tokens
+        return received_rows.positions(tokens // stride, tokens % stride, self.max_num_tokens_to_send())
+
+
+class DeepEPV2All2AllManager(LibraryAll2AllManager):
+    """`deep_ep.ElasticBuffer` with do_cpu_sync=False."""
+
+    backend = "deepep_v2"
+    library = ELASTIC_BUFFER
+    capabilities = Capabilities(
+        layouts=("compact",),
+        row_order="any",
+        ids="local",
+        token_dtypes=("bfloat16", "float8_e4m3fn"),
+        dispatch_casts=("none", "fp8_per_1x128"),
+        scale_formats=("float32", "float32_power_of_two"),
+        scales_per_128=True,
+        combine_dtypes=("bfloat16",),
+        hidden_multiple=128,
+        max_topk=32,
+        even_experts=True,
+        rdma="across nodes",
+        was_run="two H200s of one node, with DeepEP dd758ca",
+        notes=("an id may not stand twice in a token", "needs NCCL with device-side communication"),
+    )
+
+    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPV2Op:
+        group = self.groups.of(self.device)
+        # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        native = elastic_buffer(
+            self.library.load(),
+            group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            fp8_rows=config.wire_dtype == FP8_DTYPE,
+        )
+        return DeepEPV2Op(self, config, native)
