@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
 DispatchedLogits = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]
 
-_HOOKS = {"get_handle": "_make_op", "dispatch": "_dispatch_topk", "dispatch_router_logits": "_dispatch_logits"}
+_HOOKS = {"get_handle": "_make_op", "dispatch": "_dispatch_rows", "dispatch_router_logits": "_dispatch_logits"}
 """The private method that a backend defines to offer a public one."""
 
 HandleKey = tuple[int, tuple[tuple[str, Hashable], ...]]
@@ -288,14 +288,11 @@ class All2AllManagerBase:
             AlternationError: the dispatch before has not been combined.
             RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
         """
-        return self._dispatch_logits(hidden_states, router_logits, extra_tensors)
+        hidden, logits, *extra = self._dispatch_logits([hidden_states, router_logits, *(extra_tensors or ())])
+        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
 
-    def _dispatch_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> DispatchedLogits:
+    def _dispatch_logits(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the rows that come for each of `tensors`: hidden states, router logits, further ones."""
         raise self._unsupported("dispatch_router_logits")
 
     def dispatch(
@@ -328,19 +325,15 @@ class All2AllManagerBase:
             InputError: a tensor does not fit; nothing was launched.
             RankTimeoutError, CapacityError, ConfigMismatchError: the step failed. Call `reset` on every rank.
         """
-        if isinstance(topk_ids, torch.Tensor):
-            return self._dispatch_topk(hidden_states, topk_weights, topk_ids, extra_tensors)
-        return self.dispatch_router_logits(
-            hidden_states, topk_weights, bool(topk_ids) or is_sequence_parallel, extra_tensors
-        )
+        if not isinstance(topk_ids, torch.Tensor):
+            is_sequence_parallel = bool(topk_ids) or is_sequence_parallel
+            return self.dispatch_router_logits(hidden_states, topk_weights, is_sequence_parallel, extra_tensors)
+        tensors = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
+        hidden, weights, ids, *extra = self._dispatch_rows(tensors)
+        return (hidden, weights, ids) if extra_tensors is None else (hidden, weights, ids, extra)
 
-    def _dispatch_topk(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> DispatchedTokens:
+    def _dispatch_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the rows that come for each of `tensors`: hidden states, weights, ids, further ones."""
         raise self._unsupported("dispatch")
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:

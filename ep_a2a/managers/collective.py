@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.base import DispatchedLogits, DispatchedTokens
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -63,25 +62,6 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     def _exchange(self, timeout_secs: float) -> RowExchange:
         return self.exchange_type(self.groups, timeout_secs)
 
-    def _dispatch_topk(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> DispatchedTokens:
-        hidden, weights, ids, *extra = self._gather([hidden_states, topk_weights, topk_ids, *(extra_tensors or ())])
-        return (hidden, weights, ids) if extra_tensors is None else (hidden, weights, ids, extra)
-
-    def _dispatch_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> DispatchedLogits:
-        hidden, logits, *extra = self._gather([hidden_states, router_logits, *(extra_tensors or ())])
-        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
-
     def _gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self._require_open()
         if self._counts is not None:
@@ -99,6 +79,8 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         gathered = [exchange.gather_rows(tensor.contiguous(), counts) for tensor in tensors]
         self._counts = counts
         return gathered
+
+    _dispatch_rows = _dispatch_logits = _gather
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """This rank's rows `[T_r, H]` of the sum over ranks of `hidden_states` `[sum T_r, H]`, added in float32.

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.base import DispatchedTokens
     from ep_a2a.memory.liveness import Liveness
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
@@ -141,28 +140,23 @@ class NativeAll2AllManager(All2AllManagerBase):
         op: EpDispatchCombineOp = handles[-1]
         return op
 
-    def _dispatch_topk(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> DispatchedTokens:
+    def _dispatch_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Brings the tokens that name an expert of this rank, by the live handle. Synchronises the host once.
 
         Received tensors may be views of the op's memory: they are valid until `combine`. Their dtypes are those given.
 
         Args:
-            hidden_states: [T, H] of the config's data_type, T <= max_num_tokens_per_dp_rank.
-            topk_weights: [T, K] of any floating dtype; they travel in float32.
-            topk_ids: [T, K] of any integer dtype; ids outside [0, num_experts) are dropped slots.
-            extra_tensors: none, or the tokens' scales alone, as the config has them (scale_dim, scale_type_size).
+            tensors: in this order,
+                - hidden states [T, H] of the config's data_type, T <= max_num_tokens_per_dp_rank;
+                - weights [T, K] of any floating dtype; they travel in float32;
+                - ids [T, K] of any integer dtype; those outside [0, num_experts) are dropped slots;
+                - where the config has them (scale_dim, scale_type_size) the tokens' scales, or nothing.
 
         Raises:
             StateError: no op of the manager is alive.
             AlternationError: the dispatch before has not been combined.
             UnsupportedError: a CUDA graph is being captured; the config is of layout expert_major or casts inside
-                dispatch; extra_tensors are others.
+                dispatch; further tensors are others.
             InputError: a tensor does not fit the config; nothing was launched.
             RankTimeoutError, CapacityError, ConfigMismatchError: what the kernels found. Call `reset` on every rank.
         """
@@ -173,7 +167,8 @@ class NativeAll2AllManager(All2AllManagerBase):
                 "dispatch again",
                 "Call combine; after a step that failed, manager.reset() on every rank.",
             )
-        scales = self._scales_to_send(op.config, extra_tensors)
+        hidden_states, topk_weights, topk_ids, *extra = tensors
+        scales = self._scales_to_send(op.config, extra)
         ids = topk_ids.clamp(INT32.min, INT32.max) if topk_ids.dtype == torch.int64 else topk_ids
         tokens, weights, received_scales, indices, _ = op.dispatch(
             hidden_states.contiguous(), topk_weights.float().contiguous(), scales, ids.int().contiguous()
@@ -184,18 +179,12 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._step = _Step(op, tuple(tokens.shape[:-1]), counts, hidden_states.shape[0])
         op.check()
         assert weights is not None
-        found = (
-            _received(tokens, counts),
-            _received(weights, counts).to(topk_weights.dtype),
-            _received(indices, counts).to(topk_ids.dtype),
-        )
-        if extra_tensors is None:
-            return found
-        return (*found, [] if received_scales is None or scales is None else [_received(received_scales, counts)])
+        found = [_received(tokens, counts), _received(weights, counts), _received(indices, counts)]
+        if scales is not None and received_scales is not None:
+            found.append(_received(received_scales, counts))
+        return [rows.to(given.dtype) for rows, given in zip(found, tensors)]
 
-    def _scales_to_send(
-        self, config: EpDispatchCombineConfig, extra_tensors: Sequence[torch.Tensor] | None
-    ) -> torch.Tensor | None:
+    def _scales_to_send(self, config: EpDispatchCombineConfig, extra: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The one extra tensor that travels; raises UnsupportedError for what `dispatch` cannot do."""
         others = "Use naive or allgather_reducescatter, or the op that get_handle returns."
         if is_capturing(self.device):
@@ -207,15 +196,15 @@ class NativeAll2AllManager(All2AllManagerBase):
         if config.layout == Layout.EXPERT_MAJOR or config.casts_in_dispatch:
             found = f"layout {config.layout!r}, dispatch cast {config.dispatch_quant.value!r}"
             raise UnsupportedError("a handle of layout compact or rank_major without a cast in dispatch", found, others)
-        if not extra_tensors:
+        if not extra:
             return None
-        if len(extra_tensors) > 1 or not config.num_scales:
+        if len(extra) > 1 or not config.num_scales:
             raise UnsupportedError(
                 "no extra_tensors, or where the handle kwargs have scale_dim the tokens' scales",
-                f"{len(extra_tensors)} with scale_dim {config.scale_dim}",
+                f"{len(extra)} with scale_dim {config.scale_dim}",
                 others,
             )
-        return extra_tensors[0].contiguous()
+        return extra[0].contiguous()
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.

@@ -74,11 +74,7 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
         UnknownNameError: no such backend; the error lists the backends.
         MissingPackageError: the backend wraps a package that is not installed.
     """
-    with _lock:
-        check_backend_name(name)
-        target = _targets[_names[name]]
-    creator = _load(target) if isinstance(target, str) else target
-    return creator(cpu_group, tcp_store_group=tcp_store_group)
+    return _creator(name)(cpu_group, tcp_store_group=tcp_store_group)
 
 
 def manager_type(name: str) -> type[All2AllManagerBase] | None:
@@ -87,10 +83,7 @@ def manager_type(name: str) -> type[All2AllManagerBase] | None:
     Raises:
         UnknownNameError: no such backend.
     """
-    with _lock:
-        check_backend_name(name)
-        target = _targets[_names[name]]
-    creator = _load(target) if isinstance(target, str) else target
+    creator = _creator(name)
     return creator if isinstance(creator, type) else None
 
 
@@ -104,8 +97,14 @@ def _is_import_path(target: object) -> bool:
     return isinstance(target, str) and all(part.strip() for part in target.partition(":"))
 
 
-def _load(path: str) -> Creator:
-    module_name, _, attribute = path.partition(":")
+def _creator(name: str) -> Creator:
+    """Returns what creates the managers of a backend, imported; raises UnknownNameError."""
+    with _lock:
+        check_backend_name(name)
+        target = _targets[_names[name]]
+    if not isinstance(target, str):
+        return target
+    module_name, _, attribute = target.partition(":")
     creator: Creator = getattr(importlib.import_module(module_name), attribute)
     return creator
 
