@@ -29,8 +29,8 @@ class Variable(Generic[T]):
         name: the variable's name.
         default: the value when it is unset or empty.
         parse: turns the text into the value; raises ValueError for text it cannot use.
-        expects: what `parse` accepts, for error messages and docs/env.md.
-        doc: what it does.
+        expects: the values that `parse` accepts, in words, for error messages and docs/env.md.
+        doc: its meaning.
     """
 
     name: str
@@ -230,7 +230,7 @@ def all_variables() -> dict[str, str]:
 
 
 def take_over(variables: dict[str, str]) -> None:
-    """Replaces this process's environment by what `all_variables` has returned in another process."""
+    """Replaces this process's environment by that of another process, the result of its `all_variables`."""
     global _names_are_checked
     _names_are_checked = True
     os.environ.clear()

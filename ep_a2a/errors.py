@@ -1,4 +1,4 @@
-"""Errors of this package: one class per cause, with what was expected, what was found, and a remedy."""
+"""Errors of this package: one class per cause, with the expected state, the found one, and a remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EpA2AError(Exception):
     Args:
         expected: the required state or value.
         got: the state or value that was found; the text of another error may be part of it.
-        remedy: what the reader can do; None takes the class's default.
+        remedy: the next step for the reader; None takes the class's default.
         field: the configuration field or argument that holds the wrong value; `expected` goes on from its name, for
             example "to be 1 or more". None where the error is about no single field.
 
@@ -92,7 +92,7 @@ class UnknownNameError(EpA2AError, ValueError):
 
 
 class MissingPackageError(EpA2AError, ImportError):
-    """An optional package is needed for what was asked and is not installed."""
+    """The request needs an optional package that is not installed."""
 
     remedy = "Install the package."
 
@@ -166,7 +166,7 @@ class ClosedError(StateError):
 
 
 class ForkedProcessError(StateError):
-    """A forked child used what its parent shares with other ranks."""
+    """A forked child used groups, arenas or ops of its parent, which the parent shares with other ranks."""
 
     remedy = "Start processes by spawn or forkserver, and make groups, arenas and ops in the process that uses them."
 

@@ -247,7 +247,7 @@ def quantize(
 def dequantize(
     q: torch.Tensor, scales: torch.Tensor, quant_type: QuantType | str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """q * scale in float32, rounded once to dtype: what `quantize` approximated.
+    """Returns q * scale in float32, rounded once to dtype: the inverse of `quantize`.
 
     Args:
         q: float8_e4m3fn `[T, H]`.
@@ -277,7 +277,7 @@ def dequantize(
 
 
 def dequantize_per_128x128(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """q * scale in float32, rounded once to dtype: what `quantize_per_128x128` approximated.
+    """Returns q * scale in float32, rounded once to dtype: the inverse of `quantize_per_128x128`.
 
     Args:
         q: float8_e4m3fn `[N, K]`.

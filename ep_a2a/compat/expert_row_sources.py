@@ -27,7 +27,7 @@ def expert_row_sources(op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Ten
     world_size, num_experts = config.world_size, config.num_local_experts
     rows_per_source = config.max_num_inp_token_per_rank
     rows_per_expert = world_size * rows_per_source
-    # one row behind the last takes what is not there
+    # one row behind the last takes slots of rows that have not come
     nowhere = num_experts * rows_per_expert
 
     received = torch.arange(rows_per_expert, dtype=torch.int64, device=op.device)

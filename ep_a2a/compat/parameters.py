@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Effect(enum.StrEnum):
     """The effect that a parameter has on the call that takes it.
 
-    NONE: the call ignores the parameter, and does what its caller wants with every value.
+    NONE: the call ignores the parameter, and serves its caller with every value.
     WARNED: the call ignores the parameter, and warns once per process of a value other than the default.
     REFUSED: the call raises an error with a remedy.
     """
@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         parameters: names, separated by spaces; "" = all parameters of the callable.
-        effect: what the call does.
+        effect: the effect that they have.
         when: the values that the effect concerns; "" = all.
         text: the reason, or the remedy of a refusal.
         library: package below ep_a2a.compat.
@@ -54,7 +54,7 @@ class Row:
 
 
 def ignored(parameters: str, text: str, when: str = "") -> Row:
-    """Parameters that the call ignores, and does what its caller wants with every value."""
+    """Parameters that the call ignores; it serves its caller with every value."""
     return Row(parameters, Effect.NONE, when, text)
 
 

@@ -63,7 +63,7 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
             `max_num_tokens_per_dp_rank`, `num_local_experts`, `num_experts_per_token`; optionally `scale_dim`,
             `scale_type_size` (0), `gpu_per_node` (all ranks on one node, at most 8 on several), `quant_type` ("none")
             and the config fields in EXTRA_KWARGS. `quant_dtype` is the dtype that travels, None for `input_dtype`;
-            with a `quant_type` that casts inside dispatch it is what comes out, and must be fp8.
+            with a `quant_type` that casts inside dispatch it is the dtype of the received rows, and must be fp8.
         topology_internode: whether the group spans several nodes; selects the kernel and its launch numbers.
 
     Raises:
@@ -110,7 +110,7 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the handle kwargs {', '.join(REQUIRED_KWARGS)}",
             f"none named {', '.join(missing)}",
-            "Add what is missing.",
+            "Add the missing kwargs.",
         )
     for name in ("input_dtype", "quant_dtype", "combine_dtype"):
         value = kwargs.get(name)

@@ -47,13 +47,13 @@ FLAGGED_MAX_ROWS = 264
 dispatch is as fast or faster (bench/results)."""
 
 
-def parse_enum(kind: type[enum.Enum], value: Any, what: str) -> Any:
+def parse_enum(kind: type[enum.Enum], value: Any, field_name: str) -> Any:
     """Returns the member of `kind` that `value` is or names; raises UnknownNameError, which lists them, otherwise."""
     try:
         return kind(value)
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
-        raise UnknownNameError(f"to be one of {names}", repr(value), field=what) from None
+        raise UnknownNameError(f"to be one of {names}", repr(value), field=field_name) from None
 
 
 def checked_integer(name: str, value: Any, minimum: int) -> int:
@@ -102,7 +102,7 @@ class EpDispatchCombineConfig:
         gpu_per_node: ranks that share a node.
         num_qp_per_pe: MORI's queue pairs per peer; checked, without effect: NCCL and NVSHMEM have their own settings.
         quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch; fp8_direct_cast
-            and fp8_blockwise cast what combine sends.
+            and fp8_blockwise cast the rows that combine sends.
         layout: one of Layout's values.
         timeout_secs: seconds that a wait inside a kernel may take, or on CPU an exchange between nodes; None reads
             EP_A2A_TIMEOUT_SECS (default 30). docs/reliability.md has the bounds of other waits.
@@ -334,12 +334,12 @@ class EpDispatchCombineConfig:
 
     @functools.cached_property
     def is_staged(self) -> bool:
-        """Whether the host moves between nodes what kernels have packed (the staged all-to-all)."""
+        """Whether the host moves blocks between nodes that kernels have packed (the staged all-to-all)."""
         return self.uses_rings and INTERNODE_TRANSPORTS[self.internode_transport] is not None
 
     @functools.cached_property
     def flagged_tokens(self) -> int:
-        """The largest max_num_tokens of a step that is dispatched as flagged words."""
+        """The largest max_num_tokens of a step that takes the low-latency dispatch."""
         if self.uses_rings:
             return 0
         most = max(1, FLAGGED_MAX_ROWS // self.world_size)

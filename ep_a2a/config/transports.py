@@ -1,4 +1,4 @@
-"""Lists the transports between nodes by name, and what makes those whose blocks the host moves."""
+"""The registry of transports between nodes: names, and makers of those whose blocks the host moves."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def register_internode_transport(name: str, maker: str | TransportMaker) -> None
     INTERNODE_TRANSPORTS[name] = maker
 
 
-def check_internode_transport(name: str, what: str) -> None:
-    """Raises UnknownNameError, which lists the names, unless `name` is a transport's; what: starts its text."""
+def check_internode_transport(name: str, field: str) -> None:
+    """Raises UnknownNameError, which names `field` and lists the transports, unless `name` is one of them."""
     if name not in list(INTERNODE_TRANSPORTS):
         known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
-        raise UnknownNameError(f"out of {known}", repr(name), field=what)
+        raise UnknownNameError(f"out of {known}", repr(name), field=field)
 
 
 def transport_maker(name: str) -> TransportMaker:
-    """Returns what makes a transport whose blocks the host moves."""
+    """Returns the maker of a transport whose blocks the host moves."""
     maker = INTERNODE_TRANSPORTS[name]
     if isinstance(maker, str):
         module, _, attribute = maker.partition(":")

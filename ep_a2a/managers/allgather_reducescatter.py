@@ -1,4 +1,4 @@
-"""vLLM's default exchange: gather every rank's tokens, and reduce and scatter what the experts return."""
+"""vLLM's default exchange: all-gather the tokens, reduce and scatter the experts' rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AllGatherExchange(RowExchange):
     """
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """All ranks' rows by one all-gather; where counts differ, what pads them is cut out afterwards."""
+        """Returns all ranks' rows by one all-gather; where counts differ, padding rows are cut out afterwards."""
         own, longest = row_bytes(rows), max(counts)
         even = min(counts) == longest
         sent = own
@@ -42,7 +42,7 @@ class AllGatherExchange(RowExchange):
         return rows_from_bytes(gathered, rows)
 
     def sum_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """This rank's rows from every rank by one all-to-all, added in float32 in ascending rank order."""
+        """Returns this rank's rows from every rank by one all-to-all, added in float32 in ascending rank order."""
         own_count, data = counts[self.rank], row_bytes(rows)
         received = data.new_empty(self.world_size * own_count, data.shape[1])
         if data.numel():

@@ -95,7 +95,7 @@ class All2AllManagerBase:
 
     Attributes:
         backend: the backend's registered name.
-        capabilities: what the backend can do.
+        capabilities: abilities and limits of the backend.
         library: the other project's package that the backend needs, or None.
         rank, world_size: this process in the group, and the group's size.
         device_group: None, or a process group of the same ranks that moves CUDA tensors (NCCL). Its owner sets it
@@ -134,7 +134,7 @@ class All2AllManagerBase:
 
     @property
     def liveness(self) -> Liveness | None:
-        """Who of the ranks lives; None before the first op, and where this rank sees nobody."""
+        """Which ranks live; None before the first op, and where this rank sees nobody."""
         return None if self._groups is None else self._groups.liveness
 
     @property
@@ -189,7 +189,7 @@ class All2AllManagerBase:
         return self.topology().internode
 
     def explain(self, gpu_per_node: int | None = None, max_num_tokens: int | None = None) -> dict[str, str]:
-        """Says what is picked and why: backend, kernel, kernel_reason, device, topology. Collective like `topology`.
+        """Returns backend, kernel, kernel_reason, device and topology as text. Collective like `topology`.
 
         Args:
             gpu_per_node: see `topology`.
@@ -211,14 +211,14 @@ class All2AllManagerBase:
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """Returns the name of what moves the tokens, and the reason. Local.
+        """Returns the name of the kernel or library that moves the tokens, and the reason. Local.
 
         Args:
             num_nodes: nodes of the group.
             max_num_tokens: see `explain`.
         """
         raise UnsupportedError(
-            "a backend that says what moves its tokens", f"{cls.backend!r}, which does not", "Define kernel_for."
+            "a backend that names its kernel", f"{cls.backend!r}, which does not", "Define kernel_for."
         )
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> Any:
@@ -337,7 +337,7 @@ class All2AllManagerBase:
         raise self._unsupported("dispatch")
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.
+        """Returns this rank's tokens [T, H], each the sum of its experts' rows over all ranks.
 
         Args:
             hidden_states: [N, H], one row per row that `dispatch` returned, in the same order: the sum of this rank's
@@ -399,7 +399,7 @@ class All2AllManagerBase:
         self.destroy(alone=kind is not None)
 
     def _release(self) -> None:
-        """Gives back what the manager owns besides ops; called once."""
+        """Frees the memory and groups that the manager owns besides ops. Called once."""
         if self._groups is not None:
             self._groups.close()
 

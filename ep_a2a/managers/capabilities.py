@@ -78,7 +78,7 @@ class Capabilities:
         runs_on_cpu: it works on CPU tensors.
         single_node: all ranks must be on one node.
         rdma: "no", or "across nodes" where NICs must reach GPU memory.
-        was_run: hardware that it has run on, or what was checked instead.
+        was_run: hardware that it has run on, or the check made instead.
         notes: further facts for users.
     """
 
@@ -156,9 +156,9 @@ class Capabilities:
             ("num_experts_per_token", self.topks, config.topk),
             ("world_size", self.rank_counts, config.world_size),
         )
-        for what, possible, asked in choices:
+        for name, possible, asked in choices:
             if possible and asked not in possible:
-                yield f"{what} out of {', '.join(map(str, possible))}", f"{what} {asked}", _use_another(what, possible)
+                yield f"{name} out of {', '.join(map(str, possible))}", f"{name} {asked}", _use_another(name, possible)
         if config.casts_in_dispatch and config.scale_format not in self.scale_formats:
             names = ", ".join(self.scale_formats)
             yield f"scale_format out of {names}", str(config.scale_format), "Pass one of these, or use 'ep_a2a'."
@@ -171,9 +171,9 @@ class Capabilities:
             ("world_size", self.max_ranks, config.world_size),
             ("max_num_inp_token_per_rank", self.max_tokens, config.max_num_inp_token_per_rank),
         )
-        for what, most, asked in bounds:
+        for name, most, asked in bounds:
             if most and asked > most:
-                yield f"{what} of at most {most}", str(asked), f"Lower {what}, or use the backend 'ep_a2a'."
+                yield f"{name} of at most {most}", str(asked), f"Lower {name}, or use the backend 'ep_a2a'."
         if self.topk_within_experts and config.topk > config.total_experts:
             limit = f"num_experts_per_token of at most {config.total_experts}, as a token's experts must differ"
             yield limit, str(config.topk), "Use the backend 'ep_a2a'."
@@ -185,9 +185,9 @@ class Capabilities:
             ("num_experts", config.world_size if self.even_experts else 0, config.total_experts),
             ("bytes of a token's scales", self.scale_row_multiple, config.num_scales * config.scale_bytes),
         )
-        for what, divisor, asked in multiples:
+        for name, divisor, asked in multiples:
             if divisor and asked % divisor:
-                yield f"{what} that is a multiple of {divisor}", str(asked), "Pad it, or use the backend 'ep_a2a'."
+                yield f"{name} that is a multiple of {divisor}", str(asked), "Pad it, or use the backend 'ep_a2a'."
         if config.max_total_recv_tokens and not self.receive_cap:
             yield "no cap on received rows", f"max_total_recv_tokens {config.max_total_recv_tokens}", "Pass 0."
         if casts_in_combine and num_nodes > 1 and not self.combine_casts_between_nodes:
@@ -208,7 +208,7 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _use_another(what: str, possible: tuple[Any, ...]) -> str:
-    if what == "layout":
+def _use_another(name: str, possible: tuple[Any, ...]) -> str:
+    if name == "layout":
         return f"Pass the handle kwarg layout={possible[0]!r}, or use the backend 'ep_a2a', which has all layouts."
     return "Change it, or use the backend 'ep_a2a'."

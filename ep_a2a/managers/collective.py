@@ -48,7 +48,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         self._counts: list[int] | None = None
 
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> CollectiveDispatchCombineOp:
-        """Returns the op for these handle kwargs, as in the base; the nodes of the group do not matter."""
+        """Returns the op for these handle kwargs, whatever nodes the group spans. Collective when the op is new."""
         self._require_open()
         config = config_from_handle_kwargs(kwargs, topology_internode=False)
         self._device_in_use = True
@@ -83,7 +83,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     _dispatch_rows = _dispatch_logits = _gather
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """This rank's rows `[T_r, H]` of the sum over ranks of `hidden_states` `[sum T_r, H]`, added in float32.
+        """Returns this rank's rows `[T_r, H]` of the sum over ranks of hidden_states `[sum T_r, H]`, in float32.
 
         The manager does not know which experts a rank owns, so it adds every rank's row for every token. A row of a
         token that names no expert of this rank must be zeros, as fused MoE kernels with an expert map leave it.

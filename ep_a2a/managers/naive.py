@@ -1,4 +1,4 @@
-"""The simplest backend: every rank broadcasts its tokens in turn, and an all-reduce adds what the experts return."""
+"""The simplest backend: ranks broadcast their tokens in turn, and an all-reduce adds the experts' rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BroadcastExchange(RowExchange):
     """One broadcast per rank; one all-reduce in float32, whose order of summation is the library's."""
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """All ranks' rows, received as one broadcast per rank."""
+        """Returns all ranks' rows, received as one broadcast per rank."""
         own = row_bytes(rows)
         gathered = own.new_empty(sum(counts), own.shape[1])
         group = self.groups.of(rows.device)
@@ -30,7 +30,7 @@ class BroadcastExchange(RowExchange):
         return rows_from_bytes(gathered, rows)
 
     def sum_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """This rank's part of an all-reduce over all rows."""
+        """Returns this rank's part of an all-reduce over all rows."""
         total = rows.to(torch.float32, copy=True)
         if total.numel():
             group = self.groups.of(total.device)

@@ -45,13 +45,13 @@ class _Step(NamedTuple):
 
     Attributes:
         op: the op that serves it, held until the step ends.
-        lead: leading sizes of the rows that the op returned, (R,) or (W, M).
+        leading_sizes: leading dimensions of the received rows, (R,) or (W, M).
         counts: received rows, in one number or by source rank.
         num_tokens: T of this rank.
     """
 
     op: EpDispatchCombineOp
-    lead: tuple[int, ...]
+    leading_sizes: tuple[int, ...]
     counts: list[int]
     num_tokens: int
 
@@ -93,7 +93,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     @property
     def liveness(self) -> Liveness | None:
-        """As in the base: that of the arena."""
+        """Returns which ranks live, as the arena sees it; None before the arena is made."""
         return None if self._arena is None else self._arena.liveness
 
     @property
@@ -158,7 +158,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             UnsupportedError: a CUDA graph is being captured; the config is of layout expert_major or casts inside
                 dispatch; further tensors are others.
             InputError: a tensor does not fit the config; nothing was launched.
-            RankTimeoutError, CapacityError, ConfigMismatchError: what the kernels found. Call `reset` on every rank.
+            RankTimeoutError, CapacityError, ConfigMismatchError: recorded by the kernels. Call `reset` on every rank.
         """
         op = self._live_handle()
         if self._step is not None and self._step.op.has_open_step:
@@ -185,7 +185,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         return [rows.to(given.dtype) for rows, given in zip(found, tensors)]
 
     def _scales_to_send(self, config: EpDispatchCombineConfig, extra: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The one extra tensor that travels; raises UnsupportedError for what `dispatch` cannot do."""
+        """Returns the one extra tensor that travels; raises UnsupportedError where `dispatch` cannot serve the call."""
         others = "Use naive or allgather_reducescatter, or the op that get_handle returns."
         if is_capturing(self.device):
             raise UnsupportedError(
@@ -207,7 +207,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         return extra[0].contiguous()
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """Returns this rank's tokens [T, H], each the sum over ranks of what their experts made of it.
+        """Returns this rank's tokens [T, H], each the sum of its experts' rows over all ranks.
 
         Args:
             hidden_states: [N, H] of the config's combine dtype, one row per dispatched row. It may be overwritten by
@@ -221,7 +221,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._require_open()
         if self._step is None:
             raise AlternationError("dispatch before combine", "combine")
-        op, lead, counts, num_tokens = self._step
+        op, leading_sizes, counts, num_tokens = self._step
         config, shape = op.config, (sum(counts), op.config.hidden_dim)
         if tuple(hidden_states.shape) != shape:
             raise ShapeError(f"hidden_states of shape {shape}, as dispatched", str(tuple(hidden_states.shape)))
@@ -229,11 +229,11 @@ class NativeAll2AllManager(All2AllManagerBase):
             raise DtypeError(f"hidden_states of {config.combined_dtype}", str(hidden_states.dtype))
         if hidden_states.device != self.device:
             raise DeviceError(f"hidden_states on {self.device}", str(hidden_states.device))
-        buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(lead)]
+        buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(leading_sizes)]
         for block, part in zip(buffer.view(len(counts), -1, config.hidden_dim), torch.split(hidden_states, counts)):
             block[: part.shape[0]] = part
         result = torch.empty(num_tokens, config.hidden_dim, dtype=config.combined_dtype, device=self.device)
-        op.combine(buffer.view(*lead, config.hidden_dim), None, None, out=result)
+        op.combine(buffer.view(*leading_sizes, config.hidden_dim), None, None, out=result)
         self._step = None
         return result
 
@@ -300,7 +300,7 @@ class NativeAll2AllManager(All2AllManagerBase):
 
 
 def _received(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The rows [sum of counts, n] that came, out of those [*lead, n] that dispatch returned."""
+    """Returns the received rows [sum of counts, n], without the padding rows of dispatch's result [..., n]."""
     blocks = rows.view(len(counts), -1, rows.shape[-1])
     parts = [block[:count] for block, count in zip(blocks, counts)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

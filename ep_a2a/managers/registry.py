@@ -98,7 +98,7 @@ def _is_import_path(target: object) -> bool:
 
 
 def _creator(name: str) -> Creator:
-    """Returns what creates the managers of a backend, imported; raises UnknownNameError."""
+    """Returns the class or function that makes managers of a backend, imported; raises UnknownNameError."""
     with _lock:
         check_backend_name(name)
         target = _targets[_names[name]]

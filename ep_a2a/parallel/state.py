@@ -178,9 +178,9 @@ def get_ep_group() -> GroupCoordinator:
     return _initialized("an expert-parallel group").ep
 
 
-def _initialized(what: str) -> _ParallelState:
+def _initialized(group: str) -> _ParallelState:
     if _state is None:
-        raise NotInitializedError(what, "none")
+        raise NotInitializedError(group, "none")
     return _state
 
 

@@ -28,7 +28,7 @@ class Topology:
         uneven: whether nodes differ in their number of ranks.
         on_one_host: whether the nodes are virtual ones of one host, whose ranks reach each other's memory.
         shared_memory_problem: which ranks of one node do not share /dev/shm, and why; None if all do.
-        reason: one sentence on what was found and how.
+        reason: one sentence: the nodes, and how they were found.
     """
 
     world_size: int

@@ -14,7 +14,7 @@ def ranks_per_gpu(num_ranks: int, num_gpus: int) -> int:
 
 
 def sharing_note(num_ranks: int, num_gpus: int) -> str:
-    """Returns what a reader of times must know where ranks share GPUs; "" where each has its own."""
+    """Returns a warning for readers of times where ranks share GPUs; "" where each has its own."""
     if ranks_per_gpu(num_ranks, num_gpus) < 2:
         return ""
     return f"{num_ranks} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''}: times are not those of NVLink"

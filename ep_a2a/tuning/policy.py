@@ -54,7 +54,7 @@ class Phase(enum.Enum):
 
 
 THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.LL_DISPATCH: 512, Phase.COMBINE: 640}
-"""Threads per multiprocessor that a launch asks for. What fits depends on the registers a kernel got (`fit`)."""
+"""Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`)."""
 
 
 WIDE_WARPS = {Phase.DISPATCH: 16, Phase.LL_DISPATCH: 16, Phase.COMBINE: 16}

@@ -63,7 +63,7 @@ class TunedLaunch:
     """Launch numbers of one phase; see policy.Launch. 0 programs, senders or receivers: one for each unit of work.
 
     `dispatch` has num_programs, the other phases have num_senders and num_receivers, `combine` has the rest as well;
-    what a phase does not have is 0.
+    numbers that a phase does not have are 0.
     """
 
     num_warps: int
@@ -174,9 +174,9 @@ class TunedTables:
 
     def log_source(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
         """Logs the source of a launch, at info, once per phase, shape and source in a process."""
-        what = (phase, shape_key(config, phase, max_num_tokens), reason)
-        if what not in _reported:
-            _reported.add(what)
+        source = (phase, shape_key(config, phase, max_num_tokens), reason)
+        if source not in _reported:
+            _reported.add(source)
             _log.info("%s of at most %d tokens per rank: launch numbers are %s", phase, max_num_tokens, reason)
 
     def turning_points(self) -> set[int]:
@@ -243,8 +243,8 @@ def read_table(path: Path, phase: str, origin: str | None = None) -> Table:
     """Reads the table in a file.
 
     Args:
-        path: the file. phase: value of policy.Phase, which says what a launch must name.
-        origin: what to call the file in launch reasons; None takes its path.
+        path: the file. phase: value of policy.Phase, which decides the fields of a launch.
+        origin: the file's name in launch reasons; None takes its path.
 
     Raises:
         ConfigError: it cannot be read, or is no table; the error names the entry and the field.

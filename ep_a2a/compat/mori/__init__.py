@@ -1,7 +1,7 @@
 """MORI's Python package on our kernels: `import ep_a2a.compat.mori as mori`, or `install()` and then `import mori`.
 
-It has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is the
-same, what differs and what is refused. Functions without a counterpart exist and raise UnsupportedError. MORI's other
+It has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is
+equal, different and refused. Functions without a counterpart exist and raise UnsupportedError. MORI's other
 submodules (io, ccl, ir, ...) cannot be imported.
 """
 
@@ -31,7 +31,7 @@ _replaced: dict[str, ModuleType] = {}
 def install(*, replace: bool = False) -> None:
     """Makes `import mori` in this process import this package. Local; a second call does nothing.
 
-    Must be called on every rank before anything imports `mori`: a module that has imported it keeps what it got.
+    Must be called on every rank before anything imports `mori`: a module that has imported another one keeps it.
 
     Args:
         replace: also take the name from a MORI that is imported already. Modules that hold that one keep it.

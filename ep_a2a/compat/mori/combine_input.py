@@ -1,4 +1,4 @@
-"""What MORI's combine takes, made into what ours takes."""
+"""Converts the arguments of MORI's combine to those of ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Dispatched(NamedTuple):
     """The dispatch that the next combine belongs to.
 
     Attributes:
-        weights: this rank's own topk_weights, or None. num_tokens: T. result: what dispatch has returned.
+        weights: this rank's own topk_weights, or None. num_tokens: T. result: the tensors that dispatch returned.
     """
 
     weights: torch.Tensor | None
@@ -175,7 +175,7 @@ class LostRows:
             )
 
     def clear(self) -> None:
-        """Forgets what was noted."""
+        """Forgets all noted combines."""
         self._most.zero_()
         if self._on_host is not self._most:
             torch.cuda.synchronize(self._most.device)

@@ -1,4 +1,4 @@
-"""MORI's symmetric world: what its ops share, and the choice of our op for one of MORI's kernel types."""
+"""MORI's symmetric world, which its ops share, and the choice of our op for one of MORI's kernel types."""
 
 from __future__ import annotations
 

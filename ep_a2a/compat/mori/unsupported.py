@@ -23,10 +23,10 @@ def refused(function: str, parameter: str = "") -> UnsupportedError:
         function: MORI's name for it, below `mori`.
         parameter: the parameter whose value is refused; "" for the whole callable.
     """
-    what = f"{parameter} of mori.{function}" if parameter else f"mori.{function}"
+    refused_name = f"{parameter} of mori.{function}" if parameter else f"mori.{function}"
     return UnsupportedError(
         "a function or value that ep_a2a.compat.mori offers",
-        f"{what}, which only MORI's own kernels have",
+        f"{refused_name}, which only MORI's own kernels have",
         remedy_of("mori", function, parameter),
     )
 

@@ -20,7 +20,7 @@ def check_options(config: Any, envs: Any) -> None:
         config: ATOM's Config, or None. envs: atom.utils.envs.
 
     Raises:
-        UnsupportedError: naming the setting and what to do.
+        UnsupportedError: naming the setting and the remedy.
     """
     known = [each.value for each in COMBINE_QUANT_TYPES]
     refused = {

@@ -1,4 +1,4 @@
-"""Adds to vLLM's CPU backend what expert-parallel models need there."""
+"""Lets vLLM's CPU backend run expert-parallel models."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         return rendezvous
 
     def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | InstrumentedOp:
-        """Returns what a layer dispatches and combines with: the op, or with EP_A2A_COUNTERS its counting wrapper.
+        """Returns the op that a layer calls, or with EP_A2A_COUNTERS a wrapper that counts its calls.
 
         Args:
             op: the layer's. moe: its FusedMoEConfig.
@@ -135,10 +135,10 @@ class VllmAll2AllManager(NativeAll2AllManager):
         return op if self.counters is None else self.counters.exchange_of(op, moe)
 
     def check(self) -> None:
-        """Raises what the kernels of finished steps have recorded.
+        """Raises the first error that kernels of finished steps have recorded.
 
-        With tensor parallelism, also what kernels of other ranks have recorded: these ranks gather each other's
-        results, and vLLM looks at the errors of one of them only.
+        With tensor parallelism, errors of the other ranks count, too: these ranks gather each other's results, and
+        vLLM looks at the errors of one of them only.
         """
         for op in self._ops:
             op.check()

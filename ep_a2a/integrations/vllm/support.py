@@ -1,4 +1,4 @@
-"""Checks that the installed vLLM is a supported one, and says what differs where it is not."""
+"""Checks that the installed vLLM is a supported one, and lists the differences where it is not."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def patch_worker() -> None:
 
 
 def check_ops() -> None:
-    """Raises what the kernels of finished steps have recorded."""
+    """Raises the first error that kernels of finished steps have recorded."""
     for manager in live_managers:
         manager.check()
 

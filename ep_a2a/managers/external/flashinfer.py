@@ -65,7 +65,7 @@ class NVLinkOneSided:
     Construction is collective.
 
     Args:
-        payloads: by name, (elements, dtype) of what travels with each token; rows of any number of bytes.
+        payloads: by name, (elements, dtype) of each tensor that travels with a token; rows of any number of bytes.
         num_experts: experts over all ranks, owned linearly.
         topk: experts per token.
         max_num_tokens: most tokens of a rank in any step, >= 1.

@@ -1,4 +1,4 @@
-"""Base of the ops on other projects' libraries, and the one record of what a library returns for a dispatch."""
+"""Base of the ops on other projects' libraries, and the record of a dispatch's results in this package's terms."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class LibraryDispatchCombineOp(AdapterOp):
     def _positions(self) -> torch.Tensor:
         raise self._unsupported("source positions of received rows")
 
-    def _unsupported(self, what: str) -> UnsupportedError:
+    def _unsupported(self, ability: str) -> UnsupportedError:
         return UnsupportedError(
-            f"a backend with {what}",
+            f"a backend with {ability}",
             f"{self.backend!r}, which has none",
             "Use the backend 'ep_a2a'; `ep-a2a backends` shows what each can do.",
         )
@@ -165,4 +165,4 @@ class LibraryDispatchCombineOp(AdapterOp):
             self._native = self._native_handle = self._native_ids = None
 
     def _destroy(self) -> None:
-        """Gives back what the library does not free with its object. Called once."""
+        """Frees resources that the library keeps when its object is deleted. Called once."""

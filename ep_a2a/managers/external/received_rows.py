@@ -1,5 +1,7 @@
-"""Converts ids, counts and positions between libraries' conventions and this package's. On the device, without waiting,
-unless a docstring says otherwise."""
+"""Converts ids, counts and positions between libraries' conventions and this package's.
+
+Functions run on the device and do not wait, unless a docstring says otherwise.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             nodes of one host as they are named, and between hosts as InterNodeV1.
 
     Attributes:
-        native: our op, for what MORI has no name for (`check`, `set_timeout`, `recv_counts`, ...).
+        native: our op, with the calls that MORI's op lacks (`check`, `set_timeout`, `recv_counts`, ...).
 
     Raises:
         NotInitializedError: before shmem_torch_process_group_init.
