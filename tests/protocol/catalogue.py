@@ -62,14 +62,14 @@ RIGHT = (
     Case("the same, combine with weights", Rules(weights=True)),
     Case("the same, whole calls and halves mixed, own rows too", Rules(calls=tuple(Calls), is_reduced=True)),
     Case("the same, two ops of one index in turn", Rules(num_ops=2)),
-    Case("LL dispatch, rows that contain EMPTY", Rules(paths=FLAGGED, written_in_full=True)),
+    Case("low-latency dispatch, rows that contain EMPTY", Rules(paths=FLAGGED, written_in_full=True)),
     Case(
         "flags with ORDERS only, launches that end before their stores have drained",
         Rules(paths=COUNTED, weights=True, launches_drain=False),
     ),
     Case("3 ranks, both dispatches in any order", Rules(**THREE, routes=TO_NEXT_OR_NOBODY)),
     Case("3 ranks, layout compact", Rules(**THREE, routes=TO_NEXT_OR_NOBODY, compact=True)),
-    Case("3 ranks, LL dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
+    Case("3 ranks, low-latency dispatch", Rules(**THREE, routes=TO_ALL_OR_NOBODY, paths=FLAGGED)),
     Case("two parities of flagged words, a combine that does not wait for flags", Rules(**TWO_PARITIES)),
     Case("rings, 1 slot", ChunkRules()),
     Case("rings, 2 slots, up to 3 chunks", ChunkRules(num_slots=2, max_chunks=3, is_reduced=True)),
@@ -88,7 +88,7 @@ RIGHT = (
 
 HARMLESS = (
     Case("IntraNode, flags compared by `!=`", Rules(late=rules.differs)),
-    Case("IntraNode, an LL dispatch that does not wait for its flags", Rules(poster_waits=False)),
+    Case("IntraNode, a low-latency dispatch that does not wait for its flags", Rules(poster_waits=False)),
 )
 
 MUTANTS = (

@@ -20,7 +20,7 @@ class Path(enum.StrEnum):
     """Which dispatch a step takes (policy.dispatch_phase)."""
 
     COUNTED = "bulk dispatch"
-    FLAGGED = "LL dispatch"
+    FLAGGED = "low-latency dispatch"
 
 
 class Calls(enum.StrEnum):
@@ -72,7 +72,7 @@ class Rules:
         weights: combine brings weights, so that its flags order.
         written_in_full: flagged rows contain EMPTY.
         late: how flags are compared with epochs.
-        dispatch_waits, poster_waits, combine_waits: the bulk dispatch, the LL dispatch and combine wait
+        dispatch_waits, poster_waits, combine_waits: the bulk dispatch, the low-latency dispatch and combine wait
             for their flags.
         releases: flags that order are posted behind a fence.
         launches_drain: a launch ends when its stores have come to where they belong ("What is physical").
