@@ -1,4 +1,4 @@
-"""`ep-a2a bench`: checks dispatch and combine, then times them beside baselines and the wire's limit."""
+"""`ep-a2a bench`: checks dispatch and combine, then times them, or whole layers, beside baselines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ CONTENDER_NAMES = (
     "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem, ep_a2a_nvshmem_ll (both only when named), nccl_agrs, "
     "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"
 )
+LAYERS = "Layers"
+COMM_SMS = "Multiprocessors of ops beside computation in schedules; 0 = all. Default: 24."
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share."
 
 
@@ -36,21 +38,38 @@ OPTIONS = (
     opt.numbers("topk", "Experts per token; default: 8 on GPUs.", opt.MOST_TOPK),
     opt.numbers("experts", "Experts over all ranks; default: 256 on GPUs.", opt.MOST_EXPERTS),
     opt.names("dtype", "bfloat16, float16, float32.", "bfloat16"),
-    opt.names("quant", "Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default)."),
+    opt.names("quant", "Cast of dispatch: none (default of layers), fp8_per_token, fp8_per_1x128 (default)."),
     opt.names("combine_quant", "Cast of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
-    opt.names("layout", "compact, rank_major, expert_major.", "compact"),
+    opt.names("layout", "compact (default), rank_major (of layers), expert_major."),
     opt.names("routing", "uniform, zipf, all_to_one, ...: names in ep_a2a.routing.", "uniform"),
     opt.Option("max_sms", str, MAX_SMS, "0", read=read_bounds),
     opt.flag("shared_gpu", "Put all ranks on the first GPU; 2 ranks unless --ranks says more."),
     opt.flag("cold_cache", "Time round trips behind a flushed L2, too; always where ranks share."),
     opt.numbers("gpus_per_node", "Cut virtual nodes of so many ranks; 0 = one node.", default="0"),
-    opt.names("contenders", f"Default: all that make sense. Names: {CONTENDER_NAMES}."),
-    opt.number("iterations", "Timed runs; default: 50, on CPU 2.", opt.MOST_ITERATIONS),
+    opt.names(
+        "contenders",
+        f"Default: all that make sense. Names: {CONTENDER_NAMES}.",
+        names=("--contenders", "--transports"),
+    ),
+    opt.number(
+        "iterations",
+        "Timed runs; default: 50, of layers 20, on CPU 2 and 1.",
+        opt.MOST_ITERATIONS,
+        names=("--iterations", "--runs"),
+    ),
+    opt.number("warmups", "Untimed runs; default: 20, of layers 5, on CPU 0.", opt.MOST_ITERATIONS, least=0),
+    opt.number("rounds", "Times that contenders take turns; default: 1, of layers on GPUs 4.", opt.MOST_ITERATIONS),
     opt.AS_JSON,
     opt.Option("output", Path, "Write JSON lines, a header and a line per row."),
     opt.SEED,
     opt.file("plot", "Draw round trip over tokens, or bounds (PNG, SVG)."),
     opt.file("markdown", "Write the table as markdown."),
+    opt.flag("layer", "Time whole MoE layers, gate to combine, over ep_a2a, flashinfer and nccl_agrs.", panel=LAYERS),
+    opt.number("layers", "Layers in one CUDA graph; default: 10, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
+    opt.numbers("intermediate", "Intermediate sizes of an expert; default: 2048 on GPUs.", panel=LAYERS),
+    opt.names("schedules", "Communication beside computation: micro_batches, shared_expert.", panel=LAYERS),
+    opt.number("comm_sms", COMM_SMS, opt.MOST_ITERATIONS, least=0, panel=LAYERS),
+    opt.Option("traces", Path, "Folder for Chrome traces of schedules.", limits={"file_okay": False}, panel=LAYERS),
     opt.QUIET,
     opt.VERBOSE,
 )
@@ -77,11 +96,11 @@ def without_json_file(arguments: list[str]) -> list[str]:
 
 
 def run(options: SimpleNamespace) -> int:
-    """Check, then time dispatch, combine and their round trip beside baselines and the wire's limit.
+    """Check, then time dispatch, combine and their round trip beside baselines and a push of the same bytes.
 
     Options that take several values separate them by commas; every combination is measured. Runs under torchrun too.
     The exit code is 1 where a contender returned a wrong result or raised. Times on CPU say nothing about GPUs.
     """
     from ep_a2a.commands.bench.command import run as measure
 
-    return EXIT_OK if measure(vars(options)) else EXIT_MISMATCH
+    return EXIT_OK if measure(options) else EXIT_MISMATCH

@@ -44,9 +44,8 @@ def run(options: SimpleNamespace) -> int:
     import torch
 
     from ep_a2a.commands.measure.timing import TimingSettings
-    from ep_a2a.commands.measure.workload import Sweep
-    from ep_a2a.commands.tune.command import execute
-    from ep_a2a.commands.tune.report import default_output
+    from ep_a2a.commands.measure.workload import make_workloads
+    from ep_a2a.commands.tune.command import default_output, execute
     from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune
     from ep_a2a.topology.gpu_share import sharing_note
 
@@ -54,22 +53,19 @@ def run(options: SimpleNamespace) -> int:
     check_can_tune(world_size)
     note = sharing_note(world_size, torch.cuda.device_count())
     folder = options.output or default_output(note)
-    points = Sweep(
-        gpus_per_node=(0,),
-        world_size=(world_size,),
-        hidden_dim=(options.hidden,),
-        topk=(options.topk,),
-        num_experts=(options.experts,),
-        dtype=(options.dtype,),
-        quant_type=(options.quant,),
-        combine_quant=(options.combine_quant,),
-        layout=(options.layout,),
-        routing=("uniform",),
-        max_sms=(0,),
-        max_num_tokens=("same",),
-        num_tokens=options.max_tokens or DEFAULT_SIZES,
-        **opt.given({"seed": options.seed}),
-    ).points()
+    values = {
+        "world_size": world_size,
+        "hidden_dim": options.hidden,
+        "topk": options.topk,
+        "num_experts": options.experts,
+        "dtype": options.dtype,
+        "quant_type": options.quant,
+        "combine_quant": options.combine_quant,
+        "layout": options.layout,
+        "seed": options.seed,
+    }
+    fixed = {name: (value,) for name, value in opt.given(values).items()}
+    points = make_workloads(fixed | {"num_tokens": options.max_tokens or DEFAULT_SIZES})
     settings = TimingSettings(num_warmups=5, num_runs=options.iterations)
     complete = execute(points, settings, options.budget_secs, folder, as_json=options.as_json, note=note)
     return EXIT_OK if complete else EXIT_MISMATCH

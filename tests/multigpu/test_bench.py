@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS
-from ep_a2a.commands.bench.rows import Status
-from ep_a2a.commands.bench.worker import run_contender
+from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, LAYERS, SCHEDULES
+from ep_a2a.commands.bench.layer import LayerWorkload
+from ep_a2a.commands.bench.runner import Status, run_contender
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from tests.integration.programs import run_cli, succeeded
@@ -39,13 +39,23 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
         layout="expert_major" if "low_latency" in name else "compact",
     )
     row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
-    if row.status == Status.UNAVAILABLE and name not in ALWAYS_THERE:
-        pytest.skip(row.reason)
-    assert (row.status, row.reason) == (Status.OK, "")
-    assert row.timing is not None
-    assert row.timing.dispatch_host_us is not None
-    if name in ALWAYS_THERE:
-        assert row.timing.in_graph
+    if row["status"] == Status.UNAVAILABLE and name not in ALWAYS_THERE:
+        pytest.skip(row["reason"])
+    assert (row["status"], row.get("reason")) == (Status.OK, None)
+    assert row["dispatch_host_us"] > 0
+    assert row["in_graph"]
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *SCHEDULES])
+def test_layers_are_checked_and_timed(ranks, name):
+    workload = LayerWorkload(
+        2, 64, 64, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128", layout="rank_major"
+    )
+    row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
+    if row["status"] == Status.UNAVAILABLE:
+        pytest.skip(row["reason"])
+    assert (row["status"], row.get("reason")) == (Status.OK, None)
+    assert row["layer_us"] > 0
 
 
 def test_the_command(tmp_path: Path) -> None:

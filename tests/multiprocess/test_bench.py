@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ep_a2a.commands.bench import contenders, launcher, worker
-from ep_a2a.commands.bench.contenders import Contender, Session
-from ep_a2a.commands.bench.rows import Row, Status
-from ep_a2a.commands.bench.wire_limit import WireLimitContender
+from ep_a2a.commands.bench import contenders, runner
+from ep_a2a.commands.bench.contenders import Contender
+from ep_a2a.commands.bench.reference_push import ReferencePush
+from ep_a2a.commands.bench.runner import Status, run_contender
+from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, UnsupportedError
@@ -44,6 +47,10 @@ def workload_of(world_size: int, **changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
+def assert_ok(row: dict[str, Any]) -> None:
+    assert (row["status"], row.get("reason")) == (Status.OK, None)
+
+
 def test_every_contender_is_known_here():
     assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS, *LAYERS} == set(contenders.CONTENDERS)
 
@@ -51,14 +58,14 @@ def test_every_contender_is_known_here():
 @pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
 def test_virtual_nodes(ranks, name):
     workload = workload_of(4, gpus_per_node=2, layout="rank_major")
-    row = ranks(worker.run_contender, 4, workload, name, QUICK)[0]
-    assert (row.status, row.reason) == (Status.OK, "")
+    row = ranks(runner.run_contender, 4, workload, name, QUICK)[0]
+    assert_ok(row)
     once, flat = workload.rows_between_nodes
     assert 0 < once < flat
     expected = {"ep_a2a_flat": flat, "ep_a2a": None}.get(name, once)
-    assert row.details.get("rows_between_nodes") == expected
+    assert row.get("details", {}).get("rows_between_nodes") == expected
     if name == "ep_a2a_staged":
-        assert once + row.details["padding_between_nodes"] == 4 * workload.max_num_tokens
+        assert once + row["details"]["padding_between_nodes"] == 4 * workload.max_num_tokens
 
 
 @pytest.mark.parametrize("name", contenders.BETWEEN_NODES)
@@ -76,24 +83,23 @@ def test_one_node_has_no_exchange_between_nodes(name):
     ],
 )
 def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
-    rows = ranks(worker.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
+    rows = ranks(runner.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
     for row in rows:
-        assert (row.status, row.reason) == (Status.OK, "")
-        assert row.timing is not None
-        assert row.timing == rows[0].timing
-        assert row.timing.round_trip.p99_us >= row.timing.round_trip.p50_us > 0
-        assert not row.timing.in_graph
+        assert_ok(row)
+        assert row == rows[0]
+        assert row["round_trip_p99_us"] >= row["round_trip_us"] > 0
+        assert not row["in_graph"]
 
 
 @pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", *LAYERS])
 @pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant_type": "none", "num_experts": 2}], ids=str)
 def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     workload = workload_of(2, layout="expert_major", **changes)
-    row = ranks(worker.run_contender, 2, workload, name, QUICK)[0]
+    row = ranks(runner.run_contender, 2, workload, name, QUICK)[0]
     if name == "ep_a2a_precast" and workload.quant_type == "none":
-        assert row.status == Status.UNAVAILABLE
+        assert row["status"] == Status.UNAVAILABLE
     else:
-        assert (row.status, row.reason) == (Status.OK, "")
+        assert_ok(row)
 
 
 @pytest.mark.parametrize("name", ["wire_limit", "nccl_agrs", "nccl_all_to_all"])
@@ -107,54 +113,55 @@ def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     ids=lambda changes: changes["routing"],
 )
 def test_skew_and_dropped_tokens(ranks, name, changes):
-    row = ranks(worker.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
-    assert (row.status, row.reason) == (Status.OK, "")
+    row = ranks(runner.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
+    assert_ok(row)
 
 
 @pytest.mark.parametrize("name", NEED_GPUS)
 def test_what_needs_gpus_says_so(ranks, name):
-    row = ranks(worker.run_contender, 2, workload_of(2), name, QUICK)[0]
-    assert row.status == Status.UNAVAILABLE
-    assert "GPU" in row.reason
+    row = ranks(runner.run_contender, 2, workload_of(2), name, QUICK)[0]
+    assert row["status"] == Status.UNAVAILABLE
+    assert "GPU" in row["reason"]
 
 
 def test_variants_that_would_be_the_same_are_left_out(ranks):
     same = workload_of(2, max_num_tokens=3, quant_type="none")
     for name in ("ep_a2a_bounded", "ep_a2a_precast"):
-        assert ranks(worker.run_contender, 2, same, name, QUICK)[0].status == Status.UNAVAILABLE
+        assert ranks(runner.run_contender, 2, same, name, QUICK)[0]["status"] == Status.UNAVAILABLE
     alone = workload_of(1)
-    assert "no peers" in (WireLimitContender().unavailable(alone, torch.device("cpu")) or "")
+    assert "no peers" in (contenders.make_contender("wire_limit").unavailable(alone, torch.device("cpu")) or "")
 
 
-def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[Row, list[int], dict[str, Any]]:
-    """The limit's row as where all ranks share a GPU, the sources of its dispatch, and its remarks."""
+def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+    """The push's record as where all ranks share a GPU, the sources of its dispatch, and its remarks."""
     sharing = replace(context, ranks_per_gpu=context.world_size)
-    row = worker.run_contender(sharing, workload, "wire_limit", QUICK)
-    if row.status != Status.OK:
+    row = runner.run_contender(sharing, workload, "wire_limit", QUICK)
+    if row["status"] != Status.OK:
         return row, [], {}
-    with WireLimitContender().prepare(workload, sharing) as session:
+    with contextlib.closing(ReferencePush(workload, sharing)) as session:
         session.check()
         return row, sorted(session._dispatch.received), session.details
 
 
 @pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}, {"num_tokens": 40, "max_num_tokens": 40}], ids=str)
-def test_on_a_shared_gpu_the_limit_keeps_to_the_budget_and_counts_local_rows(ranks, changes):
+def test_on_a_shared_gpu_the_push_keeps_to_the_budget_and_counts_local_rows(ranks, changes):
     for row, sources, details in ranks(run_on_a_shared_gpu, 3, workload_of(3, max_sms=8, **changes)):
-        assert (row.status, row.reason) == (Status.OK, "")
+        assert_ok(row)
         # its own rows, too, from all three ranks; 8 multiprocessors hold two programs for each of them
         assert sources == [0, 1, 2]
-        assert details == row.details == {"max_sms": 8, "counts_local_rows": True, "num_programs": 6, "num_threads": 64}
+        expected = {"max_sms": 8, "counts_local_rows": True, "num_programs": 6, "num_threads": 64}
+        assert details == row["details"] == expected
 
 
-def test_a_budget_below_a_program_for_each_rank_has_no_limit(ranks):
+def test_a_budget_below_a_program_for_each_rank_has_no_push(ranks):
     row, *_ = ranks(run_on_a_shared_gpu, 4, workload_of(4, max_sms=3))[0]
-    assert row.status == Status.UNAVAILABLE
-    assert "a budget of 4 multiprocessors" in row.reason
+    assert row["status"] == Status.UNAVAILABLE
+    assert "a budget of 4 multiprocessors" in row["reason"]
 
 
 def lose_a_byte(context: RankContext) -> str:
     """A push whose last byte does not arrive, seen by the rank that misses it."""
-    with WireLimitContender().prepare(workload_of(2), context) as session:
+    with contextlib.closing(ReferencePush(workload_of(2), context)) as session:
         session.check()
         send = session.combine
 
@@ -172,65 +179,46 @@ def lose_a_byte(context: RankContext) -> str:
     return "nothing seen"
 
 
-def test_the_limit_misses_a_single_byte(ranks):
+def test_the_push_misses_no_single_byte(ranks):
     for text in ranks(lose_a_byte, 2):
         assert "1 others" in text
 
 
-def lose_a_flag(context: RankContext) -> Row:
-    """What a wait that was given up becomes, though the bytes were right when they were checked."""
-    original = WireLimitContender.prepare
+class LosesAFlag(ReferencePush):
+    """Gives up a wait on rank 1, though the bytes were right when they were checked."""
 
-    def prepare(self: WireLimitContender, workload: Workload, context: Any) -> Session:
-        session = original(self, workload, context)
-        send = session.dispatch
+    checked = False
 
-        def dispatch() -> None:
-            send()
-            session._combine.state[2] |= session.checked and context.rank
+    def check(self) -> None:
+        super().check()
+        self.checked = True
 
-        check = session.check
-        session.checked = False  # type: ignore[attr-defined]
-        session.check = lambda: (check(), setattr(session, "checked", True))  # type: ignore[method-assign]
-        session.dispatch = dispatch  # type: ignore[method-assign]
-        return session
+    def dispatch(self) -> None:
+        super().dispatch()
+        self._combine.state[2] |= self.checked and self._context.rank
 
-    WireLimitContender.prepare = prepare  # type: ignore[method-assign]
-    try:
-        return worker.run_contender(context, workload_of(2), "wire_limit", QUICK)
-    finally:
-        WireLimitContender.prepare = original  # type: ignore[method-assign]
+
+def lose_a_flag(context: RankContext) -> dict[str, Any]:
+    with mock.patch.object(runner, "make_contender", lambda name: Contender(name, LosesAFlag)):
+        return runner.run_contender(context, workload_of(2), "wire_limit", QUICK)
 
 
 def test_a_flag_that_does_not_come_is_seen_after_the_timing(ranks):
     for row in ranks(lose_a_flag, 2):
-        assert row.status == Status.ERROR
-        assert row.reason.startswith("after the timing, rank 1: RankTimeoutError")
+        assert row["status"] == Status.ERROR
+        assert row["reason"].startswith("after the timing, rank 1: RankTimeoutError")
 
 
-class Misbehaving(Contender):
+class Misbehaving(RoundTrip):
     """Does what `how` says, on rank 1 only."""
 
-    name = "misbehaving"
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        return None
-
-    def prepare(self, workload: Workload, context: Any) -> Session:
-        if context.rank == 1 and self.how == "refuses":
-            raise UnsupportedError("something else", "this")
-        if context.rank == 1 and self.how == "raises":
-            raise ValueError("no idea [1]")
-        return MisbehavingSession(self.how if context.rank == 1 else "behaves")
-
-
-class MisbehavingSession(Session):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, context: RankContext) -> None:
         super().__init__()
-        self.how = how
+        self.how = how if context.rank == 1 else "behaves"
+        if self.how == "refuses":
+            raise UnsupportedError("something else", "this")
+        if self.how == "raises":
+            raise ValueError("no idea [1]")
 
     def dispatch(self) -> None:
         assert self.how not in ("is wrong", "refuses", "raises"), "it must not be timed"
@@ -245,13 +233,10 @@ class MisbehavingSession(Session):
             raise CheckFailedError("one", "two")
 
 
-def run_misbehaving(context: RankContext, how: str) -> Row:
-    original = worker.make_contender
-    worker.make_contender = lambda name: Misbehaving(how)
-    try:
-        return worker.run_contender(context, workload_of(2), "misbehaving", QUICK)
-    finally:
-        worker.make_contender = original
+def run_misbehaving(context: RankContext, how: str) -> dict[str, Any]:
+    contender = Contender("misbehaving", lambda workload, context: Misbehaving(how, context))
+    with mock.patch.object(runner, "make_contender", return_value=contender):
+        return runner.run_contender(context, workload_of(2), "misbehaving", QUICK)
 
 
 @pytest.mark.parametrize(
@@ -266,28 +251,28 @@ def run_misbehaving(context: RankContext, how: str) -> Row:
 def test_one_rank_decides_for_all(ranks, how, status, text):
     rows = ranks(run_misbehaving, 2, how)
     for row in rows:
-        assert row.status == status
-        assert text in row.reason
-        assert (row.timing is not None) == (status == Status.OK)
-    assert rows[0].reason == rows[1].reason
+        assert row["status"] == status
+        assert text in row.get("reason", "")
+        assert ("round_trip_us" in row) == (status == Status.OK)
+    assert rows[0] == rows[1]
 
 
-def run_or_die(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Row:
+def run_or_die(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
     if name == "dies" and context.rank == 1:
         os._exit(7)
-    return worker.run_contender(context, workload, name, settings)
+    return run_contender(context, workload, name, settings)
 
 
 def test_neither_errors_nor_dead_processes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "run_contender", run_or_die)
-    seen = []
-    with launcher.PoolRunner("cpu") as runner:
+    monkeypatch.setattr(runner, "run_contender", run_or_die)
+    seen: list[dict[str, Any]] = []
+    with contextlib.closing(runner.Runner("cpu")) as ranks:
         names = ["smoke_signals", "nccl_agrs", "dies", "nccl_all_to_all"]
-        rows = next(launcher.run_sweep([workload_of(2)], names, QUICK, runner, seen.append))
-    assert [row.status for row in rows] == [Status.ERROR, Status.OK, Status.ERROR, Status.OK]
-    assert "UnknownNameError" in rows[0].reason
-    assert "exit code 7" in rows[2].reason
-    assert seen == rows
+        rows = next(runner.run_sweep([workload_of(2)], names, QUICK, ranks, seen.append))
+    assert [row["status"] for row in rows] == [Status.ERROR, Status.OK, Status.ERROR, Status.OK]
+    assert "UnknownNameError" in rows[0]["reason"]
+    assert "exit code 7" in rows[2]["reason"]
+    assert [row["reason"] for row in seen if "reason" in row] == [rows[0]["reason"], rows[2]["reason"]]
 
 
 SMALL = (

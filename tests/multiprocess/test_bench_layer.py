@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 
-from ep_a2a.commands.bench import layer, overlap
-from ep_a2a.commands.bench.layer import run_layers
-from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
-from ep_a2a.commands.bench.overlap import OverlapSettings, run_overlap
+from ep_a2a.commands.bench.contenders import LAYERS, SCHEDULES
+from ep_a2a.commands.bench.layer import Gate, LayerWorkload, dense_layer, make_weights, require_rows
+from ep_a2a.commands.bench.runner import Runner, run_contender, run_sweep
 from ep_a2a.commands.measure.timing import TimingSettings
-from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError
-from ep_a2a.ops.op import EpDispatchCombineOp
+from tests.integration.programs import run_cli, succeeded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing import RankContext
 
-INTERMEDIATE = 32
 ONCE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_calls=0)
-needs_split_calls = pytest.mark.skipif(
-    not hasattr(EpDispatchCombineOp, "dispatch_send"), reason="the op has no split calls (dispatch_send)"
-)
 
 
-def workload(num_tokens: int, quant_type: str = "none") -> Workload:
+def workload(num_tokens: int, quant_type: str = "none") -> LayerWorkload:
     """Five experts on two ranks."""
-    return Workload(
+    return LayerWorkload(
         world_size=2,
         num_tokens=num_tokens,
         max_num_tokens=num_tokens,
@@ -41,100 +36,123 @@ def workload(num_tokens: int, quant_type: str = "none") -> Workload:
         num_experts=5,
         quant_type=quant_type,
         layout="rank_major",
+        intermediate_dim=32,
+        comm_sms=24,
     )
 
 
 @pytest.mark.parametrize("quant_type", ["none", "fp8_per_1x128"])
-def test_layer_is_the_dense_layer(ranks: Any, quant_type: str) -> None:
-    names = ("ep_a2a", "flashinfer", "nccl_agrs")
-    rows = ranks(run_layers, 2, workload(3, quant_type), INTERMEDIATE, names, ONCE)
+@pytest.mark.parametrize("name", [*LAYERS, *SCHEDULES])
+def test_each_layer_is_the_dense_layer(ranks: Any, name: str, quant_type: str) -> None:
+    rows = ranks(run_contender, 2, workload(4, quant_type), name, ONCE)
     assert rows[0] == rows[1]
-    by_name = {row["transport"]: row for row in rows[0]}
-    assert by_name["flashinfer"]["unavailable"] == "needs GPUs"
-    for name in ("ep_a2a", "nccl_agrs"):
-        row = by_name[name]
-        assert row["communication_us"] == row["layer_us"] - row["compute_us"]
+    if name == "flashinfer":
+        assert rows[0]["reason"] == "needs GPUs"
+    else:
+        assert rows[0]["status"] == "ok", rows[0]["reason"]
+        assert min(rows[0]["layer_us"], rows[0]["compute_us"]) > 0
 
 
-def turns_of(context: RankContext) -> list[str]:
-    """Which transports' layers ran, in the order of their first runs of each round."""
-    order = []
-    time_checked = layer.LayerBench.time_checked
-
-    def noted(bench: layer.LayerBench, work: Any, check: Any) -> float:
-        order.append(check.args[0])
-        return time_checked(bench, work, check)
-
-    with mock.patch.object(layer.LayerBench, "time_checked", noted):
-        rows = run_layers(context, workload(3), INTERMEDIATE, ("nccl_agrs", "ep_a2a"), ONCE, 3)
-    for row in rows:
-        assert row["least_us"] == min(row["rounds_us"]) <= row["layer_us"] <= row["most_us"] == max(row["rounds_us"])
-        assert len(row["rounds_us"]) == 3
-    return order
+def test_micro_batches_need_tokens_that_they_can_share(ranks: Any) -> None:
+    row = ranks(run_contender, 2, workload(3), "micro_batches/in_turn", ONCE)[0]
+    assert (row["status"], row["reason"]) == ("unavailable", "2 micro-batches cannot share 3 tokens")
 
 
-def test_transports_take_turns(ranks: Any) -> None:
-    assert ranks(turns_of, 2)[0] == ["nccl_agrs", "ep_a2a"] * 3
+def test_contenders_take_turns_in_each_round() -> None:
+    order: list[str] = []
+
+    class MadeUpRunner(Runner):
+        def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
+            order.append(name)
+            record = {"contender": name, "num_tokens": workload.num_tokens}
+            if name == "flashinfer":
+                return record | {"status": "unavailable", "reason": "needs GPUs"}
+            return record | {"status": "ok", "layer_us": 10.0 * len(order), "compute_us": 1.0}
+
+    (rows,) = run_sweep(
+        [workload(3)], ("nccl_agrs", "flashinfer", "ep_a2a"), replace(ONCE, num_rounds=3), MadeUpRunner("cpu")
+    )
+    assert order == ["nccl_agrs", "flashinfer", *["ep_a2a", "nccl_agrs"] * 2, "ep_a2a"]
+    assert [row["contender"] for row in rows] == ["nccl_agrs", "flashinfer", "ep_a2a"]
+    assert rows[1]["status"] == "unavailable"
+    assert rows[0]["rounds_us"] == [10.0, 40.0, 60.0]
+    assert (rows[0]["layer_us"], rows[0]["least_us"], rows[0]["most_us"]) == (40.0, 10.0, 60.0)
 
 
 def a_wrong_layer_is_found(context: RankContext) -> None:
     moved = workload(4)
-    weights = make_weights(moved, INTERMEDIATE, context)
+    weights = make_weights(moved, context)
     gate = Gate(moved.inputs(context.rank).x, weights.router, moved.topk)
     gate()
-    with pytest.raises(CheckFailedError, match="a wrong one"):
-        check_layer("a wrong one", moved, gate, weights, context, torch.zeros(4, moved.hidden_dim))
-    with pytest.raises(CheckFailedError, match="nan"):
-        check_layer("not a number", moved, gate, weights, context, torch.full((4, moved.hidden_dim), torch.nan))
+    dense = dense_layer(moved, gate, weights, context)
+    require_rows(dense.bfloat16(), dense)
+    for wrong, text in ((0.0, "off where the norm"), (torch.nan, "nan")):
+        with pytest.raises(CheckFailedError, match=text):
+            require_rows(torch.full((4, moved.hidden_dim), wrong), dense)
 
 
 def test_a_wrong_layer_is_found(ranks: Any) -> None:
     ranks(a_wrong_layer_is_found, 2)
 
 
-@needs_split_calls
-def test_schedules_give_the_dense_layer(ranks: Any, tmp_path: Path) -> None:
-    settings = OverlapSettings(overlap.SCHEDULES, 24, INTERMEDIATE, ONCE, None)
-    rows = ranks(run_overlap, 2, workload(4, "fp8_per_1x128"), settings)
-    assert rows[0] == rows[1]
-    assert [(row["schedule"], row["variant"]) for row in rows[0]] == [
-        ("micro_batches", "in_turn"),
-        ("micro_batches", "overlapped"),
-        ("shared_expert", "in_turn"),
-        ("shared_expert", "between"),
-        ("shared_expert", "beside"),
-    ]
+SMALL = (
+    *(
+        "bench",
+        "--layer",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--tokens",
+        "2",
+        "--hidden",
+        "128",
+        "--intermediate",
+        "32",
+    ),
+    *("--experts", "4", "--topk", "2", "--layers", "1", "--warmups", "0", "--runs", "1"),
+)
 
 
-SMALL = [
-    *("--ranks", "2", "--device", "cpu", "--tokens", "2", "--hidden", "128", "--intermediate", "32", "--experts", "4"),
-    *("--topk", "2", "--layers", "1", "--warmups", "0", "--runs", "1"),
-]
-
-
-def test_layer_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layer_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    layer.main([*SMALL, "--transports", "nccl_agrs", "--output", str(file)])
-    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
-    assert row["transport"] == "nccl_agrs"
-    assert "communication_share" in capsys.readouterr().out
+    printed = succeeded(run_cli(*SMALL, "--transports", "nccl_agrs", "--output", str(file)))
+    assert "communication_us" in printed
+    header, row = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "times say nothing" in header["note"]
+    assert (row["tokens"], row["quant"], row["transport"]) == (2, "none", "nccl_agrs")
+    assert row["communication_us"] == row["layer_us"] - row["compute_us"]
+    assert row["communication_share"] == row["communication_us"] / row["layer_us"]
 
 
-def test_a_file_that_cannot_be_written_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        layer.main([*SMALL, "--transports", "nccl_agrs", "--output", "/nowhere/rows.jsonl"])
-    assert ended.value.code == 2
-    assert "--output: expected a folder /nowhere" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        layer.main([*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"])
-    assert ended.value.code == 2
-    assert "No space left" in capsys.readouterr().err
-
-
-@needs_split_calls
-def test_overlap_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overlap.main([*SMALL, "--schedules", "shared_expert", "--traces", str(tmp_path)])
-    assert "exposed_us" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {
+def test_schedules_from_the_command_line(tmp_path: Path) -> None:
+    file, plot = tmp_path / "rows.jsonl", tmp_path / "x.svg"
+    more = ("--schedules", "shared_expert", "--traces", str(tmp_path / "traces"), "--plot", str(plot))
+    assert "exposed_us" in succeeded(run_cli(*SMALL, *more, "--output", str(file)))
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
         f"shared_expert_{variant}_2.json.gz" for variant in ("in_turn", "between", "beside")
     }
+    _, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["schedule"], row["variant"], row["comm_sms"]) for row in rows] == [
+        ("shared_expert", variant, 24) for variant in ("in_turn", "between", "beside")
+    ]
+    assert all(row["exposed_us"] == row["layer_us"] - row["compute_us"] for row in rows)
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("bench", "--device", "cpu", "--schedules", "micro_batches"), "no --schedules without --layer"),
+        ((*SMALL, "--contenders", "deepep"), "ep_a2a, flashinfer, nccl_agrs"),
+        ((*SMALL, "--schedules", "none_such"), "micro_batches, shared_expert"),
+        ((*SMALL, "--layout", "compact"), "rank_major of a layer"),
+        ((*SMALL, "--quant", "fp8_per_token"), "fp8_per_1x128 of a layer"),
+        ((*SMALL, "--output", "/nowhere/rows.jsonl"), "a folder /nowhere"),
+        ((*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"), "No space left"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(arguments: tuple[str, ...], expected: str) -> None:
+    done = run_cli(*arguments)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.replace("│", " ").split())

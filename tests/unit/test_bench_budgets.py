@@ -11,7 +11,7 @@ import torch
 from ep_a2a.cli.bench import OPTIONS
 from ep_a2a.cli.command import values_of
 from ep_a2a.commands.bench import command
-from ep_a2a.commands.bench.budgets import check_budgets
+from ep_a2a.commands.bench.command import check_budgets
 from ep_a2a.commands.options import Device
 from ep_a2a.errors import EpA2AError, UnsupportedError
 from tests.integration.programs import run_cli
@@ -44,9 +44,9 @@ def test_a_budget_that_cannot_fit_says_what_fits(
     assert "ranks" in caught.value.remedy
 
 
-def options_of(**changes: Any) -> dict[str, Any]:
+def options_of(**changes: Any) -> SimpleNamespace:
     typed = {each.name: each.default for each in OPTIONS} | {"device": Device.CUDA, "shared_gpu": True} | changes
-    return vars(values_of(OPTIONS, typed))
+    return values_of(OPTIONS, typed)
 
 
 @pytest.fixture
@@ -56,17 +56,17 @@ def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(command, "execute", lambda runner, sweep, *_, **__: (runner, sweep))
+    monkeypatch.setattr(command, "execute", lambda runner, workloads, *_, **__: (runner, workloads))
 
 
 @pytest.mark.usefixtures("_four_gpus")
 def test_all_ranks_take_the_first_gpu_with_each_budget() -> None:
-    runner, sweep = command.run(options_of(max_sms="8,16,24,32,64"))  # type: ignore[misc]
-    assert (runner.num_gpus, sweep.world_size, sweep.max_sms) == (1, (2,), (8, 16, 24, 32, 64))
+    runner, workloads = command.run(options_of(max_sms="8,16,24,32,64"))  # type: ignore[misc]
+    assert (runner.num_gpus, {each.world_size for each in workloads}) == (1, {2})
     assert "2 ranks share 1 GPU" in runner.note(2)
-    assert [point.max_sms for point in sweep.points()][:5] == [8, 16, 24, 32, 64]
-    runner, sweep = command.run(options_of(shared_gpu=False))  # type: ignore[misc]
-    assert (runner.num_gpus, sweep.world_size) == (4, (4,))
+    assert [each.max_sms for each in workloads][:5] == [8, 16, 24, 32, 64]
+    runner, workloads = command.run(options_of(shared_gpu=False))  # type: ignore[misc]
+    assert (runner.num_gpus, {each.world_size for each in workloads}) == (4, {4})
 
 
 @pytest.mark.usefixtures("_four_gpus")

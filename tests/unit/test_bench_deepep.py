@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ep_a2a.commands.bench import deepep
-from ep_a2a.commands.bench.deepep import DeepEPContender
 from ep_a2a.commands.measure.workload import Workload
 
 
@@ -31,5 +30,5 @@ def test_low_latency_mode_takes_as_many_tokens_as_its_queues_hold(
         quant_type="fp8_per_1x128",
         layout="rank_major",
     )
-    reason = DeepEPContender("deepep_low_latency", low_latency=True).unavailable(moved, torch.device("cuda"))
+    reason = deepep.unavailable(moved, torch.device("cuda"), low_latency=True)
     assert reason == (None if is_taken else "V1's low-latency mode takes at most 511 tokens")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ep_a2a.commands.bench.flashinfer import FlashInferContender, _unsupported
-from ep_a2a.commands.bench.layer import format_table
-from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
-from ep_a2a.commands.bench.layer_model import (
+from ep_a2a.commands.bench import flashinfer
+from ep_a2a.commands.bench.layer import (
     Gate,
+    LayerWorkload,
     MoEWeights,
     Received,
     grouped_matmul,
@@ -19,9 +19,9 @@ from ep_a2a.commands.bench.layer_model import (
     run_experts,
     sort_pairs,
 )
-from ep_a2a.commands.bench.layer_transports import check_transports
+from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
 from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.errors import UnknownNameError, UnsupportedError
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external.flashinfer import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
@@ -163,13 +163,13 @@ def workload(**changes: Any) -> Workload:
     ],
 )
 def test_what_flashinfer_cannot_do(changes: dict[str, Any], reason: str | None) -> None:
-    said = _unsupported(workload(**changes))
+    said = flashinfer.refusal(workload(**changes))
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
 
 
 def test_flashinfer_needs_gpus() -> None:
-    assert FlashInferContender().unavailable(workload(), torch.device("cpu")) == "needs GPUs"
+    assert flashinfer.unavailable(workload(), torch.device("cpu")) == "needs GPUs"
 
 
 @pytest.mark.parametrize(("width", "expected"), [(1, 4), (6, 8), (56, 16), (7168, 16)])
@@ -177,21 +177,18 @@ def test_alignment_of_payload_rows(width: int, expected: int) -> None:
     assert row_alignment(width, torch.float32) == expected
 
 
-def test_what_the_layer_refuses() -> None:
-    layer = workload(layout="rank_major")
-    check_transports(("ep_a2a", "nccl_agrs"), layer)
-    with pytest.raises(UnknownNameError, match="nccl_agrs"):
-        check_transports(("nccl",), layer)
-    with pytest.raises(UnsupportedError, match="rank_major"):
-        check_transports((), workload())
-    with pytest.raises(UnsupportedError, match="fp8_per_1x128"):
-        check_transports((), workload(layout="rank_major", quant_type="fp8_per_token"))
-
-
-def test_table_tells_why_a_row_is_missing() -> None:
-    rows = [{"a": "one", "b": 0.25, "c": 1234.56}, {"a": "two", "unavailable": "no GPU"}]
-    assert format_table(rows, ("a", "b", "c")).splitlines() == [
-        "  a      b       c",
-        "one  0.250  1234.6",
-        "two  unavailable: no GPU",
-    ]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layout": "compact"}, "layout rank_major of a layer"),
+        ({"quant_type": "fp8_per_token"}, "quant_type none or fp8_per_1x128 of a layer"),
+        ({"combine_quant": "fp8_direct_cast"}, "combine_quant none of a layer"),
+        ({"dtype": torch.float16}, "dtype torch.bfloat16 of a layer"),
+        ({"max_num_tokens": 8}, "max_num_tokens 4 of a layer"),
+    ],
+)
+def test_what_the_layer_refuses(changes: dict[str, Any], expected: str) -> None:
+    layer = LayerWorkload(world_size=4, num_tokens=4, max_num_tokens=4, layout="rank_major")
+    layer.check()
+    with pytest.raises(UnsupportedError, match=expected):
+        replace(layer, **changes).check()

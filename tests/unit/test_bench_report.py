@@ -6,7 +6,6 @@ import io
 import json
 import re
 import subprocess
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,21 +13,22 @@ from rich.console import Console
 
 from ep_a2a.commands.bench import report
 from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
-from ep_a2a.commands.bench.launcher import Runner, run_sweep
 from ep_a2a.commands.bench.picture import choose_x, make_lines, plot_bench
 from ep_a2a.commands.bench.report import (
     CPU_NOTE,
     JsonLines,
+    compare,
     constant_fields,
     describe,
     make_table,
     reasons,
+    show,
+    shown_name,
     varying_fields,
     write_markdown,
 )
-from ep_a2a.commands.bench.rows import Row, Status, make_records, shown_name
-from ep_a2a.commands.bench.view import show
-from ep_a2a.commands.measure.timing import Statistic, Timing, TimingSettings
+from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
+from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -48,24 +48,31 @@ def workload_of(num_tokens: int, **changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
-def timing_of(dispatch: float, combine: float, round_trip: float, host: float | None = None) -> Timing:
-    parts = [Statistic(value, value * 2) for value in (dispatch, combine, round_trip)]
-    return Timing(parts[0], parts[1], parts[2], host is not None, host, host)
+def times_of(dispatch: float, combine: float, round_trip: float, host: float | None = None) -> dict[str, Any]:
+    us = {"dispatch": dispatch, "combine": combine, "round_trip": round_trip}
+    found: dict[str, Any] = {f"{phase}_us": value for phase, value in us.items()}
+    found |= {f"{phase}_p99_us": value * 2 for phase, value in us.items()}
+    found |= {"round_trip_cold_us": None, "in_graph": host is not None}
+    return found | ({"dispatch_host_us": host, "combine_host_us": host} if host is not None else {})
 
 
-def rows_of(workload: Workload) -> list[Row]:
+def timed(workload: Workload, name: str, times: dict[str, Any], **details: Any) -> dict[str, Any]:
+    return make_record(workload, name, Status.OK, details=details) | times
+
+
+def rows_of(workload: Workload) -> list[dict[str, Any]]:
     return [
-        Row(workload, "wire_limit", Status.OK, timing=timing_of(10, 20, 25, 3)),
-        Row(workload, "ep_a2a", Status.OK, timing=timing_of(20, 25, 50, 4), details={"dispatch_programs": 3}),
-        Row(workload, "nccl_agrs", Status.OK, timing=timing_of(40, 60, 100)),
-        Row(workload, "nccl_all_to_all", Status.FAILED, "checking, rank 1: wrong [x]"),
-        Row(workload, "flashinfer", Status.UNAVAILABLE, "needs GPUs"),
+        timed(workload, "wire_limit", times_of(10, 20, 25, 3)),
+        timed(workload, "ep_a2a", times_of(20, 25, 50, 4), dispatch_programs=3),
+        timed(workload, "nccl_agrs", times_of(40, 60, 100)),
+        make_record(workload, "nccl_all_to_all", Status.FAILED, "checking, rank 1: wrong [x]"),
+        make_record(workload, "flashinfer", Status.UNAVAILABLE, "needs GPUs"),
     ]
 
 
 def test_columns_are_worked_out_from_bytes_and_times():
     # every token goes to both ranks: one remote row per token
-    limit, native, baseline, failed, absent = make_records(rows_of(workload_of(8)))
+    limit, native, baseline, failed, absent = compare(rows_of(workload_of(8)))
     assert native["dispatch_bytes"] == native["combine_bytes"] == 8 * 512
     assert (native["dispatch_us"], native["dispatch_p99_us"], native["round_trip_us"]) == (20, 40, 50)
     assert native["dispatch_gb_per_s"] == pytest.approx(8 * 512 / 20e-6 / 1e9)
@@ -82,14 +89,14 @@ def test_columns_are_worked_out_from_bytes_and_times():
 
 
 def test_without_the_limit_there_is_no_fraction():
-    records = make_records([Row(workload_of(1), "ep_a2a", Status.OK, timing=timing_of(1, 1, 2))])
+    records = compare([timed(workload_of(1), "ep_a2a", times_of(1, 1, 2))])
     assert not [name for name in records[0] if "limit" in name]
 
 
 def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
-    records = [record for tokens in (1, 8) for record in make_records(rows_of(workload_of(tokens)))]
-    headings, cells = make_table(records)
-    assert headings[:2] == ["T", "contender"]
+    records = [record for tokens in (1, 8) for record in compare(rows_of(workload_of(tokens)))]
+    headings, cells, num_names = make_table(records)
+    assert headings[:num_names] == ["T", "contender"]
     assert headings[-2:] == ["of limit", "nccl_agrs ÷ this"]
     assert {len(row) for row in cells} == {len(headings)}
     assert [row[1] for row in cells] == ["wire_limit", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
@@ -106,9 +113,9 @@ def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
 
 
 def test_what_buffers_are_made_for_is_a_column_where_it_is_not_the_tokens():
-    records = [r for bound in (8, 16) for r in make_records(rows_of(workload_of(8, max_num_tokens=bound)))]
+    records = [r for bound in (8, 16) for r in compare(rows_of(workload_of(8, max_num_tokens=bound)))]
     assert varying_fields(records) == ["num_tokens", "max_num_tokens"]
-    records = make_records(rows_of(workload_of(8, max_num_tokens=16)))
+    records = compare(rows_of(workload_of(8, max_num_tokens=16)))
     assert varying_fields(records) == ["num_tokens"]
     assert "M 16" in constant_fields(records)
 
@@ -121,33 +128,34 @@ def shown(records: list[dict[str, Any]], width: int = 80) -> str:
 
 def test_the_terminal_shows_all_columns_at_its_width():
     # narrow, as where output goes to a file; figures must not lose digits
-    text = shown(make_records(rows_of(workload_of(8))))
+    text = shown(compare(rows_of(workload_of(8))))
     for part in ("flashinfer unavailable (T = 8): needs GPUs", "wrong [x]", "100.0 eager", "nccl_agrs ÷ this", "50.0%"):
         assert part in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     # each table names its rows
     assert text.count("│ nccl_agrs ") == text.count("contender") > 1
-    assert shown(make_records(rows_of(workload_of(8))), 200).count("contender") == 1
+    assert shown(compare(rows_of(workload_of(8))), 200).count("contender") == 1
 
 
 def test_on_cpu_it_is_a_functional_check():
     """No times, shares, rates or NCCL, which say nothing there; the JSON rows have the raw times alone."""
     rows = rows_of(workload_of(8))
-    records = make_records(rows[:3], "cpu")
+    records = compare(rows[:3], "cpu")
     text = shown(records)
     assert text.startswith("Right: 3 of 3 results of dispatch and combine on 2 CPU processes.\nfunctional check")
     assert make_table(records) == (
         ["T", "contender", "result"],
         [["8", "wire_limit", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
+        2,
     )
     for word in ("µs", "GB/s", "limit:", "of limit", "%", "nccl", "÷", "eager"):
         assert word not in text
     assert records[1]["round_trip_us"] > 0
     assert not [name for name in records[1] if "fraction" in name or "gb_per_s" in name or "over_this" in name]
     assert {record["device"] for record in records} == {"cpu"}
-    assert {record["device"] for record in make_records(rows)} == {"cuda"}
-    wrong = make_records(rows, "cpu")
+    assert {record["device"] for record in compare(rows)} == {"cuda"}
+    wrong = compare(rows, "cpu")
     assert shown(wrong).startswith("Wrong: 1 of 4 results of dispatch and combine on 2 CPU processes; see below.")
     assert make_table(wrong)[1][3] == ["8", "gloo_all_to_all", "FAILED"]
     assert reasons(wrong)[0].startswith("gloo_all_to_all failed")
@@ -177,7 +185,7 @@ def test_json_lines_grow_behind_their_header(tmp_path):
     path.write_text("old")
     lines = JsonLines(path, HEADER)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER]
-    records = make_records(rows_of(workload_of(8)))
+    records = compare(rows_of(workload_of(8)))
     lines.append(records)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *records]
 
@@ -189,10 +197,9 @@ def test_the_table_shows_what_crosses_between_nodes():
         "ep_a2a_staged": {"rows_between_nodes": 5, "padding_between_nodes": 3},
     }
     rows = [
-        Row(workload_of(4, gpus_per_node=1), name, Status.OK, timing=timing_of(1, 1, 2), details=details)
-        for name, details in found.items()
+        timed(workload_of(4, gpus_per_node=1), name, times_of(1, 1, 2), **details) for name, details in found.items()
     ]
-    headings, cells = make_table(make_records(rows))
+    headings, cells, _ = make_table(compare(rows))
     assert headings[-1] == "rows between nodes"
     assert [row[-1] for row in cells] == ["5", "", "5 + 3 empty"]
     assert {len(row) for row in cells} == {len(headings)}
@@ -200,7 +207,7 @@ def test_the_table_shows_what_crosses_between_nodes():
 
 def test_markdown_is_one_table(tmp_path):
     path = tmp_path / "result.md"
-    write_markdown(path, HEADER, make_records(rows_of(workload_of(8))))
+    write_markdown(path, HEADER, compare(rows_of(workload_of(8))))
     table = [line for line in path.read_text().splitlines() if line.startswith("|")]
     assert len(table) == 2 + 4
     assert len({line.count("|") for line in table}) == 1
@@ -209,7 +216,7 @@ def test_markdown_is_one_table(tmp_path):
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_the_picture_is_written(tmp_path, suffix, magic):
-    records = [record for tokens in (1, 8, 64) for record in make_records(rows_of(workload_of(tokens)))]
+    records = [record for tokens in (1, 8, 64) for record in compare(rows_of(workload_of(tokens)))]
     path = tmp_path / f"round_trip.{suffix}"
     plot_bench(records, path, HEADER)
     assert path.read_bytes().startswith(magic)
@@ -222,7 +229,7 @@ def test_lines_of_the_picture_are_named_by_what_varies():
         record
         for layout in ("compact", "rank_major")
         for tokens in (8, 1)
-        for record in make_records(rows_of(workload_of(tokens, layout=layout)))
+        for record in compare(rows_of(workload_of(tokens, layout=layout)))
     ]
     lines = make_lines(records)
     # the layout makes no difference to the limit
@@ -240,30 +247,29 @@ class MadeUpRunner(Runner):
     """Remembers what it was asked for; fewer multiprocessors take longer."""
 
     def __init__(self) -> None:
+        super().__init__("cpu")
         self.asked: list[tuple[str, int]] = []
 
-    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
         self.asked.append((name, workload.max_sms))
         us = 10.0 if name == "wire_limit" else 1000 / (workload.max_sms or 100)
-        return Row(workload, name, Status.OK, timing=timing_of(us, us, 2 * us))
+        return timed(workload, name, times_of(us, us, 2 * us))
 
 
 def records_of_bounds(tokens: int = 8) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
     runner = MadeUpRunner()
     points = [workload_of(tokens, max_sms=bound) for bound in (0, 8, 32)]
     rows = run_sweep(points, ["wire_limit", "ep_a2a"], TimingSettings(), runner)
-    return [record for of_point in rows for record in make_records(of_point)], runner.asked
+    return [record for of_point in rows for record in compare(of_point)], runner.asked
 
 
 def test_cold_times_are_a_column_where_any_was_taken() -> None:
     warm, native = rows_of(workload_of(8))[:2]
-    assert native.timing is not None
-    cold = replace(native, timing=replace(native.timing, round_trip_cold=Statistic(61.5, 70)))
-    records = make_records([warm, cold])
+    records = compare([warm, native | {"round_trip_cold_us": 61.5}])
     assert [record["round_trip_cold_us"] for record in records] == [None, 61.5]
-    headings, table = make_table(records)
+    headings, table, _ = make_table(records)
     assert [row[headings.index("cold µs")] for row in table] == ["", "61.5"]
-    assert "cold µs" not in make_table(make_records([warm, native]))[0]
+    assert "cold µs" not in make_table(compare([warm, native]))[0]
 
 
 def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
@@ -272,8 +278,8 @@ def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
     points = [workload_of(8, max_sms=bound, layout=layout) for layout in ("compact", "rank_major") for bound in (8, 32)]
     rows = [row for of_point in run_sweep(points, ["wire_limit"], TimingSettings(), runner) for row in of_point]
     assert runner.asked == [("wire_limit", 8), ("wire_limit", 32)]
-    rows = [replace(row, details={"max_sms": row.workload.max_sms}) for row in rows]
-    headings, table = make_table(make_records(rows))
+    rows = [row | {"details": {"max_sms": row["max_sms"]}} for row in rows]
+    headings, table, _ = make_table(compare(rows))
     assert [row[headings.index("max SMs")] for row in table] == ["8", "32"]
 
 
@@ -281,7 +287,7 @@ def test_bounds_are_one_table_and_the_limit_is_measured_once():
     records, asked = records_of_bounds()
     assert asked == [("wire_limit", 0), ("ep_a2a", 0), ("ep_a2a", 8), ("ep_a2a", 32)]
     assert [record["max_sms"] for record in records] == [0, 0, 8, 8, 32, 32]
-    headings, cells = make_table(records)
+    headings, cells, _ = make_table(records)
     assert headings[:3] == ["T", "max SMs", "contender"]
     assert [row[:3] for row in cells] == [
         ["8", "", "wire_limit"],

@@ -10,8 +10,9 @@ import torch
 
 from ep_a2a.cli.bench import CONTENDER_NAMES
 from ep_a2a.commands.bench.command import DEFAULTS
-from ep_a2a.commands.bench.contenders import CONTENDERS, check_round_trip
-from ep_a2a.commands.measure.workload import Sweep, Workload
+from ep_a2a.commands.bench.contenders import CONTENDERS
+from ep_a2a.commands.measure.session import check_round_trip
+from ep_a2a.commands.measure.workload import Workload, make_workloads
 from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges
@@ -93,19 +94,19 @@ def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
     copies = workload.num_distinct_ranks(0)
     rows = x if quant == "none" else dequantize(*quantize(x, quant), quant, dtype)
     right = (rows.float() * copies[:, None]).to(dtype)
-    check_round_trip("it", workload, x, copies, right)
+    check_round_trip(workload, x, copies, right)
     for wrong in (right.roll(1, 0), right.roll(1, 1), right * 2, torch.full_like(right, float("nan"))):
         with pytest.raises(CheckFailedError, match="elements are off"):
-            check_round_trip("it", workload, x, copies, wrong)
+            check_round_trip(workload, x, copies, wrong)
     one_element = right.clone()
     one_element[3, 7] += 1
     with pytest.raises(CheckFailedError, match="token 3, element 7"):
-        check_round_trip("it", workload, x, copies, one_element)
+        check_round_trip(workload, x, copies, one_element)
     with pytest.raises(CheckFailedError, match=r"\(17, 256\)"):
-        check_round_trip("it", workload, x, copies, right[:5])
+        check_round_trip(workload, x, copies, right[:5])
 
 
-def sweep_of(**changes: Any) -> Sweep:
+def points_of(**changes: Any) -> list[Workload]:
     values: dict[str, Any] = {
         "world_size": (2,),
         "hidden_dim": (256,),
@@ -116,16 +117,16 @@ def sweep_of(**changes: Any) -> Sweep:
         "combine_quant": ("none",),
         "layout": ("compact",),
         "routing": ("uniform",),
-        "max_sms": (0,),
         "gpus_per_node": (0,),
         "max_num_tokens": ("same",),
         "num_tokens": (1, 4),
+        "max_sms": (0,),
     }
-    return Sweep(**{**values, **changes})
+    return make_workloads({**values, **changes})
 
 
 def test_a_sweep_is_every_combination():
-    points = sweep_of(max_num_tokens=("same", "8"), layout=("compact", "rank_major")).points()
+    points = points_of(max_num_tokens=("same", "8"), layout=("compact", "rank_major"))
     assert [(w.layout, w.max_num_tokens, w.num_tokens) for w in points] == [
         ("compact", 1, 1),
         ("compact", 4, 4),
@@ -142,7 +143,7 @@ def test_a_sweep_is_every_combination():
 @pytest.mark.parametrize("gpus_per_node", [-1, 3])
 def test_nodes_of_a_sweep_hold_equally_many_ranks(gpus_per_node):
     with pytest.raises(ConfigError, match="gpus_per_node to divide 4 ranks"):
-        sweep_of(world_size=(4,), gpus_per_node=(gpus_per_node,)).points()
+        points_of(world_size=(4,), gpus_per_node=(gpus_per_node,))
 
 
 def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
@@ -157,7 +158,7 @@ def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
 
 
 def test_bounds_on_multiprocessors_vary_fastest():
-    points = sweep_of(max_sms=(0, 8), layout=("compact", "rank_major")).points()
+    points = points_of(max_sms=(0, 8), layout=("compact", "rank_major"))
     assert [(w.layout, w.num_tokens, w.max_sms) for w in points] == [
         ("compact", 1, 0),
         ("compact", 1, 8),
@@ -200,7 +201,7 @@ def test_only_weights_of_valid_ids_count():
 )
 def test_impossible_points_are_refused_before_anything_runs(changes, error, text):
     with pytest.raises(error, match=text):
-        sweep_of(**changes).points()
+        points_of(**changes)
 
 
 def test_the_defaults_are_the_shapes_of_the_anchors():
@@ -216,4 +217,4 @@ def test_the_help_names_every_contender():
 
 
 def test_hidden_sizes_that_the_op_takes_can_be_measured():
-    assert sweep_of(hidden_dim=(264,), quant_type=("none",)).points()[0].hidden_dim == 264
+    assert points_of(hidden_dim=(264,), quant_type=("none",))[0].hidden_dim == 264

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.commands.bench.launcher import JoinedRunner, PoolRunner
+from ep_a2a.commands.bench.runner import JoinedRunner, Runner
 from ep_a2a.errors import ConfigError, GpuLostError, UnsupportedError
 from ep_a2a.memory import gpu_ranks
 from ep_a2a.ops.gpu_share import share_of
@@ -80,13 +80,13 @@ def test_a_pool_can_keep_to_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch)
     one, two = (RankPool(4, device="cuda", num_gpus=number) for number in (1, 2))
     assert (one.ranks_per_gpu, one.backend, one.note) == (4, "gloo", sharing_note(4, 1))
     assert (two.ranks_per_gpu, two.note) == (2, sharing_note(4, 2))
-    runners = [PoolRunner("cuda", shared_gpu=shared) for shared in (True, False)]
+    runners = [Runner("cuda", shared_gpu=shared) for shared in (True, False)]
     assert [(runner.num_gpus, runner.note(4)) for runner in runners] == [(1, sharing_note(4, 1)), (4, "")]
 
 
 def test_the_bench_says_it_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [PoolRunner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]
+    assert [Runner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]
     # 16 ranks of two hosts with eight GPUs each: this host's number of GPUs says nothing about the job
     joined = JoinedRunner.__new__(JoinedRunner)
     joined._note = ""

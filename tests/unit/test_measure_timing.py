@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_a2a.commands.bench.contenders import Session
 from ep_a2a.commands.measure.timing import (
     Clock,
     TimingSettings,
-    make_clock,
     summarize,
-    time_cold_round_trips,
-    time_operations,
-    time_round_trips,
+    time_apart,
+    time_calls,
 )
 
 
@@ -64,27 +60,28 @@ class RecordingClock(Clock):
         self.events.append("flush")
 
 
-class RecordingSession(Session):
+class Recording:
+    """A dispatch and a combine that note their calls."""
+
     def __init__(self, events: list[str]) -> None:
-        super().__init__()
         self.events = events
 
     def dispatch(self) -> str:
         self.events.append("dispatch")
         return "handle"
 
-    def combine(self, dispatched: Any) -> torch.Tensor:
+    def combine(self, dispatched: str) -> None:
         assert dispatched == "handle"
         self.events.append("combine")
-        return torch.empty(0)
 
-    def check(self) -> None:
-        raise AssertionError
+    def round_trip(self) -> None:
+        self.combine(self.dispatch())
 
 
 def test_each_op_stands_alone_behind_a_barrier():
     clock = RecordingClock()
-    times = time_operations(RecordingSession(clock.events), clock, TimingSettings(num_warmups=2, num_runs=3))
+    calls = Recording(clock.events)
+    times = time_apart(calls.dispatch, calls.combine, clock, TimingSettings(num_warmups=2, num_runs=3))
     warmups = ["dispatch", "combine"] * 2
     run = ["align", "mark", "dispatch", "mark", "align", "mark", "combine", "mark"]
     assert clock.events == [*warmups, "synchronize", *run * 3, "synchronize"]
@@ -94,7 +91,7 @@ def test_each_op_stands_alone_behind_a_barrier():
 def test_round_trips_follow_one_another_behind_one_barrier():
     clock = RecordingClock()
     settings = TimingSettings(num_warmups=1, num_runs=2, num_round_trips=4)
-    times = time_round_trips(RecordingSession(clock.events), clock, settings, in_graph=False)
+    times = time_calls(Recording(clock.events).round_trip, clock, settings)
     trips = ["dispatch", "combine"] * 4
     run = ["align", "mark", *trips, "mark"]
     assert clock.events == [*trips, "synchronize", *run * 2, "synchronize"]
@@ -104,7 +101,7 @@ def test_round_trips_follow_one_another_behind_one_barrier():
 def test_the_cache_is_flushed_before_each_round_trip_and_outside_its_time():
     clock = RecordingClock()
     settings = TimingSettings(num_warmups=1, num_runs=2, num_round_trips=4)
-    times = time_cold_round_trips(RecordingSession(clock.events), clock, settings, in_graph=False)
+    times = time_calls(Recording(clock.events).round_trip, clock, settings, flushes=True)
     run = ["flush", "align", "mark", "dispatch", "combine", "mark"]
     assert clock.events == ["dispatch", "combine", "synchronize", *run * 2, "synchronize"]
     assert times == [3.0] * 2
@@ -112,8 +109,7 @@ def test_the_cache_is_flushed_before_each_round_trip_and_outside_its_time():
 
 def test_the_wall_clock_counts_microseconds(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    clock = make_clock(SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), group=None))  # type: ignore[arg-type]
-    assert type(clock) is Clock
+    clock = Clock(SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), group=None))  # type: ignore[arg-type]
     clock.align()
     assert clock.elapsed_us(1_000, 3_500) == 2.5
     assert clock.mark() <= clock.mark()

@@ -197,7 +197,7 @@ def test_units() -> None:
 
 def test_titles_say_what_is_seen_and_footers_hold_parameters(figures) -> None:
     title, reading, *footer = (text.get_text() for text in figures("bench")[0].texts)
-    assert title == "Round trip: ep_a2a takes 1.02 to 1.21 times the wire limit"
+    assert title == "Round trip: ep_a2a takes 1.02 to 1.21 times the reference push"
     assert "logarithmic" in reading
     assert "H 7168" in "\n".join(footer)
     assert "4 x NVIDIA H200 · ep_a2a 0.1.0 (648c52e), ep-a2a bench" in footer

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ep_a2a.commands.bench.launcher import Runner, run_sweep
-from ep_a2a.commands.bench.rows import Row, Status
+from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.progress import Progress
@@ -45,8 +44,8 @@ def test_a_quiet_console_shows_nothing() -> None:
 
 
 class MadeUpRunner(Runner):
-    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Row:
-        return Row(workload, name, Status.UNAVAILABLE, "made up")
+    def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
+        return make_record(workload, name, Status.UNAVAILABLE, "made up")
 
 
 def test_a_sweep_names_each_row_before_and_after_it_is_measured() -> None:
@@ -55,8 +54,8 @@ def test_a_sweep_names_each_row_before_and_after_it_is_measured() -> None:
         [Workload(2, 8, 8, 256, 2, 4)],
         ["wire_limit", "ep_a2a"],
         TimingSettings(),
-        MadeUpRunner(),
-        lambda row: seen.append(("row", row.contender)),
+        MadeUpRunner("cpu"),
+        lambda row: seen.append(("row", row["contender"])),
         lambda workload, name: seen.append(("begin", name)),
     )
     assert len(next(rows)) == 2

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from ep_a2a.commands.bench.wire_limit import GPU_LAUNCHES
+from ep_a2a.commands.bench.reference_push import GPU_LAUNCHES
 from ep_a2a.commands.measure.push import LOADS_IN_FLIGHT, MAX_THREADS, Peer, compile_push, push_source
 from ep_a2a.errors import UnsupportedError
 

@@ -14,7 +14,7 @@ from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.tune import command
 from ep_a2a.commands.tune import search as tune
-from ep_a2a.commands.tune.report import default_output, show
+from ep_a2a.commands.tune.command import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.topology.gpu_share import sharing_note
 from ep_a2a.tuning import tables as tuning

@@ -1,48 +1,59 @@
-"""Runs a sweep, and reports it on the terminal and in files."""
+"""Runs a sweep of round trips or layers, and reports it on the terminal and in files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.bench.budgets import DEFAULT_SHARED_RANKS, check_budgets, require_several, require_shareable
 from ep_a2a.commands.bench.contenders import (
     BETWEEN_NODES,
     CONTENDERS,
+    LAYERS,
     NATIVE,
     ONLY_WHEN_NAMED,
+    OPS_AT_ONCE,
+    SCHEDULES,
     check_names,
     present_names,
 )
-from ep_a2a.commands.bench.launcher import make_runner, run_sweep
+from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
-from ep_a2a.commands.bench.report import JsonLines, describe, reasons, write_markdown
-from ep_a2a.commands.bench.rows import Status, make_records, shown_name
-from ep_a2a.commands.bench.view import show
+from ep_a2a.commands.bench.report import JsonLines, compare, describe, reasons, show, shown_name, write_markdown
+from ep_a2a.commands.bench.runner import Status, make_runner, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
-from ep_a2a.commands.measure.workload import Sweep
-from ep_a2a.commands.options import given
+from ep_a2a.commands.measure.workload import Workload, make_workloads
+from ep_a2a.commands.options import given, refuse
 from ep_a2a.commands.plotting import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.ops.gpu_share import share_of
+from ep_a2a.topology.gpu_share import ranks_per_gpu
+from ep_a2a.tuning.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+    from types import SimpleNamespace
 
-    from ep_a2a.commands.bench.launcher import Runner
-    from ep_a2a.commands.bench.rows import Row
-    from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.commands.bench.runner import Runner
+
+    Record = dict[str, Any]
+
+DEFAULT_SHARED_RANKS = 2
+"""Ranks of --shared-gpu without --ranks."""
+DEFAULT_COMM_SMS = 24
+"""Multiprocessors of ops beside computation without --comm-sms."""
+LAYER_OPTIONS = ("schedules", "intermediate", "comm_sms", "traces")
+"""Options that say nothing without --layer."""
 
 
-@dataclass(frozen=True)
-class Defaults:
+class Defaults(NamedTuple):
     """Defaults of the options for one kind of device; num_ranks None takes all GPUs."""
 
     num_ranks: int | None
@@ -51,8 +62,10 @@ class Defaults:
     hidden_dim: int
     topk: int
     num_experts: int
-    quant_type: str
     timing: TimingSettings
+    quant_type: str = "fp8_per_1x128"
+    layout: str = "compact"
+    intermediate_dim: int = 2048
 
 
 _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
@@ -60,92 +73,130 @@ _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ON
 _ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
 
 DEFAULTS = {
-    "cuda": Defaults(None, _ON_GPUS, (1, 16, 32, 128, 512, 4096), 7168, 8, 256, "fp8_per_1x128", TimingSettings()),
-    "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, "fp8_per_1x128", TimingSettings(0, 2, 1, 0)),
+    "cuda": Defaults(None, _ON_GPUS, (1, 16, 32, 128, 512, 4096), 7168, 8, 256, TimingSettings()),
+    "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, TimingSettings(0, 2, 1, 0)),
 }
 """Defaults by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
+LAYER_DEFAULTS = {
+    "cuda": DEFAULTS["cuda"]._replace(num_tokens=(128, 512, 4096), timing=TimingSettings(5, 20, 10, 0, num_rounds=4)),
+    "cpu": DEFAULTS["cpu"]._replace(
+        num_tokens=(4,), intermediate_dim=64, timing=TimingSettings(0, 1, 1, 0, num_rounds=1)
+    ),
+}
+"""The same with --layer."""
 
 
-def run(options: dict[str, Any]) -> bool:
+def defaults_of(device: str, *, layer: bool) -> Defaults:
+    """Returns the defaults of round trips, or of layers."""
+    if not layer:
+        return DEFAULTS[device]
+    return LAYER_DEFAULTS[device]._replace(contenders=LAYERS, quant_type="none", layout="rank_major")
+
+
+def run(options: SimpleNamespace) -> bool:
     """Checks the options, then measures; returns what `execute` does.
 
     Args:
-        options: of `ep-a2a bench` by parameter, None where not given.
+        options: of `ep-a2a bench` by name, None where not given.
 
     Raises:
         EpA2AError: what is asked for cannot be measured or written.
     """
-    kind = choose_device(options["device"].value)
-    shared = options["shared_gpu"]
-    if shared:
+    kind = choose_device(options.device.value)
+    if options.shared_gpu:
         require_shareable(kind, joined=dist.is_torchelastic_launched())
-    defaults = DEFAULTS[kind]
-    usual = defaults.contenders + (BETWEEN_NODES if any(options["gpus_per_node"]) else ())
-    names = usual if options["contenders"] is None else present_names(options["contenders"])
-    check_names(names)
-    output, markdown, plot = (options[name] for name in ("output", "markdown", "plot"))
-    for path in (output, markdown):
+    if not options.layer:
+        refuse({name: getattr(options, name) for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
+    defaults = defaults_of(kind, layer=options.layer)
+    names = names_of(options, defaults)
+    plot = options.plot
+    for path in (options.output, options.markdown):
         check_can_write(path)
-    different_files(output, markdown, plot, None if plot is None else dark_variant(plot))
+    different_files(options.output, options.markdown, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)
-    num_runs = options["iterations"] or defaults.timing.num_runs
-    settings = replace(defaults.timing, num_runs=num_runs, cold_cache=options["cold_cache"])
-    with make_runner(kind, shared_gpu=shared) as runner:
-        sweep = sweep_of(options, kind, runner.world_size)
+    given_runs = {
+        "num_warmups": options.warmups,
+        "num_runs": options.iterations,
+        "num_round_trips": options.layers,
+        "num_rounds": options.rounds,
+    }
+    settings = replace(defaults.timing, **given(given_runs), cold_cache=options.cold_cache)
+    with contextlib.closing(make_runner(kind, shared_gpu=options.shared_gpu)) as runner:
+        workloads = workloads_of(options, kind, runner.world_size)
         if kind == "cuda" and runner.world_size is None:
-            check_budgets(sweep.max_sms, sweep.world_size, runner.num_gpus, multiprocessors())
-        return execute(
-            runner,
-            sweep,
-            names,
-            settings,
-            kind,
-            as_json=options["as_json"],
-            output=output,
-            plot=plot,
-            markdown=markdown,
-        )
+            num_ranks = [workload.world_size for workload in workloads]
+            check_budgets([workload.max_sms for workload in workloads], num_ranks, runner.num_gpus, multiprocessors())
+        return execute(runner, workloads, names, settings, kind, options)
 
 
-def sweep_of(options: dict[str, Any], device: str, joined: int | None) -> Sweep:
-    """Returns the sweep of the command's options on a kind of device; joined: ranks of the job, None without one."""
-    defaults = DEFAULTS[device]
-    default_ranks = DEFAULT_SHARED_RANKS if options["shared_gpu"] else joined or defaults.num_ranks
-    ranks = requested_ranks(options["ranks"], default_ranks, is_joined=joined is not None)
-    if options["shared_gpu"]:
+def names_of(options: SimpleNamespace, defaults: Defaults) -> tuple[str, ...]:
+    """Returns the contenders that are asked for.
+
+    Raises:
+        UnknownNameError: there is none of a name, or it does no layers.
+    """
+    if options.schedules is not None:
+        check_names(options.schedules, dict.fromkeys(name.partition("/")[0] for name in SCHEDULES), "schedules")
+        refuse({"contenders": options.contenders}, "with --schedules, which run this package's op", "Say one.")
+        return tuple(name for each in options.schedules for name in SCHEDULES if name.startswith(f"{each}/"))
+    if options.contenders is None:
+        return defaults.contenders + (BETWEEN_NODES if any(options.gpus_per_node) else ())
+    names = present_names(options.contenders)
+    check_names(names, LAYERS if options.layer else CONTENDERS)
+    return names
+
+
+def workloads_of(options: SimpleNamespace, device: str, joined: int | None) -> list[Workload]:
+    """Returns the workloads of the command's options on a kind of device.
+
+    The number of tokens varies fast, and the bound on multiprocessors fastest: its rows are neighbours.
+
+    Args:
+        options: as `run` takes them. device: "cpu" or "cuda". joined: ranks of torchrun's job, None without one.
+    """
+    defaults = defaults_of(device, layer=options.layer)
+    default_ranks = DEFAULT_SHARED_RANKS if options.shared_gpu else joined or defaults.num_ranks
+    ranks = requested_ranks(options.ranks, default_ranks, is_joined=joined is not None)
+    if options.shared_gpu:
         require_several(ranks)
-    return Sweep(
-        world_size=ranks,
-        hidden_dim=options["hidden"] or (defaults.hidden_dim,),
-        topk=options["topk"] or (defaults.topk,),
-        num_experts=options["experts"] or (defaults.num_experts,),
-        dtype=options["dtype"],
-        quant_type=options["quant"] or (defaults.quant_type,),
-        combine_quant=options["combine_quant"],
-        layout=options["layout"],
-        routing=options["routing"],
-        max_num_tokens=options["max_tokens"],
-        num_tokens=options["tokens"] or defaults.num_tokens,
-        max_sms=options["max_sms"],
-        gpus_per_node=options["gpus_per_node"],
-        **given({"seed": options["seed"]}),
-    )
+    values: dict[str, Sequence[Any]] = {
+        "world_size": ranks,
+        "hidden_dim": options.hidden or (defaults.hidden_dim,),
+        "topk": options.topk or (defaults.topk,),
+        "num_experts": options.experts or (defaults.num_experts,),
+        "dtype": options.dtype,
+        "quant_type": options.quant or (defaults.quant_type,),
+        "combine_quant": options.combine_quant,
+        "layout": options.layout or (defaults.layout,),
+        "routing": options.routing,
+        "gpus_per_node": options.gpus_per_node,
+        "max_num_tokens": options.max_tokens,
+        "num_tokens": options.tokens or defaults.num_tokens,
+        "max_sms": options.max_sms,
+    }
+    if options.seed is not None:
+        values["seed"] = (options.seed,)
+    if not options.layer:
+        return make_workloads(values)
+    values["intermediate_dim"] = options.intermediate or (defaults.intermediate_dim,)
+    comm_sms = DEFAULT_COMM_SMS if options.comm_sms is None else options.comm_sms
+    values |= {"comm_sms": (comm_sms if options.schedules else 0,), "traces": (options.traces,)}
+    return make_workloads(values, LayerWorkload)
 
 
 def execute(
     runner: Runner,
-    sweep: Sweep,
+    workloads: Sequence[Workload],
     names: Sequence[str],
     settings: TimingSettings,
     device: str,
-    *,
-    as_json: bool = False,
-    output: Path | None = None,
-    plot: Path | None = None,
-    markdown: Path | None = None,
+    options: SimpleNamespace,
 ) -> bool:
     """Runs the sweep and reports it, on the rank that shows results.
+
+    Args:
+        options: as `run` takes them; of them as_json, output, plot and markdown.
 
     Returns:
         Whether no available contender raised or returned a wrong result.
@@ -153,30 +204,33 @@ def execute(
     Raises:
         UnsupportedError: no contender can run here, so nothing was measured.
     """
-    points = sweep.points()
+    output, plot, markdown = options.output, options.plot, options.markdown
     header = describe(device) if runner.shows_results else {}
-    shared = runner.note(max(point.world_size for point in points))
+    shared = runner.note(max(workload.world_size for workload in workloads))
     header |= {"note": shared} if shared else {}
     lines = JsonLines(output, header) if output is not None and runner.shows_results else None
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     progress_console = messages.notices()
     progress_console.quiet |= not runner.shows_results
-    with Progress("measuring", len(points) * len(names), progress_console) as progress:
-        rows_of_points = run_sweep(
-            points,
+    with Progress("measuring", len(workloads) * len(names) * settings.num_rounds, progress_console) as progress:
+        sweep = run_sweep(
+            workloads,
             names,
             settings,
             runner,
-            lambda row: progress.end(_progress_text(row, device)),
-            lambda workload, name: progress.begin(_part_text(workload, name, device)),
+            lambda record: progress.end(_progress_text(record, device)),
+            lambda workload, name: progress.begin(_part_text(workload.num_tokens, workload.max_sms, name, device)),
         )
-        for rows in rows_of_points:
-            records += make_records(rows, device)
+        for of_workload in sweep:
+            compared = compare(of_workload, device)
+            records += compared
             if lines is not None:
-                lines.append(records[-len(rows) :])
-    _check_that_something_ran(records)
+                lines.append(compared)
+    if all(record["status"] == Status.UNAVAILABLE for record in records):
+        remedy = "Name others by --contenders, or run this where they can run."
+        raise UnsupportedError("a contender that can run here", "; ".join(reasons(records)), remedy)
     if runner.shows_results:
-        if as_json:
+        if options.as_json:
             messages.print_json({"header": header, "rows": records})
         else:
             show(messages.output(), header, records)
@@ -189,26 +243,17 @@ def execute(
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 
-def _part_text(workload: Workload, name: str, device: str) -> str:
-    bound = f" max SMs={workload.max_sms}" if workload.max_sms else ""
-    return f"T={workload.num_tokens}{bound} {shown_name(name, device)}"
+def _part_text(num_tokens: int, max_sms: int, name: str, device: str) -> str:
+    bound = f" max SMs={max_sms}" if max_sms else ""
+    return f"T={num_tokens}{bound} {shown_name(name, device)}"
 
 
-def _progress_text(row: Row, device: str) -> str:
-    found = row.status.value
-    if row.timing is not None:
-        found = "right" if device == "cpu" else f"{row.timing.round_trip.p50_us:.1f} µs"
-    return f"{_part_text(row.workload, row.contender, device)}: {found}"
-
-
-def _check_that_something_ran(records: Sequence[dict[str, Any]]) -> None:
-    """Raises UnsupportedError where every contender was unavailable."""
-    if all(record["status"] == Status.UNAVAILABLE for record in records):
-        raise UnsupportedError(
-            "a contender that can run here",
-            "; ".join(reasons(records)),
-            "Name others by --contenders, or run this where they can run.",
-        )
+def _progress_text(record: Record, device: str) -> str:
+    found = record["status"]
+    if found == Status.OK:
+        us = record["layer_us" if "layer_us" in record else "round_trip_us"]
+        found = "right" if device == "cpu" else f"{us:.1f} µs"
+    return f"{_part_text(record['num_tokens'], record['max_sms'], record['contender'], device)}: {found}"
 
 
 def multiprocessors() -> int:
@@ -227,3 +272,47 @@ def requested_ranks(named: tuple[int, ...] | None, default: int | None, *, is_jo
     if is_joined and requested != (default,):
         raise ConfigError(f"--ranks {default}, which torchrun has started", str(named), "Leave --ranks out.")
     return requested
+
+
+def require_shareable(device: str, *, joined: bool) -> None:
+    """Checks that --shared-gpu can be had.
+
+    Args:
+        device: "cpu" or "cuda". joined: whether torchrun has started the ranks.
+
+    Raises:
+        ConfigError: there is no GPU, or ranks have GPUs already.
+    """
+    if device != "cuda":
+        raise ConfigError("GPUs with --shared-gpu", f"ranks on {device}", "Leave --shared-gpu out.")
+    if joined:
+        remedy = "Start bench without torchrun, or leave --shared-gpu out and set CUDA_VISIBLE_DEVICES to one GPU."
+        raise ConfigError("no torchrun with --shared-gpu, which starts ranks itself", "ranks of torchrun", remedy)
+
+
+def require_several(num_ranks: Sequence[int]) -> None:
+    """Raises ConfigError where --shared-gpu has a rank that would share with nobody."""
+    if min(num_ranks) < 2:
+        raise ConfigError("--ranks of 2 or more with --shared-gpu", str(min(num_ranks)), "Raise --ranks.")
+
+
+def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: int, num_sms: int) -> None:
+    """Checks that every number of ranks fits on the GPUs with every budget, where ranks share GPUs.
+
+    Args:
+        budgets: of --max-sms, multiprocessors of each rank; 0 = the rank's share.
+        num_ranks: of --ranks. num_gpus: that they use. num_sms: multiprocessors of one GPU.
+
+    Raises:
+        ConfigError: a budget is too small for a launch, or too large for all ranks of a GPU together.
+        UnsupportedError: no budget would do.
+    """
+    for sharing in sorted({ranks_per_gpu(each, num_gpus) for each in num_ranks} - {0, 1}, reverse=True):
+        most = share_of(num_sms, sharing, OPS_AT_ONCE)
+        wrong = [budget for budget in dict.fromkeys(budgets) if budget and not LEAST_PROGRAMS <= budget <= most]
+        if wrong:
+            raise ConfigError(
+                f"--max-sms from {LEAST_PROGRAMS} to {most}: {sharing} ranks share a GPU of {num_sms} multiprocessors",
+                ", ".join(map(str, wrong)),
+                f"Lower --max-sms to {most}, or start fewer --ranks; 0 takes the share.",
+            )

@@ -1,58 +1,102 @@
-"""Defines what takes part in a benchmark: contenders by name, their sessions, and the check of every session."""
+"""Names what takes part in a benchmark. Modules with contenders, and their libraries, load at first use."""
 
 from __future__ import annotations
 
-import abc
 import importlib
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
-import torch
-
-from ep_a2a.errors import CheckFailedError, UnknownNameError
-from ep_a2a.quantization import dequantize
+from ep_a2a.errors import UnknownNameError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    import torch
+
+    from ep_a2a.commands.measure.session import Session
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
-LIMIT = "wire_limit"
+REFERENCE_PUSH = "wire_limit"
+"""Contender that pushes the same bytes and places no rows."""
 NATIVE = "ep_a2a"
-
-logger = logging.getLogger(__name__)
+LOW_LATENCY = ("ep_low_latency", "ep_low_latency_traced")
+BETWEEN_NODES = ("ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged", "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll")
+"""Kernels and transports that only several nodes have."""
+OF_OP = (NATIVE, "ep_a2a_bounded", "ep_a2a_precast")
 
 _NAMES = {
-    "wire_limit": (LIMIT,),
-    "native": (NATIVE, "ep_a2a_bounded", "ep_a2a_precast"),
-    "low_latency": ("ep_low_latency", "ep_low_latency_traced"),
-    "nodes": ("ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged", "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll"),
+    "reference_push": (REFERENCE_PUSH,),
+    "own": (*OF_OP, *LOW_LATENCY, *BETWEEN_NODES),
     "nccl": ("nccl_agrs", "nccl_all_to_all"),
     "flashinfer": ("flashinfer",),
     "deepep": ("deepep", "deepep_low_latency"),
+    "overlap": (
+        "micro_batches/in_turn",
+        "micro_batches/overlapped",
+        "shared_expert/in_turn",
+        "shared_expert/between",
+        "shared_expert/beside",
+    ),
 }
-CONTENDERS = {name: module for module, names in _NAMES.items() for name in names}
-"""Module of this package by contender, in the order of reports. Modules and their libraries load at first use."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+SCHEDULES = _NAMES["overlap"]
+"""Contenders of --schedules: schedule/variant."""
+CONTENDERS = tuple(name for name in _MODULES if name not in SCHEDULES)
+"""Contenders that do round trips, in the order of reports."""
+LAYERS = (NATIVE, "flashinfer", "nccl_agrs")
+"""Contenders that do a whole layer, too."""
 
 FORMER_NAMES = {"ep_a2a_rail": "ep_a2a_staged"}
 """Present name by the name in older result files and command lines."""
 
-BETWEEN_NODES = _NAMES["nodes"]
-"""Kernels and transports that only several nodes have."""
-
-ON_SHARED_GPUS = frozenset(
-    (LIMIT, *_NAMES["native"], *_NAMES["low_latency"], "ep_a2a_v1", "ep_a2a_v1_ll", "ep_a2a_flat", "ep_a2a_staged")
-)
+ON_SHARED_GPUS = frozenset((REFERENCE_PUSH, *OF_OP, *LOW_LATENCY, *BETWEEN_NODES[:4], *SCHEDULES))
 """Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
 
-ONLY_WHEN_NAMED = (*_NAMES["low_latency"], "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency")
+WITHOUT_EFFECT_ON_PUSH = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
+"""Fields of a workload that make no difference to the reference push. Where ranks share a GPU, max_sms bounds it."""
+
+OPS_AT_ONCE = 1
+"""Ops of different index in one row: a contender's ops have ended when the next contender starts."""
+
+ONLY_WHEN_NAMED = (*LOW_LATENCY, "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency")
 """Contenders that no default includes: interfaces on this package's op, NVSHMEM, another mode of a contender."""
 
-WITHOUT_EFFECT_ON_LIMIT = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
-"""Fields of a workload that make no difference to the wire limit. Where ranks share a GPU, max_sms bounds it."""
+logger = logging.getLogger(__name__)
+
+
+def _always(workload: Workload, device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to move tokens. Making one costs nothing; its functions import libraries.
+
+    Attributes:
+        name: as given to --contenders and shown in reports.
+        round_trip: makes a session of dispatch and combine for a workload. Collective.
+        layer: makes a session of a whole layer for a LayerWorkload. Collective.
+        unavailable: says why a workload cannot run on this device, in words; None where it can. Local.
+    """
+
+    name: str
+    round_trip: Callable[[Workload, RankContext], Session] | None = None
+    layer: Callable[..., Session] | None = None
+    unavailable: Callable[[Workload, torch.device], str | None] = _always
+
+    def prepare(self, workload: Workload, context: RankContext) -> Session:
+        """Returns a session for this workload. Collective.
+
+        Raises:
+            UnsupportedError: the contender does no such thing.
+        """
+        make = self.layer if workload.is_layer else self.round_trip
+        if make is None:
+            raise UnsupportedError(f"one of {', '.join(LAYERS if workload.is_layer else CONTENDERS)}", self.name)
+        return make(workload, context)
 
 
 def present_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,15 +106,15 @@ def present_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(FORMER_NAMES.get(name, name) for name in names))
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Checks a choice of contenders.
+def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option: str = "contenders") -> None:
+    """Checks a choice by an option.
 
     Raises:
-        UnknownNameError: a name is not in CONTENDERS.
+        UnknownNameError: a name is not known.
     """
     for name in names:
-        if name not in CONTENDERS:
-            raise UnknownNameError(f"out of {', '.join(CONTENDERS)}", repr(name), field="contenders")
+        if name not in known:
+            raise UnknownNameError(f"out of {', '.join(known)}", repr(name), field=option)
 
 
 def make_contender(name: str) -> Contender:
@@ -79,116 +123,10 @@ def make_contender(name: str) -> Contender:
     Raises:
         UnknownNameError: there is none.
     """
-    check_names([name])
-    module = importlib.import_module(f"ep_a2a.commands.bench.{CONTENDERS[name]}")
+    check_names([name], _MODULES)
+    module = importlib.import_module(f"ep_a2a.commands.bench.{_MODULES[name]}")
     contender: Contender = next(each for each in module.CONTENDERS if each.name == name)
     return contender
-
-
-@dataclass
-class Contender:
-    """A way to do dispatch and combine. Making one costs nothing; its methods import libraries.
-
-    Attributes:
-        name: as given to --contenders and shown in reports.
-        session: makes a session of (workload, context, contender).
-    """
-
-    name: str
-    session: Callable[..., Session]
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why this workload cannot run on this machine, in words; None where it can. Local."""
-        return None
-
-    def prepare(self, workload: Workload, context: RankContext) -> Session:
-        """Returns a session for this workload, with the inputs that `workload.inputs(rank)` gives. Collective."""
-        return self.session(workload, context, self)
-
-
-class Session(abc.ABC):
-    """A contender that is ready to move one workload's tokens: it has its memory, inputs and experts' rows.
-
-    dispatch and combine alternate, on the current stream, and are all that is timed. On a GPU they only queue work, so
-    that a CUDA graph can capture and replay them.
-
-    Attributes:
-        details: remarks for the report, such as launch numbers.
-    """
-
-    def __init__(self) -> None:
-        self.details: dict[str, Any] = {}
-
-    @abc.abstractmethod
-    def dispatch(self) -> Any:
-        """Sends this rank's tokens to the ranks of their experts; returns what combine needs of it."""
-
-    @abc.abstractmethod
-    def combine(self, dispatched: Any) -> torch.Tensor:
-        """Brings the experts' rows back and sums them: this rank's result `[T, H]`."""
-
-    def round_trip(self) -> torch.Tensor:
-        """Runs dispatch, then combine; returns combine's result."""
-        return self.combine(self.dispatch())
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Runs a round trip with identity experts and compares the result with the expected one. Collective.
-
-        Raises:
-            CheckFailedError: the result is wrong on this rank.
-        """
-
-    def check_timed(self) -> None:  # noqa: B027  most raise while they are timed
-        """Checks, after the timing, for failures that kernels can only record. Local.
-
-        Raises:
-            EpA2AError: a timed call has not done its work.
-        """
-
-    def close(self) -> None:  # noqa: B027  some hold nothing
-        """Gives memory and communicators back. Called once, on every rank."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class InputsSession(Session):
-    """A session that holds one rank's inputs and is checked by a round trip.
-
-    Args:
-        workload: what moves.
-        context: this rank.
-        contender: whose session it is.
-    """
-
-    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
-        super().__init__()
-        self._workload, self._context, self._name = workload, context, contender.name
-        inputs = workload.inputs(context.rank, context.device)
-        self._x, self._ids, self._weights = inputs.x, inputs.ids, inputs.weights
-
-    def check(self) -> None:
-        """Compares a round trip on the rows that will be timed."""
-        self._check_result(self.round_trip())
-
-    def _copies(self) -> torch.Tensor:
-        """Returns the factor of identity experts for each token, `[T]`: the number of ranks that it goes to."""
-        return self._workload.num_distinct_ranks(self._context.rank)
-
-    def _rows_of(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """Returns received tokens `[..., H]` in the workload's dtype, times their scales where they have any."""
-        if scales is None:
-            return tokens
-        flat_scales = scales.reshape(-1, scales.shape[-1])
-        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant_type, self._workload.dtype)
-        return rows.view(tokens.shape)
-
-    def _check_result(self, result: torch.Tensor) -> None:
-        check_round_trip(self._name, self._workload, self._x, self._copies(), result)
 
 
 def unavailable_on(device: torch.device, packages: Mapping[str, str]) -> str | None:
@@ -206,34 +144,3 @@ def unavailable_on(device: torch.device, packages: Mapping[str, str]) -> str | N
 def first_true(reasons: Mapping[str, bool]) -> str | None:
     """Returns the first reason that applies; None where none does."""
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def check_round_trip(name: str, workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:
-    """Compares a round trip through identity experts with x times the rows, or weights, that are summed per token.
-
-    Args:
-        name: whose result it is, for the error.
-        workload: gives the tolerance.
-        x: this rank's tokens `[T, H]`.
-        copies: factor that identity experts multiply each token by, `[T]`: `workload.num_distinct_ranks(rank)` where
-            rows are summed as they are, `workload.valid_weights(rank)` where router weights are applied on the way.
-        got: `[T, H]` of any floating point dtype, on any device.
-
-    Raises:
-        CheckFailedError: a shape is wrong, a value is not finite, or an element is too far away.
-    """
-    if tuple(got.shape) != tuple(x.shape):
-        raise CheckFailedError(f"a result {tuple(x.shape)} of {name}", f"{tuple(got.shape)}")
-    want = x.to(torch.float32) * copies.to(x.device, torch.float32)[:, None]
-    relative, absolute = workload.tolerance
-    # Rows have scales: an element that is small beside its row loses more than its own last bits.
-    allowed = relative * want.abs() + absolute * want.abs().amax(1, keepdim=True)
-    error = (got.to(x.device, torch.float32) - want).abs()
-    wrong = ~(error <= allowed)
-    if wrong.any():
-        token, element = (int(number) for number in wrong.nonzero()[0])
-        raise CheckFailedError(
-            f"{name} to return x times the rows summed: {want[token, element].item():g} in token {token}, "
-            f"element {element}",
-            f"{got[token, element].item():g}; {int(wrong.sum())} of {wrong.numel()} elements are off",
-        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
+from ep_a2a.commands.bench.contenders import Contender, first_true, unavailable_on
+from ep_a2a.commands.measure.session import InputsRoundTrip
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep import (
     BUFFER,
@@ -20,13 +21,11 @@ from ep_a2a.managers.external.deepep import (
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 
-class _DeepEPSession(InputsSession):
+class _DeepEPRoundTrip(InputsRoundTrip):
     """Parts that both versions share: ids of the library's dtype, and the check.
 
     Identity experts give x times the number of rows that each token was sent as.
@@ -34,8 +33,8 @@ class _DeepEPSession(InputsSession):
 
     _buffer: Any
 
-    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
-        super().__init__(workload, context, contender)
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        super().__init__(workload, context)
         self._deep_ep: Any = importlib.import_module("deep_ep")
         self._ids = self._ids.to(topk_dtype(self._deep_ep))
         self._rows = torch.empty(0)
@@ -51,11 +50,11 @@ class _DeepEPSession(InputsSession):
         self._buffer.destroy()
 
 
-class _LowLatencySession(_DeepEPSession):
+class _LowLatencyRoundTrip(_DeepEPRoundTrip):
     """V1: expert-major rows `[E, W * T, H]`; combine weighs them, here by one."""
 
-    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
-        super().__init__(workload, context, contender)
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        super().__init__(workload, context)
         experts = workload.num_experts
         self._tokens = max(1, workload.max_num_tokens)
         self._buffer = low_latency_buffer(
@@ -67,14 +66,8 @@ class _LowLatencySession(_DeepEPSession):
             num_experts=experts,
         )
         self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=self._ids.device)
-        local_experts = experts // context.world_size
-        self._rows = torch.randn(
-            local_experts,
-            context.world_size * self._tokens,
-            workload.hidden_dim,
-            dtype=torch.bfloat16,
-            device=context.device,
-        )
+        shape = (experts // context.world_size, context.world_size * self._tokens, workload.hidden_dim)
+        self._rows = torch.randn(shape, dtype=torch.bfloat16, device=context.device)
         self.details = {"version": "V1 low-latency", "dispatch": "cast inside, a row per expert"}
 
     def dispatch(self) -> tuple[Any, Any]:
@@ -93,11 +86,11 @@ class _LowLatencySession(_DeepEPSession):
         return ((ids >= 0) & (ids < self._workload.num_experts)).sum(1)
 
 
-class _ElasticSession(_DeepEPSession):
+class _ElasticRoundTrip(_DeepEPRoundTrip):
     """V2: a row per distinct rank. Results hold the most rows that can come, so the host never waits."""
 
-    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
-        super().__init__(workload, context, contender)
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        super().__init__(workload, context)
         self._sent: Any = self._x
         if workload.quant_type != QuantType.NONE:
             self._sent = quantize(self._x, workload.quant_type)
@@ -132,45 +125,44 @@ class _ElasticSession(_DeepEPSession):
         return result
 
 
-@dataclass
-class DeepEPContender(Contender):
-    """`deep_ep`: V2 (ElasticBuffer) where the package has it, else V1's low-latency mode.
-
-    V1 casts inside dispatch, sends a row per expert and applies the router's weights in combine. V2 takes tokens that
-    are cast already and sends a row per rank.
-
-    Attributes:
-        low_latency: V1's low-latency mode, also where the package has V2.
-    """
-
-    name: str = "deepep"
-    session: Callable[..., Session] = _ElasticSession
-    low_latency: bool = False
-
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why DeepEP cannot run this workload here; None where it can."""
-        takes_workload = workload.dtype == torch.bfloat16 and workload.combine_quant == QuantType.NONE
-        reason = (
-            unavailable_on(device, {"deep_ep": f"deep_ep is not installed: {BUFFER.install}"})
-            or BUFFER.stand_in_problem()
-            or first_true(
-                {
-                    "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
-                    "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
-                    "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
-                }
-            )
+def unavailable(workload: Workload, device: torch.device, *, low_latency: bool = False) -> str | None:
+    """Returns why DeepEP cannot run this workload here; None where it can. low_latency: as `_round_trip`."""
+    takes_workload = workload.dtype == torch.bfloat16 and workload.combine_quant == QuantType.NONE
+    reason = (
+        unavailable_on(device, {"deep_ep": f"deep_ep is not installed: {BUFFER.install}"})
+        or BUFFER.stand_in_problem()
+        or first_true(
+            {
+                "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
+                "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
+                "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
+            }
         )
-        if reason is None and self._takes_v1() and workload.max_num_tokens > LOW_LATENCY_MAX_TOKENS:
-            reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
-        return reason
-
-    def prepare(self, workload: Workload, context: RankContext) -> Session:
-        """Allocates the buffer among the ranks. Collective."""
-        return (_LowLatencySession if self._takes_v1() else _ElasticSession)(workload, context, self)
-
-    def _takes_v1(self) -> bool:
-        return self.low_latency or not hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+    )
+    if reason is None and _takes_v1(low_latency) and workload.max_num_tokens > LOW_LATENCY_MAX_TOKENS:
+        reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
+    return reason
 
 
-CONTENDERS = (DeepEPContender(), DeepEPContender("deepep_low_latency", low_latency=True))
+def _round_trip(workload: Workload, context: RankContext, *, low_latency: bool = False) -> _DeepEPRoundTrip:
+    """Allocates the buffer among the ranks. low_latency: V1's mode also where the package has V2. Collective."""
+    return (_LowLatencyRoundTrip if _takes_v1(low_latency) else _ElasticRoundTrip)(workload, context)
+
+
+def _takes_v1(low_latency: bool) -> bool:
+    return low_latency or not hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+
+
+CONTENDERS = (
+    Contender("deepep", _round_trip, unavailable=unavailable),
+    Contender(
+        "deepep_low_latency",
+        partial(_round_trip, low_latency=True),
+        unavailable=partial(unavailable, low_latency=True),
+    ),
+)
+"""`deep_ep`: V2 (ElasticBuffer) where the package has it, else V1's low-latency mode.
+
+V1 casts inside dispatch, sends a row per expert and applies the router's weights in combine. V2 takes tokens that are
+cast already and sends a row per rank.
+"""

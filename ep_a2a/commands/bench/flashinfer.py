@@ -1,24 +1,24 @@
 """Runs FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with experts' rows in its workspace.
 
-The library's dispatch takes cast tokens: the session casts them once, untimed, when it is prepared.
+The library's dispatch takes cast tokens: a round trip casts them once, untimed, when it is made.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, InputsSession, Session, first_true, unavailable_on
+from ep_a2a.commands.bench.contenders import Contender, first_true, unavailable_on
+from ep_a2a.commands.bench.layer import PAD_ID, CastLayer, Received
+from ep_a2a.commands.measure.session import InputsRoundTrip
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.flashinfer import MAX_RANKS, TOPKS, NVLinkOneSided
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from ep_a2a.commands.bench.layer import LayerWorkload
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
@@ -95,11 +95,11 @@ class OneSidedExchange:
         self._native.close()
 
 
-class FlashInferSession(InputsSession):
+class FlashInferRoundTrip(InputsRoundTrip):
     """The exchange with one workload's inputs."""
 
-    def __init__(self, workload: Workload, context: RankContext, contender: Contender) -> None:
-        super().__init__(workload, context, contender)
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        super().__init__(workload, context)
         payloads = {"x": self._x, "ids": self._ids, "weights": self._weights}
         if workload.quant_type != QuantType.NONE:
             payloads["x"], payloads["scales"] = quantize(self._x, workload.quant_type)
@@ -132,38 +132,60 @@ class FlashInferSession(InputsSession):
         self._exchange.close()
 
 
-@dataclass
-class FlashInferContender(Contender):
-    """`flashinfer.comm`'s MoeAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
+class FlashInferLayer(CastLayer):
+    """A layer over the exchange, with a cast before dispatch, and a launch after it that marks padding."""
 
-    Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
-    (fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.
-    """
+    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+        super().__init__(workload, context)
+        payloads = {"x": self._tokens, "ids": self.gate.ids, "weights": self.gate.weights}
+        if self._scales is not None:
+            payloads["scales"] = self._scales
+        self._exchange = OneSidedExchange(payloads, workload, context)
 
-    name: str = "flashinfer"
-    session: Callable[..., Session] = FlashInferSession
+    def dispatch(self) -> Received:
+        """Sends tokens, ids and router weights to the experts' ranks."""
+        self._cast()
+        received = self._exchange.dispatch()
+        self._exchange.mark_padding("ids", PAD_ID)
+        flat = {name: each.flatten(0, 1) for name, each in received.items()}
+        rows = self._exchange.combine_rows.flatten(0, 1)
+        return Received(flat["x"], flat.get("scales"), flat["ids"], flat["weights"], rows)
 
-    def unavailable(self, workload: Workload, device: torch.device) -> str | None:
-        """Returns why FlashInfer cannot run this workload here; None where it can."""
-        install = "is not installed: pip install flashinfer-python"
-        packages = {"flashinfer": f"flashinfer-python {install}", "tvm_ffi": f"apache-tvm-ffi {install}"}
-        return unavailable_on(device, packages) or _unsupported(workload)
+    def combine(self) -> torch.Tensor:
+        """Brings the experts' rows back, summed."""
+        return self._exchange.combine()
+
+    def close(self) -> None:
+        """Unmaps the workspace. Collective."""
+        self._exchange.close()
 
 
-CONTENDERS = (FlashInferContender(),)
+def unavailable(workload: Workload, device: torch.device) -> str | None:
+    """Returns why FlashInfer cannot run this workload here; None where it can."""
+    install = "is not installed: pip install flashinfer-python"
+    packages = {"flashinfer": f"flashinfer-python {install}", "tvm_ffi": f"apache-tvm-ffi {install}"}
+    return unavailable_on(device, packages) or refusal(workload)
 
 
-def _unsupported(workload: Workload) -> str | None:
+def refusal(workload: Workload) -> str | None:
     """Returns why the library cannot run the workload, or None."""
     ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
     casts_back = workload.combine_quant != QuantType.NONE
+    has_experts = workload.world_size <= min(MAX_RANKS, workload.num_experts)
     return first_true(
         {
             f"supports top-k {TOPKS}, not {workload.topk}": workload.topk not in TOPKS,
-            f"needs at most {MAX_RANKS} ranks and an expert on each": not workload.world_size
-            <= min(MAX_RANKS, workload.num_experts),
+            f"needs at most {MAX_RANKS} ranks and an expert on each": not has_experts,
             "its fp8 combine wire has no scales: fp8_direct_cast": workload.combine_quant == QuantType.FP8_BLOCKWISE,
             "its fp8 combine wire is for bfloat16 rows": casts_back and workload.dtype != torch.bfloat16,
             "sends dropped slots to rank 0": bool(((ids < 0) | (ids >= workload.num_experts)).any()),
         }
     )
+
+
+CONTENDERS = (Contender("flashinfer", FlashInferRoundTrip, FlashInferLayer, unavailable),)
+"""`flashinfer.comm`'s MoeAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
+
+Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
+(fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.
+"""

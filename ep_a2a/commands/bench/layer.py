@@ -1,256 +1,386 @@
-"""Times a whole MoE layer, gate to combine, over each transport, and the share of communication in it.
+"""A whole MoE layer, gate to combine, whose communication is a contender's.
 
-python -m ep_a2a.commands.bench.layer --ranks 4 --tokens 128 512 4096 --quant fp8_per_1x128
-
-The layer is checked against the dense layer, then timed as CUDA graph replays, many layers in a graph. "compute" is
-the same gate and experts on rows that lie ready; "communication" is the rest of the layer's time. Transports take turns
-in each round; times are medians of the rounds, "least" and "most" those of the layer.
+All contenders run this code, so their layers differ in communication only; its casts and marks on padding count as
+communication. The experts have fixed shapes and never wait on the host, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import functools
-import json
-import statistics
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ep_a2a.commands.bench.layer_model import Gate, check_layer, make_weights
-from ep_a2a.commands.bench.layer_transports import TRANSPORTS, check_transports, unavailable
-from ep_a2a.commands.bench.report import CPU_NOTE
-from ep_a2a.commands.files import check_can_write, write_text
-from ep_a2a.commands.measure.timing import TimingSettings, make_clock, median_us
+from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
+from ep_a2a.commands.measure.session import Session
 from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.errors import ConfigError
-from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.testing.launch import RankFailure, RankPool
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
+from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.reference import expert_mlp_rows
+from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+    from pathlib import Path
 
+    from ep_a2a.commands.measure.timing import Timer
     from ep_a2a.testing.worker import RankContext
 
-RUN_TIMEOUT_SECS = 500.0
-COLUMNS = (
-    *("tokens", "quant", "transport", "layer_us", "least_us", "most_us", "compute_us", "communication_us"),
-    "communication_share",
-)
+PAD_ID = -1
+WEIGHTS_SEED = 77
+MAX_CHECKED_TOKENS = 32
+"""Tokens of each rank that are compared with the dense layer, which is slow."""
+TOLERANCE = 2e-2
+"""Norm of a row's error over the norm of the row: roundings to bf16 between the parts, and of the ranks' sums."""
+MAX_BLOCK = 1024
+NUM_WARPS = 4
+PROGRAMS_PER_SM = 8
+INTERPRETED_PROGRAMS = 2
 
 
-class LayerBench:
-    """Weights, checks and times of one workload's layer on this rank. All methods are collective.
+@dataclass(frozen=True)
+class LayerWorkload(Workload):
+    """A layer, or a step of overlapped layers: bfloat16 tokens, layout rank_major, routed by the gate.
+
+    Attributes:
+        intermediate_dim: F, intermediate size of an expert.
+        comm_sms: multiprocessors of ops where computation runs beside them; 0 = no bound.
+        traces: folder for Chrome traces of schedules; None for none.
+    """
+
+    is_layer: ClassVar[bool] = True
+    intermediate_dim: int = 2048
+    comm_sms: int = 0
+    traces: Path | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """Returns the fields for a report."""
+        row = super().as_row() | {"tokens": self.num_tokens, "quant": self.quant_type}
+        return {name: value for name, value in row.items() if name != "traces"}
+
+    def check(self) -> None:
+        """Raises UnsupportedError where no layer can run this workload, besides what `Workload.check` raises."""
+        super().check()
+        takes = {
+            "layout": (Layout.RANK_MAJOR,),
+            "dtype": (torch.bfloat16,),
+            "quant_type": (QuantType.NONE, QuantType.FP8_PER_1X128),
+            "combine_quant": (QuantType.NONE,),
+            "routing": ("uniform",),
+            "max_num_tokens": (self.num_tokens,),
+            "gpus_per_node": (0,),
+        }
+        for name, values in takes.items():
+            if getattr(self, name) not in values:
+                expected = f"{' or '.join(map(str, values))} of a layer"
+                raise UnsupportedError(expected, str(getattr(self, name)), field=name)
+
+
+class MoEWeights(NamedTuple):
+    """Weights of the layer on one rank, bf16; E own experts out of num_experts.
+
+    Attributes:
+        router: `[H, num_experts]`, the same on all ranks.
+        w1: gate and up projections `[E, 2F, H]`.
+        w2: down projections `[E, H, F]`.
+        first_expert: global id of the first own expert.
+    """
+
+    router: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    first_expert: int
+
+
+def make_weights(workload: LayerWorkload, context: RankContext) -> MoEWeights:
+    """Returns random weights that keep the magnitude of activations."""
+    device, hidden_dim, width = context.device, workload.hidden_dim, workload.intermediate_dim
+    first, end = expert_ranges(workload.num_experts, workload.world_size)[context.rank]
+    shared = torch.Generator(device).manual_seed(WEIGHTS_SEED)
+    own = torch.Generator(device).manual_seed(WEIGHTS_SEED + 1 + context.rank)
+
+    def draw(generator: torch.Generator, *shape: int, fan_in: int, gain: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return drawn.mul_(gain / fan_in**0.5)
+
+    return MoEWeights(
+        # Tokens have a standard deviation of 0.1: the gain makes logits that tell experts apart.
+        router=draw(shared, hidden_dim, workload.num_experts, fan_in=hidden_dim, gain=20.0),
+        w1=draw(own, end - first, 2 * width, hidden_dim, fan_in=hidden_dim),
+        w2=draw(own, end - first, hidden_dim, width, fan_in=width),
+        first_expert=first,
+    )
+
+
+class Gate:
+    """The router of one batch, with results at fixed addresses.
 
     Args:
-        context: this rank.
-        workload: shapes of the layer.
-        intermediate_dim: F, intermediate size of an expert.
-        settings: numbers of runs; num_round_trips is the number of layers in a row.
+        x: tokens bf16 `[T, H]`, read again at each call.
+        router: bf16 `[H, num_experts]`.
+        topk: K.
+
+    Attributes:
+        weights: float32 `[T, K]`, softmax over all experts, of the K largest. ids: int32 `[T, K]`.
+    """
+
+    def __init__(self, x: torch.Tensor, router: torch.Tensor, topk: int) -> None:
+        self.x, self._router = x, router
+        self.weights = torch.zeros(x.shape[0], topk, device=x.device)
+        self.ids = torch.zeros(x.shape[0], topk, dtype=torch.int32, device=x.device)
+        self._wide_ids = torch.zeros(x.shape[0], topk, dtype=torch.int64, device=x.device)
+
+    def __call__(self) -> None:
+        """Fills weights and ids."""
+        probabilities = torch.softmax(self.x @ self._router, dim=1, dtype=torch.float32)
+        torch.topk(probabilities, self.ids.shape[1], dim=1, out=(self.weights, self._wide_ids))
+        self.ids.copy_(self._wide_ids)
+
+
+class Received(NamedTuple):
+    """Rows as communication hands them to the experts; R rows of which those without an own expert are skipped.
+
+    Attributes:
+        rows: `[R, H]`, bf16 or float8_e4m3fn.
+        scales: float32 `[R, H / 128]` of fp8 rows, else None.
+        ids: global expert ids int32 `[R, K]`; ids of other ranks' experts and padding (-1) are skipped.
+        weights: router weights float32 `[R, K]`.
+        out: bf16 `[R, H]` to leave the sums in; rows without an own expert become zeros.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
+class Layer(Session):
+    """A layer whose gate has fixed addresses, ready to run. Made collectively; graph-safe.
+
+    Args:
+        workload: shapes.
+        context: this rank and its group.
+        model: tokens with their gate, and the weights; None makes those of the workload.
     """
 
     def __init__(
-        self, context: RankContext, workload: Workload, intermediate_dim: int, settings: TimingSettings
+        self, workload: LayerWorkload, context: RankContext, model: tuple[Gate, MoEWeights] | None = None
     ) -> None:
-        self.context, self.workload, self.intermediate_dim = context, workload, intermediate_dim
-        self._settings, self._rendezvous = settings, Rendezvous(context.group)
-        self.weights = make_weights(workload, intermediate_dim, context)
-        self.x = workload.inputs(context.rank, context.device).x
+        super().__init__()
+        self.workload, self.context = workload, context
+        if model is None:
+            weights = make_weights(workload, context)
+            model = Gate(workload.inputs(context.rank, context.device).x, weights.router, workload.topk), weights
+        self.gate, self.weights = model
+        # Communication is made with ids and weights that could come.
+        self.gate()
 
-    def check(self, name: str, workload: Workload, gate: Gate, result: torch.Tensor) -> None:
-        """Compares a batch's result with the dense layer; raises CheckFailedError."""
-        check_layer(name, workload, gate, self.weights, self.context, result)
+    @abc.abstractmethod
+    def dispatch(self) -> Received:
+        """Brings the tokens to their experts' ranks."""
 
-    def time(self, work: Callable[[], Any]) -> float:
-        """Returns microseconds of one of many calls in a row: median of each rank, the slowest rank."""
-        in_graph = self.context.device.type == "cuda"
-        return median_us(work, make_clock(self.context), self._rendezvous, self._settings, in_graph=in_graph)
+    @abc.abstractmethod
+    def combine(self) -> torch.Tensor:
+        """Brings the rows that the experts left in `Received.out` back: the layer's result `[T, H]`."""
 
-    def time_checked(self, work: Callable[[], Any], check: Callable[[Any], None]) -> float:
-        """Returns the time of `work`, whose result is checked before and after."""
-        check(work())
-        layer_us = self.time(work)
-        check(work())
-        return layer_us
+    def run(self) -> torch.Tensor:
+        """Runs the whole layer, part after part."""
+        self.gate()
+        run_experts(self.dispatch(), self.weights)
+        return self.combine()
+
+    def computation(self) -> Callable[[], torch.Tensor]:
+        """Returns the same gate and experts without communication, on a copy of received rows. Collective."""
+        self.gate()
+        copy = Received(*(None if each is None else each.clone() for each in self.dispatch()))  # type: ignore[arg-type]
+        self.combine()
+
+        def compute() -> torch.Tensor:
+            self.gate()
+            run_experts(copy, self.weights)
+            return copy.out
+
+        return compute
+
+    def check(self) -> None:
+        """Compares a run with the dense layer."""
+        result = self.run()
+        require_rows(result, dense_layer(self.workload, self.gate, self.weights, self.context))
+
+    def check_timed(self) -> None:
+        """Compares one more run."""
+        self.check()
+
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns `layer_us`, and `compute_us` of the same computation alone."""
+        return {"layer_us": timer.median_us(self.run), "compute_us": timer.median_us(self.computation())}
 
 
-def run_layers(
-    context: RankContext,
-    workload: Workload,
-    intermediate_dim: int,
-    names: tuple[str, ...],
-    settings: TimingSettings,
-    num_rounds: int = 1,
-) -> list[dict[str, Any]]:
-    """Returns one row per transport, the same on all ranks. Collective.
+class CastLayer(Layer):
+    """A layer over a library that does not cast: tokens travel as they are, or cast by a launch before."""
 
-    Each round times every transport once, since a machine's speed changes from minute to minute. `layer_us` and
-    `compute_us` are medians of the rounds.
+    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+        super().__init__(workload, context)
+        self._tokens = x = self.gate.x
+        self._scales: torch.Tensor | None = None
+        if workload.quant_type != QuantType.NONE:
+            self._tokens = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+            self._scales = torch.empty(x.shape[0], x.shape[1] // FP8_GROUP_SIZE, device=x.device)
+
+    def _cast(self) -> None:
+        if self._scales is not None:
+            quantize_rows(self.gate.x, self._tokens, self._scales)
+
+
+class SortedPairs(NamedTuple):
+    """The (row, own expert) pairs in the order of experts, and where each lies; N = R * K.
+
+    Attributes:
+        pairs: int32 `[N + 1]`, row * K + k of the pair in each slot; anything past the last one.
+        slots: int32 `[R, K]`, where a pair lies; -1 where the expert is not this rank's.
+        ends: int32 `[E]`, one past the last slot of each own expert; the last one is the number of pairs.
+    """
+
+    pairs: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
+
+
+def sort_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> SortedPairs:
+    """Returns the pairs of this rank's experts in the stable order of experts, by counting: no sort, no host wait.
+
+    Args:
+        ids: global expert ids int32 `[R, K]`.
+        first_expert, num_local: this rank's experts.
+    """
+    num_pairs = ids.numel()
+    local = ids.reshape(-1) - first_expert
+    is_local = (local >= 0) & (local < num_local)
+    experts = torch.arange(num_local, dtype=torch.int32, device=ids.device)
+    # One running count through expert after expert gives every pair the number of its slot.
+    counted = torch.cumsum((local[None, :] == experts[:, None]).view(-1), 0, dtype=torch.int32).view(num_local, -1)
+    own = counted.gather(0, local.clamp(0, num_local - 1).to(torch.int64)[None, :])[0] - 1
+    slots = torch.where(is_local, own, -1)
+    pairs = torch.zeros(num_pairs + 1, dtype=torch.int32, device=ids.device)
+    numbers = torch.arange(num_pairs, dtype=torch.int32, device=ids.device)
+    pairs.scatter_(0, torch.where(is_local, own, num_pairs).to(torch.int64), numbers)
+    return SortedPairs(pairs, slots.view_as(ids), counted[:, -1].contiguous())
+
+
+def run_experts(received: Received, weights: MoEWeights) -> None:
+    """Runs this rank's experts on the received rows: SwiGLU, router weights, sums per row into `received.out`."""
+    rows, scales, ids, row_weights, out = received
+    num_rows, hidden_dim = rows.shape
+    topk, width, device = ids.shape[1], weights.w2.shape[2], rows.device
+    pairs, slots, ends = sort_pairs(ids, weights.first_expert, weights.w1.shape[0])
+    count = ends[-1:]
+    inputs = torch.empty(pairs.numel(), hidden_dim, dtype=torch.bfloat16, device=device)
+    wide = {"TOPK": topk, "HIDDEN": hidden_dim, "BLOCK": block_of(hidden_dim)}
+    factors, group = (row_weights, 0) if scales is None else (scales, FP8_GROUP_SIZE)
+    launch(gather_rows_kernel, device, rows, factors, pairs, count, inputs, **wide, GROUP=group)
+    projected = grouped_matmul(inputs, weights.w1, ends)
+    activated = torch.empty(pairs.numel(), width, dtype=torch.bfloat16, device=device)
+    launch(swiglu_kernel, device, projected, row_weights, pairs, count, activated, WIDTH=width, BLOCK=block_of(width))
+    contributions = grouped_matmul(activated, weights.w2, ends)
+    launch(sum_rows_kernel, device, contributions, slots, out, num_rows, **wide)
+
+
+def grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows of group e by matrices[e] transposed; groups are consecutive, later rows give anything.
+
+    Args:
+        rows: bf16 `[N, in]`, N above the last end.
+        matrices: bf16 `[E, out, in]`.
+        ends: int32 `[E]`, one past each group's last row.
+
+    Returns:
+        bf16 `[N, out]`.
+    """
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if rows.device.type == "cuda" and grouped is not None:
+        result: torch.Tensor = grouped(rows, matrices.transpose(1, 2), offs=ends)
+        return result
+    out = rows.new_zeros(rows.shape[0], matrices.shape[1])
+    start = 0
+    for matrix, end in zip(matrices, ends.tolist()):
+        out[start:end] = rows[start:end] @ matrix.T
+        start = end
+    return out
+
+
+def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor) -> None:
+    """Casts rows with one float32 scale per 128 elements, bit-equal to `quantize_per_1x128`.
+
+    Args:
+        rows: bf16, fp16 or fp32 `[T, H]`, H a multiple of 128.
+        quantized: float8_e4m3fn `[T, H]`, written.
+        scales: float32 `[T, H / 128]`, written.
+    """
+    num_groups = scales.shape[1]
+    sizes = {"GROUPS": num_groups, "GROUPS_LANES": 1 << (num_groups - 1).bit_length(), "GROUP": FP8_GROUP_SIZE}
+    parts = (rows, quantized.view(torch.uint8), scales.view(torch.int32))
+    launch(quantize_rows_kernel, rows.device, *parts, rows.shape[0], **sizes)
+
+
+def launch(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Runs a kernel of layer_kernels.py with as many programs as the device holds; on CPU in the interpreter."""
+    if device.type == "cpu":
+        kernel.interpret((INTERPRETED_PROGRAMS,), *args, **constants)
+        return
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    kernel[(num_sms * PROGRAMS_PER_SM,)](*args, **constants, num_warps=NUM_WARPS)
+
+
+def block_of(width: int) -> int:
+    """Returns the number of elements that a program handles at once."""
+    return min(1 << (width - 1).bit_length(), MAX_BLOCK)
+
+
+def dense_layer(workload: LayerWorkload, gate: Gate, weights: MoEWeights, context: RankContext) -> torch.Tensor:
+    """Returns the first rows of this rank's dense layer in float32: every rank adds its experts' part. Collective.
+
+    Args:
+        workload: says how tokens are quantised on the way.
+        gate: has been run; gives tokens, ids and router weights.
+        weights: this rank's.
+        context: this rank and its group.
+    """
+    num_checked = min(MAX_CHECKED_TOKENS, workload.num_tokens)
+    x = gate.x[:num_checked]
+    if workload.quant_type != QuantType.NONE:
+        x = dequantize(*quantize(x, workload.quant_type), workload.quant_type)
+    want = torch.empty(0)
+    for source in range(context.world_size):
+        tokens, ids, row_weights = (
+            each[:num_checked].to(dtype, copy=True)
+            for each, dtype in ((x, torch.float32), (gate.ids, torch.int32), (gate.weights, torch.float32))
+        )
+        for each in (tokens, ids, row_weights):
+            dist.broadcast(each, source, group=context.group)
+        part = expert_mlp_rows(
+            tokens, ids - weights.first_expert, row_weights, weights.w1, weights.w2, 0, weights.w1.shape[0]
+        )
+        dist.all_reduce(part, group=context.group)
+        if source == context.rank:
+            want = part
+    return want
+
+
+def require_rows(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compares the first rows of a layer's result `[T, H]` with those of the dense layer.
 
     Raises:
-        CheckFailedError: a transport's layer is not the dense layer.
+        CheckFailedError: a row is too far off.
     """
-    check_transports(names, workload)
-    bench = LayerBench(context, workload, intermediate_dim, settings)
-    gate = Gate(bench.x, bench.weights.router, workload.topk)
-    reasons = {name: unavailable(name, workload, context.device) for name in names}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    gate()
-    with contextlib.ExitStack() as stack:
-        transports = {
-            name: stack.enter_context(contextlib.closing(TRANSPORTS[name](workload, gate, bench.weights, context)))
-            for name in names
-            if reasons[name] is None
-        }
-        for _ in range(num_rounds):
-            for name, transport in transports.items():
-                check = functools.partial(bench.check, name, workload, gate)
-                layer_us = bench.time_checked(transport.run, check)
-                times[name].append((layer_us, bench.time(transport.computation())))
-    return [_row_of(name, workload, reasons[name], times[name]) for name in names]
-
-
-def _row_of(name: str, workload: Workload, reason: str | None, times: list[tuple[float, float]]) -> dict[str, Any]:
-    """Returns the row of a transport from its rounds' times of the layer and of the computation in it."""
-    row: dict[str, Any] = {"tokens": workload.num_tokens, "quant": workload.quant_type, "transport": name}
-    if reason is not None:
-        return row | {"unavailable": reason}
-    layers, computations = zip(*times)
-    layer_us, compute_us = statistics.median(layers), statistics.median(computations)
-    communication_us = layer_us - compute_us
-    return row | {
-        "layer_us": layer_us,
-        "compute_us": compute_us,
-        "communication_us": communication_us,
-        "communication_share": communication_us / layer_us,
-        "least_us": min(layers),
-        "most_us": max(layers),
-        "rounds_us": list(layers),
-    }
-
-
-def layer_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser of shapes, timing and output; the defaults are DeepSeek-V3's layer."""
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    add("--ranks", type=at_least(1), default=4, help="processes; more than GPUs share them")
-    add("--device", choices=("cpu", "cuda"), default="cuda", help="times on CPU say nothing about GPUs")
-    add("--tokens", type=at_least(1), nargs="+", default=[128, 512, 4096], help="tokens of each rank")
-    add("--hidden", type=at_least(1), default=7168, help="hidden size")
-    add("--intermediate", type=at_least(1), default=2048, help="intermediate size of an expert")
-    add("--experts", type=at_least(1), default=256, help="over all ranks")
-    add("--topk", type=at_least(1), default=8, help="experts per token")
-    add("--quant", choices=("none", "fp8_per_1x128"), default="none", help="cast on the dispatch wire")
-    add("--layers", type=at_least(1), default=10, help="layers in a row, in one CUDA graph")
-    add("--warmups", type=at_least(0), default=5, help="untimed runs")
-    add("--runs", type=at_least(1), default=20, help="timed runs")
-    add("--output", type=Path, help="write the rows to this file, as lines of JSON")
-    return parser
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Returns a type for argparse: whole numbers from `least` on."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return number
-
-
-def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options, with `timing` and one workload per number of tokens in `workloads`.
-
-    Exits with an error before any process starts.
-    """
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.device_count():
-        parser.error("there is no GPU: --device cpu")
-    try:
-        check_can_write(options.output)
-    except ConfigError as error:
-        parser.error(f"--output: {error}")
-    options.timing = TimingSettings(options.warmups, options.runs, options.layers, num_host_calls=0)
-    options.workloads = [
-        Workload(
-            world_size=options.ranks,
-            num_tokens=num_tokens,
-            max_num_tokens=num_tokens,
-            hidden_dim=options.hidden,
-            topk=options.topk,
-            num_experts=options.experts,
-            quant_type=options.quant,
-            layout="rank_major",
+    error = (got[: len(want)].float() - want).norm(dim=1)
+    allowed = TOLERANCE * want.norm(dim=1)
+    if not bool((error <= allowed).all()):
+        token = int((error - allowed).nan_to_num(torch.inf).argmax())
+        raise CheckFailedError(
+            f"the dense layer's rows within {TOLERANCE:g} of their norms",
+            f"{float(error[token]):g} off where the norm is {float(want[token].norm()):g}, in token {token}",
         )
-        for num_tokens in options.tokens
-    ]
-    return options
-
-
-def run_sweep(
-    options: argparse.Namespace, columns: Sequence[str], function: Callable[..., list[dict[str, Any]]], *args: Any
-) -> None:
-    """Runs `function(context, workload, *args)` on all ranks for each workload; gives rank 0's rows as they come."""
-    rows: list[dict[str, Any]] = []
-    note = {"note": CPU_NOTE} if options.device == "cpu" else {}
-    try:
-        with RankPool(options.ranks, device=options.device, timeout_secs=RUN_TIMEOUT_SECS) as pool:
-            note |= {"note": pool.note} if pool.note else {}
-            for workload in options.workloads:
-                new = [row | note for row in pool.run(function, workload, *args)[0]]
-                sys.stdout.write(_json_lines(new))
-                sys.stdout.flush()
-                rows += new
-                if options.output is not None:
-                    write_text(options.output, _json_lines(rows), confirms=False)
-    except RankFailure as failure:
-        if failure.expected_error is None:
-            raise
-        sys.exit(f"error: {failure.expected_error}")
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    sys.stdout.write("\n".join([format_table(rows, columns), *note.values()]) + "\n")
-
-
-def format_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Returns rows as text; an unavailable row has its reason in place of numbers."""
-    lines = [list(columns)]
-    for row in rows:
-        cells = [_format(row[column]) for column in columns if column in row]
-        lines.append(cells + ([f"unavailable: {row['unavailable']}"] if "unavailable" in row else []))
-    complete = [line for line in lines if len(line) == len(columns)]
-    widths = [max(map(len, column)) for column in zip(*complete)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
-
-
-def _format(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
-
-
-def _json_lines(rows: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = layer_parser("python -m ep_a2a.commands.bench.layer", __doc__.partition("\n")[0])
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS), help="which")
-    parser.add_argument("--rounds", type=at_least(1), default=4, help="in each, every transport is timed once")
-    options = parse_options(parser, arguments)
-    run_sweep(
-        options, COLUMNS, run_layers, options.intermediate, tuple(options.transports), options.timing, options.rounds
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,171 +1,281 @@
-"""Times how much of a MoE layer's communication is exposed, one after another and beside computation.
-
-python -m ep_a2a.commands.bench.overlap --ranks 4 --tokens 4096 --quant fp8_per_1x128 --comm-sms 24 --traces out/
+"""Runs a layer's parts in several orders: one after another, or with communication beside computation.
 
 Two schedules: "micro_batches" splits the tokens over two ops, "shared_expert" has a dense expert to run beside combine.
-Each is timed as CUDA graph replays in turn and overlapped; exposed = layer - the same computation alone.
+Each variant computes the same results. Those that overlap use the op's split calls: launches that send never wait for
+other ranks, launches that receive do. Exposed communication is what a variant takes beyond the computation alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench import overlap_schedules as schedules
-from ep_a2a.commands.bench.layer import LayerBench, at_least, layer_parser, parse_options, run_sweep
-from ep_a2a.commands.bench.layer_transports import check_transports
-from ep_a2a.commands.bench.overlap_schedules import Batch, Lanes, SharedExpert
-from ep_a2a.commands.measure.timing import TimingSettings, capture, make_clock
-from ep_a2a.errors import ConfigError
+from ep_a2a.commands.bench.contenders import SCHEDULES, Contender
+from ep_a2a.commands.bench.layer import (
+    PAD_ID,
+    Gate,
+    LayerWorkload,
+    Received,
+    dense_layer,
+    make_weights,
+    require_rows,
+    run_experts,
+)
+from ep_a2a.commands.bench.own import OpLayer, op_refusal
+from ep_a2a.commands.measure.session import OpVariant, Session
+from ep_a2a.commands.measure.timing import Clock, Timer, capture
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
-COLUMNS = ("tokens", "quant", "schedule", "variant", "comm_sms", "layer_us", "compute_us", "exposed_us")
 SHARED_SEED = 78
 NUM_TRACED = 3
 """Layers in a trace."""
 
 
-@dataclass(frozen=True)
-class OverlapSettings:
-    """Schedules and how to run them.
+class Lanes:
+    """The current stream, for computation, and one beside it for communication; CPU work keeps the program's order.
 
-    Attributes:
-        schedules: out of SCHEDULES.
-        comm_sms: multiprocessors of the ops where computation runs beside them; 0 = no bound.
-        intermediate_dim: F, of routed and shared experts.
-        timing: numbers of runs.
-        traces: folder for Chrome traces of rank 0, `SCHEDULE_VARIANT_TOKENS.json.gz`; None for none.
+    Args:
+        device: where the streams are.
+        comm_sms: multiprocessors that the ops may occupy and that torch's grouped products leave free; 0 = no bound.
     """
 
-    schedules: tuple[str, ...]
-    comm_sms: int
-    intermediate_dim: int
-    timing: TimingSettings
-    traces: Path | None
+    def __init__(self, device: torch.device, comm_sms: int) -> None:
+        self._comm_sms = comm_sms if device.type == "cuda" else 0
+        self._beside: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # High priority: the few programs of an op start before the many of the next product.
+            self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        """Moves launches inside to the stream beside the current one, after the current one's earlier launches."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def arrival(self) -> Callable[[], None]:
+        """Returns what orders the current stream's next launches after this point, in the stream beside or not."""
+        if self._beside is None:
+            return lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def join(self) -> None:
+        """Orders the current stream's next launches after all communication."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+    @contextlib.contextmanager
+    def shared_device(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Divides the multiprocessors between ops and grouped products launched inside, as comm_sms says."""
+        carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None) if self._comm_sms else None
+        for batch in batches:
+            batch.op.set_max_sms(self._comm_sms)
+        if carve_out is not None:
+            carve_out(self._comm_sms)
+        try:
+            yield
+        finally:
+            if carve_out is not None:
+                carve_out(None)
+            for batch in batches:
+                batch.op.set_max_sms(0)
 
 
-class Schedule(NamedTuple):
-    """One schedule, ready to run.
+class Batch(OpLayer):
+    """Tokens that go through the layer together: their gate, and an op of their own with its calls split."""
 
-    Attributes:
-        batches: the ops in it.
-        compute: its computation alone.
-        variants: its work by name of the variant.
-        check: compares the result of a variant with the dense layer.
+    def send(self) -> None:
+        """Sends the tokens."""
+        self.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids, pad_id=PAD_ID)
+
+    def receive(self) -> Received:
+        """Waits for the tokens of all ranks."""
+        return self.received(self.op.dispatch_recv())
+
+    def send_back(self) -> None:
+        """Sends the experts' rows."""
+        self.op.combine_send(self.rows)
+
+    def receive_back(self) -> torch.Tensor:
+        """Waits for the rows of all ranks: the result `[T, H]`."""
+        result: torch.Tensor = self.op.combine_recv()[0]
+        return result[: self.workload.num_tokens]
+
+
+class SharedExpert:
+    """A dense SwiGLU that every token goes through, on its own rank.
+
+    Args:
+        x: tokens bf16 `[T, H]`.
+        width: F; the weights are drawn, the same on all ranks.
     """
 
-    batches: list[Batch]
-    compute: Callable[[], Any]
-    variants: Mapping[str, Callable[[], Any]]
-    check: Callable[[Any], None]
-
-
-def run_overlap(context: RankContext, workload: Workload, settings: OverlapSettings) -> list[dict[str, Any]]:
-    """Returns one row per schedule and variant, the same on all ranks. Collective.
-
-    Raises:
-        ConfigError: two micro-batches cannot share the tokens.
-        CheckFailedError: a variant's result is not the dense layer's.
-    """
-    check_transports((), workload)
-    bench = LayerBench(context, workload, settings.intermediate_dim, settings.timing)
-    lanes, rows = Lanes(context.device, settings.comm_sms), []
-    for name in settings.schedules:
-        with Arena(context.group, context.device) as arena:
-            rows += _run_schedule(name, _MAKERS[name](bench, lanes, arena), bench, settings)
-    return rows
-
-
-def _run_schedule(name: str, schedule: Schedule, bench: LayerBench, settings: OverlapSettings) -> list[dict[str, Any]]:
-    num_tokens, rows = bench.workload.num_tokens, []
-    compute_us = bench.time(schedule.compute)
-    for variant, work in schedule.variants.items():
-        layer_us = bench.time_checked(work, schedule.check)
-        if settings.traces is not None:
-            write_trace(work, bench.context, settings.traces / f"{name}_{variant}_{num_tokens}.json.gz")
-        rows.append(
-            {
-                "tokens": num_tokens,
-                "quant": bench.workload.quant_type,
-                "schedule": name,
-                "variant": variant,
-                "comm_sms": settings.comm_sms,
-                "layer_us": layer_us,
-                "compute_us": compute_us,
-                "exposed_us": layer_us - compute_us,
-            }
+    def __init__(self, x: torch.Tensor, width: int) -> None:
+        generator = torch.Generator(x.device).manual_seed(SHARED_SEED)
+        hidden = x.shape[1]
+        self._x = x
+        self._w1, self._w2 = (
+            torch.randn(*shape, generator=generator, device=x.device, dtype=torch.bfloat16) / shape[1] ** 0.5
+            for shape in ((2 * width, hidden), (hidden, width))
         )
-    for batch in schedule.batches:
-        batch.close()
-    return rows
+
+    def __call__(self) -> torch.Tensor:
+        """Returns the expert's result `[T, H]`."""
+        gate, up = (self._x @ self._w1.T).chunk(2, dim=1)
+        result: torch.Tensor = (torch.nn.functional.silu(gate) * up) @ self._w2.T
+        return result
 
 
-def _micro_batches(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
-    num_tokens = bench.workload.num_tokens
-    if num_tokens % 2:
-        raise ConfigError("an even number of tokens for two micro-batches", str(num_tokens))
-    half = replace(bench.workload, num_tokens=num_tokens // 2, max_num_tokens=num_tokens // 2)
-    batches = [
-        Batch(half, x.contiguous(), bench.weights, bench.context, arena, index)
-        for index, x in enumerate(bench.x.chunk(2))
-    ]
+class Schedule(Session):
+    """A variant of a schedule, ready to run.
 
-    def check(results: list[torch.Tensor]) -> None:
-        for batch, result in zip(batches, results, strict=True):
-            bench.check("micro_batches", half, batch.gate, result)
+    Args:
+        workload: shapes; its tokens are divided between the batches.
+        context: this rank.
+        name: schedule/variant.
+        num_batches: ops of the layer, each with its part of the tokens.
+    """
 
-    computes = [batch.computation() for batch in batches]
+    def __init__(self, workload: LayerWorkload, context: RankContext, name: str, num_batches: int) -> None:
+        super().__init__()
+        self.workload, self.context = workload, context
+        self.schedule, self.variant = name.split("/")
+        self.lanes = Lanes(context.device, workload.comm_sms)
+        self._arena = Arena(context.group, context.device)
+        weights = make_weights(workload, context)
+        num_tokens = workload.num_tokens // num_batches
+        part = replace(workload, num_tokens=num_tokens, max_num_tokens=num_tokens)
+        self.x = workload.inputs(context.rank, context.device).x
+        self.batches = [
+            Batch(part, context, (Gate(x.contiguous(), weights.router, workload.topk), weights), self._arena, index)
+            for index, x in enumerate(self.x.chunk(num_batches))
+        ]
 
-    def compute() -> None:
-        for each in computes:
-            each()
+    def run(self) -> Any:
+        """Runs the variant."""
+        return getattr(self, self.variant)()
 
-    variants = {
-        "in_turn": partial(schedules.batches_in_turn, batches),
-        "overlapped": partial(schedules.batches_overlapped, batches, lanes),
-    }
-    return Schedule(batches, compute, variants, check)
+    def check_timed(self) -> None:
+        """Compares one more run with the dense layer."""
+        self.check()
 
+    def computation(self) -> Callable[[], Any]:
+        """Returns the computation of the layer without communication. Collective."""
+        computes = [batch.computation() for batch in self.batches]
+        return lambda: [compute() for compute in computes]
 
-def _shared_expert(bench: LayerBench, lanes: Lanes, arena: Arena) -> Schedule:
-    workload, x, device = bench.workload, bench.x, bench.context.device
-    batch = Batch(workload, x, bench.weights, bench.context, arena, 0)
-    hidden, width = workload.hidden_dim, bench.intermediate_dim
-    generator = torch.Generator(device).manual_seed(SHARED_SEED)
-    drawn = [
-        torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) / shape[1] ** 0.5
-        for shape in ((2 * width, hidden), (hidden, width))
-    ]
-    shared = SharedExpert(x, *drawn)
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns `layer_us`, and `compute_us` of the computation alone; writes the trace that is asked for."""
+        times = {"layer_us": timer.median_us(self.run), "compute_us": timer.median_us(self.computation())}
+        if self.workload.traces is not None:
+            name = f"{self.schedule}_{self.variant}_{self.workload.num_tokens}.json.gz"
+            write_trace(self.run, self.context, self.workload.traces / name)
+        return times
 
-    def check(result: torch.Tensor) -> None:
-        bench.check("shared_expert", workload, batch.gate, result.float() - shared().float())
-
-    routed = batch.computation()
-
-    def compute() -> torch.Tensor:
-        return routed()[: workload.num_tokens] + shared()
-
-    variants = {
-        "in_turn": partial(schedules.shared_in_turn, batch, shared),
-        "between": partial(schedules.shared_between, batch, shared),
-        "beside": partial(schedules.shared_beside, batch, shared, lanes),
-    }
-    return Schedule([batch], compute, variants, check)
+    def close(self) -> None:
+        """Closes the ops and their arena."""
+        for batch in self.batches:
+            batch.close()
+        self._arena.close()
 
 
-_MAKERS = {"micro_batches": _micro_batches, "shared_expert": _shared_expert}
-SCHEDULES = tuple(_MAKERS)
+class MicroBatches(Schedule):
+    """Two batches; one's experts run while the other's tokens or rows are on their way."""
+
+    def check(self) -> None:
+        """Compares each batch's result with the dense layer."""
+        results = self.run()
+        # Before any rank raises: the dense layer is collective.
+        dense = [dense_layer(batch.workload, batch.gate, batch.weights, self.context) for batch in self.batches]
+        for result, want in zip(results, dense, strict=True):
+            require_rows(result, want)
+
+    def in_turn(self) -> list[torch.Tensor]:
+        """Runs each batch's whole layer, one after another."""
+        return [batch.run() for batch in self.batches]
+
+    def overlapped(self) -> list[torch.Tensor]:
+        """Runs one batch's experts while the other's tokens or rows are on their way."""
+        lanes = self.lanes
+        with lanes.shared_device(self.batches):
+            for batch in self.batches:
+                batch.gate()
+                with lanes.communication():
+                    batch.send()
+            arrived = []
+            with lanes.communication():
+                for batch in self.batches:
+                    arrived.append((batch.receive(), lanes.arrival()))
+            results = []
+            for batch, (received, wait_for_arrival) in zip(self.batches, arrived):
+                wait_for_arrival()
+                run_experts(received, batch.weights)
+                with lanes.communication():
+                    batch.send_back()
+                    results.append(batch.receive_back())
+            lanes.join()
+        return results
+
+
+class BesideSharedExpert(Schedule):
+    """One batch, and an expert that all its tokens go through."""
+
+    def __init__(self, workload: LayerWorkload, context: RankContext, name: str, num_batches: int) -> None:
+        super().__init__(workload, context, name, num_batches)
+        self.shared = SharedExpert(self.x, workload.intermediate_dim)
+
+    def check(self) -> None:
+        """Compares the routed experts' part with the dense layer."""
+        (batch,) = self.batches
+        routed = self.run().float() - self.shared().float()
+        require_rows(routed, dense_layer(self.workload, batch.gate, batch.weights, self.context))
+
+    def computation(self) -> Callable[[], Any]:
+        """Returns the routed and the shared experts without communication. Collective."""
+        routed = self.batches[0].computation()
+        return lambda: routed()[: self.workload.num_tokens] + self.shared()
+
+    def in_turn(self) -> torch.Tensor:
+        """Runs the routed experts, then the shared one."""
+        return self.batches[0].run() + self.shared()
+
+    def between(self) -> torch.Tensor:
+        """Runs the shared expert while the routed ones' rows are on their way, all on one stream."""
+        (batch,) = self.batches
+        batch.gate()
+        run_experts(batch.dispatch(), batch.weights)
+        batch.send_back()
+        from_shared = self.shared()
+        return batch.receive_back() + from_shared
+
+    def beside(self) -> torch.Tensor:
+        """Runs the launch that receives beside the shared expert; `between` has it behind."""
+        (batch,) = self.batches
+        with self.lanes.shared_device(self.batches):
+            batch.gate()
+            run_experts(batch.dispatch(), batch.weights)
+            with self.lanes.communication():
+                batch.send_back()
+                result = batch.receive_back()
+            from_shared = self.shared()
+            self.lanes.join()
+        return result + from_shared
 
 
 def write_trace(layer: Callable[[], Any], context: RankContext, path: Path) -> None:
@@ -177,7 +287,7 @@ def write_trace(layer: Callable[[], Any], context: RankContext, path: Path) -> N
             layer()
 
     on_gpu = context.device.type == "cuda"
-    run = capture(work, work, make_clock(context)).replay if on_gpu else work
+    run = capture(work, work, Clock(context)).replay if on_gpu else work
     run()
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
         run()
@@ -188,20 +298,17 @@ def write_trace(layer: Callable[[], Any], context: RankContext, path: Path) -> N
         profiler.export_chrome_trace(str(path))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = layer_parser("python -m ep_a2a.commands.bench.overlap", __doc__.partition("\n")[0])
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES, help="which")
-    parser.add_argument(
-        "--comm-sms", type=at_least(0), default=24, help="multiprocessors of ops beside computation; 0 = all"
-    )
-    parser.add_argument("--traces", type=Path, help="folder for Chrome traces")
-    options = parse_options(parser, arguments)
-    settings = OverlapSettings(
-        tuple(options.schedules), options.comm_sms, options.intermediate, options.timing, options.traces
-    )
-    run_sweep(options, COLUMNS, run_overlap, settings)
+def _refusal(num_batches: int, workload: Workload, device: torch.device) -> str | None:
+    """Returns why the batches cannot share the tokens, or the op refuses them."""
+    if workload.num_tokens % num_batches:
+        return f"{num_batches} micro-batches cannot share {workload.num_tokens} tokens"
+    return op_refusal(OpVariant(), workload, device)
 
 
-if __name__ == "__main__":
-    main()
+def _contender(name: str) -> Contender:
+    schedule, num_batches = (MicroBatches, 2) if name.startswith("micro_batches") else (BesideSharedExpert, 1)
+    layer = partial(schedule, name=name, num_batches=num_batches)
+    return Contender(name, layer=layer, unavailable=partial(_refusal, num_batches))
+
+
+CONTENDERS = tuple(map(_contender, SCHEDULES))

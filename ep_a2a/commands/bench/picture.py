@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.bench.contenders import LIMIT, NATIVE
-from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, varying_fields
-from ep_a2a.commands.bench.rows import Status, shown_name
+from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
+from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, is_of_layers, shown_name, varying_fields
+from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.plot_cells import plot_checks
 from ep_a2a.commands.plot_lines import Panel, plot_lines
 from ep_a2a.commands.plot_style import Caption
@@ -25,10 +25,10 @@ PASSED = {Status.OK: True, Status.FAILED: False, Status.ERROR: False}
 
 
 def plot_bench(records: Sequence[Record], path: Path, header: Record) -> tuple[Path, Path]:
-    """Draws round trips; on CPU, or where nothing was timed, which contenders returned right results.
+    """Draws round trips, or layers; on CPU, or where nothing was timed, which contenders returned right results.
 
     Args:
-        records: as make_records makes them. path: *.png or *.svg.
+        records: as report.compare makes them. path: *.png or *.svg.
         header: as `report.describe` makes it, of the machine that made the records.
 
     Raises:
@@ -55,7 +55,7 @@ def _plot_checks(records: Sequence[Record], path: Path, header: Record) -> tuple
 
 
 def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> tuple[Path, Path]:
-    """A line per contender and other varying field, the limit dashed, both axes logarithmic.
+    """A line per contender and other varying field, the reference push dashed, both axes logarithmic.
 
     The x axis is the tokens per rank, or max_sms where nothing else varies; no bound is drawn rightmost, as "all".
     """
@@ -65,12 +65,12 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
     places = {value: value or 2 * max(values) or 1 for value in values}
     ticks = {place: "all" if x_field == "max_sms" and not value else f"{value:,}" for value, place in places.items()}
     size, unit = unit_for(min(us for line in lines.values() for us in line.values()), TIME_UNITS)
-    panel = Panel(X_LABELS[x_field], f"round trip ({unit})", ticks, log_y=True)
-    ours_first = sorted(lines, key=lambda label: (is_limit(label), not label.startswith(NATIVE)))
+    panel = Panel(X_LABELS[x_field], f"{_measured(records)} ({unit})", ticks, log_y=True)
+    ours_first = sorted(lines, key=lambda label: (is_push(label), not label.startswith(NATIVE)))
     for number, label in enumerate(ours_first):
         style = (
             {"color": "gray", "linestyle": "--", "linewidth": 1.8}
-            if is_limit(label)
+            if is_push(label)
             else {"marker": MARKERS[number % len(MARKERS)]}
         )
         points = sorted((places[value], us / size) for value, us in lines[label].items())
@@ -79,18 +79,23 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
     footer = _footer(records, x_field, header)
     if silent:
         footer += f"\nno times: {', '.join(silent)}"
-    dashed = "; dashed: wire_limit, plain pushes of the same bytes" if any(map(is_limit, lines)) else ""
-    return plot_lines(panel, Caption(_title(lines), f"Both axes logarithmic, lower is better{dashed}", footer), path)
+    dashed = "; dashed: wire_limit, the reference push of the same bytes" if any(map(is_push, lines)) else ""
+    caption = Caption(_title(lines, _measured(records)), f"Both axes logarithmic, lower is better{dashed}", footer)
+    return plot_lines(panel, caption, path)
 
 
-def _title(lines: dict[str, dict[int, float]]) -> str:
-    """Returns how far the op is from the limit, where the picture has one line of each; else what is drawn."""
-    limits = [line for label, line in lines.items() if is_limit(label)]
-    if len(limits) != 1 or NATIVE not in lines or lines[NATIVE].keys() - limits[0].keys():
-        return "Round trip of dispatch and combine"
-    ratios = [us / limits[0][x] for x, us in lines[NATIVE].items()]
+def _measured(records: Sequence[Record]) -> str:
+    return "layer" if is_of_layers(records) else "round trip"
+
+
+def _title(lines: dict[str, dict[int, float]], measured: str) -> str:
+    """Returns how the op compares with the reference push, where there is one line of each; else what is drawn."""
+    pushes = [line for label, line in lines.items() if is_push(label)]
+    if len(pushes) != 1 or NATIVE not in lines or lines[NATIVE].keys() - pushes[0].keys():
+        return f"{measured.capitalize()} of dispatch and combine"
+    ratios = [us / pushes[0][x] for x, us in lines[NATIVE].items()]
     least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"Round trip: {NATIVE} takes {least if least == most else f'{least} to {most}'} times the wire limit"
+    return f"Round trip: {NATIVE} takes {least if least == most else f'{least} to {most}'} times the reference push"
 
 
 def _footer(records: Sequence[Record], x_field: str, header: Record) -> str:
@@ -105,9 +110,9 @@ def _footer(records: Sequence[Record], x_field: str, header: Record) -> str:
     return f"{shared}\n{hardware} · ep_a2a {header.get('ep_a2a', '?')}{commit}, ep-a2a bench{note}"
 
 
-def is_limit(label: str) -> bool:
-    """Whether a label of `make_lines` is of the wire's limit."""
-    return label.split(",")[0] == LIMIT
+def is_push(label: str) -> bool:
+    """Whether a label of `make_lines` is of the reference push."""
+    return label.split(",")[0] == REFERENCE_PUSH
 
 
 def choose_x(records: Sequence[Record]) -> str:
@@ -133,5 +138,5 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
         if record["status"] == Status.OK:
             line = lines.setdefault(label_of(record, records), {})
             x = record[x_field]
-            line[x] = min(line.get(x, float("inf")), record["round_trip_us"])
+            line[x] = min(line.get(x, float("inf")), record["layer_us" if "layer_us" in record else "round_trip_us"])
     return lines

@@ -1,4 +1,4 @@
-"""Reports a sweep: its origin, JSON lines, its table, and the same table in markdown."""
+"""Reports a sweep: its origin, rates and ratios, JSON lines, its table on a terminal and in markdown."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.text import Text
 
 import ep_a2a
-from ep_a2a.commands.bench.contenders import LIMIT, WITHOUT_EFFECT_ON_LIMIT
-from ep_a2a.commands.bench.rows import HOST_TIMES, Status, is_baseline, shown_name
+from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH, WITHOUT_EFFECT_ON_PUSH
+from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
 from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.programs import command_output, package_version
+from ep_a2a.commands.wide_tables import fitting_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
-CONTENDER = "contender"
-"""Heading of the last column that names a row; those before it are the fields that vary."""
+    from rich.console import Console
 
-Record = dict[str, Any]
+    Record = dict[str, Any]
+
+CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 
 FIELDS = {
     "world_size": "EP",
@@ -42,8 +44,10 @@ FIELDS = {
     "max_sms": "max SMs",
     "gpus_per_node": "GPUs per node",
     "seed": "seed",
+    "intermediate_dim": "F",
 }
 """Fields of a workload and their headings."""
+HOST_TIMES = ("dispatch_host_us", "combine_host_us")
 TIMES: dict[str, Callable[[Record], str]] = {
     "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
     "combine µs": lambda record: f"{record['combine_us']:.1f}",
@@ -53,24 +57,30 @@ TIMES: dict[str, Callable[[Record], str]] = {
     "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
     "of limit": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
 }
-"""Cells of a contender that was timed, by heading."""
+"""Cells of a contender whose round trip was timed, by heading."""
 COLD = {"cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us"))}
 """The same of round trips behind a flush of the L2, where any was timed."""
+LAYER_TIMES = ["layer_us", "least_us", "most_us", "compute_us", "communication_us", "communication_share"]
+SCHEDULE_TIMES = ["comm_sms", "layer_us", "compute_us", "exposed_us"]
 EXPLANATION = (
-    "µs: median over runs, maximum over ranks; p99 and GB/s as in commands/bench/rows.py. host µs: dispatch/combine. "
-    "GB/s: dispatch/combine, counting one row per token and rank. of limit: wire_limit's round trip by this one's. "
-    "cold: a single round trip behind a flush of the L2."
+    "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
+    "GB/s: dispatch/combine, counting one row per token and rank. of limit: the reference push's (wire_limit's) round "
+    "trip by this one's. cold: a single round trip behind a flush of the L2."
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
+LAYER_EXPLANATION = (
+    "layer_us: gate to combine, median of the rounds, least and most of them. compute_us: the same gate and experts on "
+    "rows that lie ready. communication_us and exposed_us: the rest of the layer's time."
+)
 
 
-def describe(device: str) -> dict[str, Any]:
+def describe(device: str) -> Record:
     """Returns versions, machine, commit, command and time, for the first line of a report. Makes no CUDA context.
 
     Args:
         device: "cpu" or "cuda".
     """
-    record: dict[str, Any] = {
+    record: Record = {
         "record": "header",
         "ep_a2a": ep_a2a.__version__,
         "commit": commit(),
@@ -102,6 +112,64 @@ def commit() -> str | None:
     return command_output("git", "-C", str(root), *describe_commit).strip() or None
 
 
+def shown_name(contender: str, device: str) -> str:
+    """Returns a contender's name in reports: on CPU torch.distributed's collectives run over gloo, not NCCL."""
+    return contender.replace("nccl_", "gloo_", 1) if device == "cpu" and contender.startswith("nccl_") else contender
+
+
+def is_baseline(contender: str) -> bool:
+    """Returns whether reports compare others with this contender: neither the push nor one of this package's."""
+    return contender != REFERENCE_PUSH and not contender.startswith((NATIVE, "ep_low_latency"))
+
+
+def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
+    """Returns the records of one workload with what follows from their times, each marked with the device.
+
+    Of round trips, not on CPU, where ratios would say nothing about GPUs:
+
+    dispatch_gb_per_s, ...: bytes that the busiest rank must send or receive, by time, in 1e9 bytes per second, even if
+        the contender sent more. One row per token and rank.
+    dispatch_fraction_of_limit, ...: the reference push's time by this one's.
+    baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
+
+    Of layers `communication_us` and `communication_share`, and the name as `transport`; of schedules `exposed_us`, and
+    the name as `schedule` and `variant`. What was not measured is absent.
+    """
+    timed = {each["contender"]: each for each in records if "round_trip_us" in each}
+    return [each | _comparisons(each, timed if device != "cpu" else {}) | {"device": device} for each in records]
+
+
+def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
+    """Returns what follows from a record's times and those of other contenders that were timed."""
+    name = record["contender"]
+    if "intermediate_dim" in record:
+        return _of_layer(record)
+    if name not in timed:
+        return {}
+    found: Record = {}
+    for phase in ("dispatch", "combine", "round_trip"):
+        moved = record.get(f"{phase}_bytes", record["dispatch_bytes"] + record["combine_bytes"])
+        # bytes per microsecond are megabytes per second
+        found[f"{phase}_gb_per_s"] = moved / record[f"{phase}_us"] / 1e3
+        if REFERENCE_PUSH in timed:
+            found[f"{phase}_fraction_of_limit"] = timed[REFERENCE_PUSH][f"{phase}_us"] / record[f"{phase}_us"]
+    others = {other: each["round_trip_us"] for other, each in timed.items() if is_baseline(other) and other != name}
+    return found | {"baselines_over_this": {other: us / record["round_trip_us"] for other, us in others.items()}}
+
+
+def _of_layer(record: Record) -> Record:
+    schedule, is_schedule, variant = record["contender"].partition("/")
+    found = {"schedule": schedule, "variant": variant} if is_schedule else {"transport": schedule}
+    if record["status"] == Status.UNAVAILABLE:
+        return found | {"unavailable": record["reason"]}
+    if record["status"] != Status.OK:
+        return found
+    beyond_us = record["layer_us"] - record["compute_us"]
+    if is_schedule:
+        return found | {"exposed_us": beyond_us}
+    return found | {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
+
+
 class JsonLines:
     """A file of JSON lines that grows with the sweep: always whole, so that an end of the process keeps earlier rows.
 
@@ -126,7 +194,7 @@ def varying_fields(records: Sequence[Record]) -> list[str]:
 
     num_tokens is always among them, max_num_tokens only where a record has another one than num_tokens.
     """
-    differing = [name for name in FIELDS if len({record[name] for record in records}) > 1 or name == "num_tokens"]
+    differing = [name for name in FIELDS if len({each.get(name) for each in records}) > 1 or name == "num_tokens"]
     return [name for name in differing if name != "max_num_tokens" or not _bounds_are_tokens(records)]
 
 
@@ -137,7 +205,7 @@ def _bounds_are_tokens(records: Sequence[Record]) -> bool:
 def constant_fields(records: Sequence[Record]) -> str:
     """Returns the fields that all records have in common, as text."""
     varying = varying_fields(records)
-    constant = {name: records[0][name] for name in FIELDS if name not in varying}
+    constant = {name: records[0][name] for name in FIELDS if name in records[0] and name not in varying}
     if _bounds_are_tokens(records):
         constant["max_num_tokens"] = "= T"
     return ", ".join(f"{FIELDS[name]} {value}" for name, value in constant.items())
@@ -145,34 +213,67 @@ def constant_fields(records: Sequence[Record]) -> str:
 
 def has_effect(record: Record, field: str) -> bool:
     """Returns whether a field of the workload makes a difference to the record's contender."""
-    without_effect = WITHOUT_EFFECT_ON_LIMIT - record.get("details", {}).keys()
-    return record["contender"] != LIMIT or field not in without_effect
+    without_effect = WITHOUT_EFFECT_ON_PUSH - record.get("details", {}).keys()
+    return record["contender"] != REFERENCE_PUSH or field not in without_effect
 
 
-def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and cells: what varies, times, bandwidth, fraction of the limit, ratio to each baseline.
+def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
+    """Returns headings, cells, and how many columns name a row.
 
-    On CPU only whether results are right stands in their place. Contenders that were not available are left out;
-    `reasons` has them.
+    The other columns are times, bandwidth, fraction of the reference push and ratio to each baseline; on CPU whether
+    round trips are right. Contenders that were not available are left out; `reasons` has them.
     """
     shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
-    varying = varying_fields(records)
-    headings = [*(FIELDS[name] for name in varying), CONTENDER]
+    names, times = _columns(records, shown)
+    crossing = "rows between nodes"
+    if any(map(_rows_between_nodes, shown)):
+        times = times | {crossing: _rows_between_nodes}
+    rows = []
+    for record in shown:
+        failed = [record["status"].upper(), *[""] * (len(times) - 1)]
+        cells = [cell(record) for cell in times.values()] if record["status"] == Status.OK else failed
+        rows.append([*(cell(record) for cell in names.values()), *cells])
+    return [*names, *times], rows, len(names)
+
+
+Columns = dict[str, "Callable[[Record], str]"]
+
+
+def _columns(records: Sequence[Record], shown: Sequence[Record]) -> tuple[Columns, Columns]:
+    """Returns the cells that name a row, and those of one that was timed, by heading."""
+    fields = varying_fields(records)
+    if is_of_layers(records):
+        others = [field for field in fields if field not in ("num_tokens", "quant_type")]
+        is_schedule = any("schedule" in record for record in records)
+        last = ["schedule", "variant"] if is_schedule else ["transport"]
+        named, times = ["tokens", "quant", *others, *last], SCHEDULE_TIMES if is_schedule else LAYER_TIMES
+        return {FIELDS.get(name, name): _text_of(name) for name in named}, {name: _text_of(name) for name in times}
+    names = {FIELDS[field]: _field_of(field) for field in fields}
+    names |= {"contender": lambda record: shown_name(record["contender"], record["device"])}
     if is_functional_check(records):
-        headings.append("result")
-        rows = [[*_names(record, varying), _result(record)] for record in shown]
-    else:
-        timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
-        baselines = [name for name in timed if is_baseline(name)]
-        is_cold = any(record.get("round_trip_cold_us") is not None for record in shown)
-        columns = TIMES | (COLD if is_cold else {})
-        headings += [*columns, *(f"{name} ÷ this" for name in baselines)]
-        rows = [[*_names(record, varying), *_times(record, columns, baselines)] for record in shown]
-    crossing = [_rows_between_nodes(record) for record in shown]
-    if any(crossing):
-        headings.append("rows between nodes")
-        rows = [[*row, cell] for row, cell in zip(rows, crossing)]
-    return headings, rows
+        return names, {"result": lambda record: "right"}
+    timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
+    is_cold = any(record.get("round_trip_cold_us") is not None for record in shown)
+    ratios = {f"{name} ÷ this": _ratio_to(name) for name in timed if is_baseline(name)}
+    return names, TIMES | (COLD if is_cold else {}) | ratios
+
+
+def _text_of(name: str) -> Callable[[Record], str]:
+    def text(record: Record) -> str:
+        value = record[name]
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
+
+    return text
+
+
+def _field_of(field: str) -> Callable[[Record], str]:
+    return lambda record: str(record[field]) if has_effect(record, field) else ""
+
+
+def _ratio_to(baseline: str) -> Callable[[Record], str]:
+    return lambda record: _if_known("{:.2f}", record["baselines_over_this"].get(baseline))
 
 
 def _rows_between_nodes(record: Record) -> str:
@@ -182,11 +283,11 @@ def _rows_between_nodes(record: Record) -> str:
 
 
 def _without_repeats(records: Sequence[Record]) -> list[Record]:
-    """Returns the records without those of the limit that repeat an earlier one."""
+    """Returns the records without those of the reference push that repeat an earlier one."""
     kept: dict[Any, Record] = {}
     for number, record in enumerate(records):
-        key = tuple(record[name] for name in FIELDS if has_effect(record, name))
-        kept.setdefault(key if record["contender"] == LIMIT else number, record)
+        key = tuple(record.get(name) for name in FIELDS if has_effect(record, name))
+        kept.setdefault(key if record["contender"] == REFERENCE_PUSH else number, record)
     return list(kept.values())
 
 
@@ -195,21 +296,9 @@ def is_functional_check(records: Iterable[Record]) -> bool:
     return any(record["device"] == "cpu" for record in records)
 
 
-def _names(record: Record, varying: Sequence[str]) -> list[str]:
-    name = shown_name(record["contender"], record["device"])
-    return [*(str(record[field]) if has_effect(record, field) else "" for field in varying), name]
-
-
-def _result(record: Record) -> str:
-    status: str = record["status"]
-    return "right" if status == Status.OK else status.upper()
-
-
-def _times(record: Record, columns: dict[str, Callable[[Record], str]], baselines: Sequence[str]) -> list[str]:
-    if record["status"] != Status.OK:
-        return [record["status"].upper(), *[""] * (len(columns) + len(baselines) - 1)]
-    ratios = [_if_known("{:.2f}", record["baselines_over_this"].get(name)) for name in baselines]
-    return [*(cell(record) for cell in columns.values()), *ratios]
+def is_of_layers(records: Iterable[Record]) -> bool:
+    """Returns whether the records are of whole layers."""
+    return any("intermediate_dim" in record for record in records)
 
 
 def _if_known(form: str, number: float | None) -> str:
@@ -231,19 +320,40 @@ def reasons(records: Iterable[Record]) -> list[str]:
 
 def explanation(records: Iterable[Record]) -> str:
     """Returns what the columns of the table mean."""
+    if is_of_layers(records):
+        return LAYER_EXPLANATION
     return CPU_EXPLANATION if is_functional_check(records) else EXPLANATION
+
+
+def show(console: Console, header: Record, records: Sequence[Record]) -> None:
+    """Prints the table, the common fields, and why contenders are missing; on CPU the verdict first."""
+    if is_functional_check(records):
+        console.print(_verdict(records), header["note"], sep="\n", highlight=False)
+    console.print(constant_fields(records), markup=False, highlight=False)
+    headings, rows, num_names = make_table(records)
+    right = set(headings) - {"contender", "transport", "schedule", "variant"}
+    console.print(*fitting_tables("", headings, rows, num_names=num_names, width=console.width, right=right))
+    for text in [*reasons(records), explanation(records)]:
+        console.print(text, markup=False, highlight=False)
+
+
+def _verdict(records: Sequence[Record]) -> Text:
+    """Says in one sentence how many results are right."""
+    checked = [record for record in records if record["status"] != Status.UNAVAILABLE]
+    right = sum(record["status"] == Status.OK for record in checked)
+    worlds = {record["world_size"] for record in records}
+    where = f"on {worlds.pop()} CPU processes" if len(worlds) == 1 else "on CPU"
+    if right == len(checked):
+        return Text(f"Right: {right} of {right} results of dispatch and combine {where}.", style="bold green")
+    wrong = f"Wrong: {len(checked) - right} of {len(checked)} results of dispatch and combine {where}; see below."
+    return Text(wrong, style="bold red")
 
 
 def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> None:
     """Writes the table and its origin, in the form of bench/results."""
-    headings, rows = make_table(records)
+    headings, rows, _ = make_table(records)
     about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
     lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", ""]
-    lines += [
-        *table_lines(headings, rows),
-        "",
-        explanation(records),
-        "",
-        *(f"- {reason}" for reason in reasons(records)),
-    ]
+    lines += [*table_lines(headings, rows), "", explanation(records), ""]
+    lines += [f"- {reason}" for reason in reasons(records)]
     write_text(path, "\n".join(lines).rstrip() + "\n")

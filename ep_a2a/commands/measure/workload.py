@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -22,6 +22,9 @@ from ep_a2a.config import (
 from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, destination_mask, num_distinct_ranks, traffic_matrix
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
 SAME = "same"
@@ -32,8 +35,7 @@ _SCALE_BYTES = 4
 _FP8_BYTES = 1
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """One rank's tokens.
 
     Attributes:
@@ -64,8 +66,10 @@ class Workload:
         max_sms: bound on the multiprocessors of contenders that have one; 0 = none.
         gpus_per_node: ranks of each node, in ascending order of ranks; 0 = all ranks are on one.
         seed: of tokens, ids and weights.
+        is_layer: whether these are the tokens of a whole layer, not of dispatch and combine alone.
     """
 
+    is_layer: ClassVar[bool] = False
     world_size: int
     num_tokens: int
     max_num_tokens: int
@@ -169,8 +173,31 @@ class Workload:
         return relative, absolute
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the fields for a report: numbers and text by name."""
-        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        """Returns the fields for a report, and the bytes that move: numbers and text by name."""
+        moved = {"dispatch_bytes": self.dispatch_bytes, "combine_bytes": self.combine_bytes}
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")} | moved
+
+    def check(self) -> None:
+        """Checks that something can move this.
+
+        Raises:
+            ConfigError, TopKError, UnsupportedError: nothing can; the text names the field.
+        """
+        casts = {self.quant_type, self.combine_quant}
+        step = ALIGNMENT_BYTES // (self.dtype.itemsize if casts == {QuantType.NONE} else 1)
+        if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE}:
+            step = FP8_GROUP_SIZE
+        size, num_tokens = self.gpus_per_node, self.num_tokens
+        divides = size == 0 or (size > 0 and self.world_size % size == 0)
+        for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
+            _require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
+        _require(self.max_sms >= 0, "max_sms", ">= 0", self.max_sms)
+        _require(divides, "gpus_per_node", f"to divide {self.world_size} ranks, or 0 for one node", size)
+        bound, expected = self.max_num_tokens, f">= {num_tokens}, the tokens of a rank"
+        _require(bound >= num_tokens, "max_num_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
+        check_topk(self.topk, self.num_experts)
+        expected = f"to be a multiple of {step} with these casts"
+        _require(self.hidden_dim % step == 0, "hidden_dim", expected, self.hidden_dim)
 
     def _row_bytes(self, cast: str) -> int:
         if cast == QuantType.NONE:
@@ -197,45 +224,19 @@ def _all_ids(workload: Workload) -> list[torch.Tensor]:
     return ids
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Values of each field of Workload, in the order of points: the last field varies fastest.
+def make_workloads(values: Mapping[str, Sequence[Any]], kind: type[Workload] = Workload) -> list[Workload]:
+    """Returns a workload for each combination of values; the last field varies fastest.
 
-    max_sms is the exception and varies faster still, so that one workload's times under several bounds are neighbours.
+    Args:
+        values: by field of `kind`. dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME.
 
-    dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME. seed is that of all points.
+    Raises:
+        ConfigError, TopKError, UnknownNameError: nothing can move a combination; the text names the field.
     """
-
-    world_size: tuple[int, ...]
-    hidden_dim: tuple[int, ...]
-    topk: tuple[int, ...]
-    num_experts: tuple[int, ...]
-    dtype: tuple[str, ...]
-    quant_type: tuple[str, ...]
-    combine_quant: tuple[str, ...]
-    layout: tuple[str, ...]
-    routing: tuple[str, ...]
-    max_sms: tuple[int, ...]
-    gpus_per_node: tuple[int, ...]
-    max_num_tokens: tuple[str, ...]
-    num_tokens: tuple[int, ...]
-    seed: int = 1234
-
-    def points(self) -> list[Workload]:
-        """Returns all combinations.
-
-        Raises:
-            ConfigError, TopKError, UnknownNameError: no contender can run a combination; the text names the field.
-        """
-        names = sorted((field.name for field in fields(self) if field.name != "seed"), key="max_sms".__eq__)
-        values = [getattr(self, name) for name in names]
-        return [
-            _workload(dict(zip(names, chosen, strict=True)) | {"seed": self.seed})
-            for chosen in itertools.product(*values)
-        ]
+    return [_workload(dict(zip(values, chosen)), kind) for chosen in itertools.product(*values.values())]
 
 
-def _workload(values: dict[str, Any]) -> Workload:
+def _workload(values: dict[str, Any], kind: type[Workload]) -> Workload:
     for name, allowed in (
         ("dtype", DTYPES),
         ("quant_type", DISPATCH_QUANT_TYPES),
@@ -243,34 +244,17 @@ def _workload(values: dict[str, Any]) -> Workload:
         ("layout", tuple(Layout)),
         ("routing", ROUTINGS),
     ):
-        if values[name] not in allowed:
+        if name in values and values[name] not in allowed:
             raise UnknownNameError(f"to be one of {', '.join(map(str, allowed))}", repr(values[name]), field=name)
-    bound = values["max_num_tokens"]
+    bound = values.get("max_num_tokens", SAME)
     if bound != SAME and not bound.isdecimal():
         raise ConfigError(f"to be a number or {SAME!r}", repr(bound), field="max_num_tokens")
-    max_num_tokens = values["num_tokens"] if bound == SAME else int(bound)
-    workload = Workload(**values | {"max_num_tokens": max_num_tokens, "dtype": DTYPES[values["dtype"]]})
-    _check(workload)
+    values["max_num_tokens"] = values["num_tokens"] if bound == SAME else int(bound)
+    if "dtype" in values:
+        values["dtype"] = DTYPES[values["dtype"]]
+    workload = kind(**values)
+    workload.check()
     return workload
-
-
-def _check(workload: Workload) -> None:
-    casts = {workload.quant_type, workload.combine_quant}
-    step = ALIGNMENT_BYTES // (workload.dtype.itemsize if casts == {QuantType.NONE} else 1)
-    if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE}:
-        step = FP8_GROUP_SIZE
-    size, num_tokens = workload.gpus_per_node, workload.num_tokens
-    divides = size == 0 or (size > 0 and workload.world_size % size == 0)
-    for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
-        _require(getattr(workload, name) >= 1, name, ">= 1", getattr(workload, name))
-    _require(workload.max_sms >= 0, "max_sms", ">= 0", workload.max_sms)
-    _require(divides, "gpus_per_node", f"to divide {workload.world_size} ranks, or 0 for one node", size)
-    bound = workload.max_num_tokens
-    expected = f">= {num_tokens}, the tokens of a rank"
-    _require(bound >= num_tokens, "max_num_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
-    check_topk(workload.topk, workload.num_experts)
-    expected = f"to be a multiple of {step} with these casts"
-    _require(workload.hidden_dim % step == 0, "hidden_dim", expected, workload.hidden_dim)
 
 
 def _require(condition: bool, field: str, expected: str, got: int, remedy: str | None = None) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 from typing import TYPE_CHECKING
 
+import torch
 from rich.table import Table
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.bench.native import make_config
 from ep_a2a.commands.files import whole_file
+from ep_a2a.commands.measure.session import OpRoundTrip, make_config
 from ep_a2a.commands.ranks import call_ranks, joined_pool
-from ep_a2a.commands.trace.steps import trace_steps
 from ep_a2a.commands.trace.timeline import CPU_READING, last_step, plot_timeline
+from ep_a2a.telemetry.profiler import StepProfiler
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES
 from ep_a2a.telemetry.trace import write_trace
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
+    from ep_a2a.testing.worker import RankContext
 
 WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")
 """Names of the files that the command writes."""
@@ -60,6 +63,32 @@ def execute(
         _show(messages.output(), spans, device)
     if removed:
         messages.note(f"removed from {folder}, of an earlier run: {', '.join(removed)}")
+
+
+def trace_steps(context: RankContext, workload: Workload, num_steps: int) -> list[TraceSpan]:
+    """Runs steps with identity experts and returns this rank's spans of the latest ones. Collective.
+
+    One checked step runs before them and compiles the kernels.
+
+    Args:
+        num_steps: steps; of more than SPAN_STEPS the latest are returned.
+
+    Raises:
+        CheckFailedError: dispatch and combine do not give the right result.
+    """
+    with contextlib.closing(OpRoundTrip(workload, context)) as session:
+        profiler = StepProfiler(session.op)
+        session.check()
+        profiler.clear()
+        for _ in range(num_steps):
+            with profiler.call("dispatch"):
+                dispatched = session.dispatch()
+            with profiler.call("combine"):
+                session.combine(dispatched)
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        session.check_timed()
+        return profiler.spans()
 
 
 def remove_earlier(folder: Path, written: set[str]) -> list[str]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.native import OpContender, OpSession, make_config
 from ep_a2a.commands.files import check_folder
-from ep_a2a.commands.measure.timing import make_clock, median_us
+from ep_a2a.commands.measure.session import OpRoundTrip, make_config
+from ep_a2a.commands.measure.timing import Timer
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -192,19 +192,18 @@ def search_point(context: RankContext, workload: Workload, settings: TimingSetti
     Raises:
         CheckFailedError: round trips are wrong with analytic launches already.
     """
-    rendezvous, clock = Rendezvous(context.group), make_clock(context)
+    rendezvous, timer = Rendezvous(context.group), Timer(context, settings)
     properties = torch.cuda.get_device_properties(context.device)
     num_sms, name = properties.multi_processor_count, properties.name
     config = make_config(workload, context.rank)
-    session = OpContender().prepare(workload, context)
-    assert isinstance(session, OpSession)
+    session = OpRoundTrip(workload, context)
     deadline = time.monotonic() + budget_secs
 
     def time_of(launches: Launches) -> float:
-        session.use_tables(tables_of(config, launches))
+        session.op.engine.use_tables(tables_of(config, launches))
         if not _is_right(session, rendezvous):
             return math.inf
-        return median_us(session.round_trip, clock, rendezvous, settings, in_graph=True)
+        return timer.median_us(session.round_trip)
 
     default = chosen_launches(config, num_sms)
     search = Search(
@@ -225,7 +224,7 @@ def search_point(context: RankContext, workload: Workload, settings: TimingSetti
     return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)
 
 
-def _is_right(session: OpSession, rendezvous: Rendezvous) -> bool:
+def _is_right(session: OpRoundTrip, rendezvous: Rendezvous) -> bool:
     """Returns whether the session's check passes on all ranks. Collective."""
     problem = None
     try:

@@ -1,0 +1,292 @@
+"""Holds what moves one workload's tokens, ready to be checked and timed; among them this package's op."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a.config import (
+    CompiledCalls,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    Layout,
+    QuantType,
+    num_owned_experts,
+)
+from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.errors import CheckFailedError
+from ep_a2a.memory.arena import Arena
+from ep_a2a.quantization import dequantize, quantize
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.measure.timing import Timer
+    from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.interface import DispatchResult
+    from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.testing.worker import RankContext
+
+
+class Session(abc.ABC):
+    """Something that is ready to move one workload's tokens. All methods but `check_timed` are collective.
+
+    Attributes:
+        details: remarks for the report, such as launch numbers.
+    """
+
+    def __init__(self) -> None:
+        self.details: dict[str, Any] = {}
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Runs what will be timed and compares the result with the expected one.
+
+        Raises:
+            CheckFailedError: the result is wrong on this rank.
+        """
+
+    @abc.abstractmethod
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns the times of a session that has passed its check, by name; the same on all ranks."""
+
+    def check_timed(self) -> None:  # noqa: B027  most raise while they are timed
+        """Checks, after the timing, for failures that kernels can only record. Local.
+
+        Raises:
+            EpA2AError: a timed call has not done its work.
+        """
+
+    def close(self) -> None:  # noqa: B027  some hold nothing
+        """Gives memory and communicators back. Called once, on every rank."""
+
+
+class RoundTrip(Session):
+    """A session that has its memory, inputs and experts' rows, and does dispatch and combine.
+
+    They alternate, on the current stream, and are all that is timed. On a GPU they only queue work, so that a CUDA
+    graph can capture and replay them.
+    """
+
+    @abc.abstractmethod
+    def dispatch(self) -> Any:
+        """Sends this rank's tokens to the ranks of their experts; returns what combine needs of it."""
+
+    @abc.abstractmethod
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """Brings the experts' rows back and sums them: this rank's result `[T, H]`."""
+
+    def round_trip(self) -> torch.Tensor:
+        """Runs dispatch, then combine; returns combine's result."""
+        return self.combine(self.dispatch())
+
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns the times of dispatch, combine and their round trip, as `Timer.measure` names them."""
+        return timer.measure(self.dispatch, self.combine)
+
+
+class InputsRoundTrip(RoundTrip):
+    """A round trip of one rank's inputs, checked with identity experts.
+
+    Args:
+        workload: what moves.
+        context: this rank.
+    """
+
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        super().__init__()
+        self._workload, self._context = workload, context
+        self._x, self._ids, self._weights = workload.inputs(context.rank, context.device)
+
+    def check(self) -> None:
+        """Compares a round trip on the rows that will be timed."""
+        self._check_result(self.round_trip())
+
+    def _copies(self) -> torch.Tensor:
+        """Returns the factor of identity experts for each token, `[T]`: the number of ranks that it goes to."""
+        return self._workload.num_distinct_ranks(self._context.rank)
+
+    def _rows_of(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Returns received tokens `[..., H]` in the workload's dtype, times their scales where they have any."""
+        if scales is None:
+            return tokens
+        flat_scales = scales.reshape(-1, scales.shape[-1])
+        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant_type, self._workload.dtype)
+        return rows.view(tokens.shape)
+
+    def _check_result(self, result: torch.Tensor) -> None:
+        check_round_trip(self._workload, self._x, self._copies(), result)
+
+
+@dataclass(frozen=True)
+class OpVariant:
+    """How an engine calls the op.
+
+    Attributes:
+        bounds_step: dispatch gets max_num_tokens=T instead of M.
+        casts_before: tokens are cast to fp8 before dispatch, as other libraries want them.
+        kernel_type, internode_transport: of the op's config, on several nodes; None leaves the kernel to the policy.
+    """
+
+    bounds_step: bool = False
+    casts_before: bool = False
+    kernel_type: EpDispatchCombineKernelType | None = None
+    internode_transport: str = "auto"
+
+
+class OpRoundTrip(InputsRoundTrip):
+    """The op with one workload's inputs, and experts whose rows lie in memory of their own.
+
+    Attributes:
+        op: the op.
+    """
+
+    def __init__(self, workload: Workload, context: RankContext, variant: OpVariant = OpVariant()) -> None:
+        super().__init__(workload, context)
+        self._sent, self._scales = self._x, None
+        if variant.casts_before:
+            self._sent, self._scales = quantize(self._x, workload.quant_type)
+        self._step_bound = workload.num_tokens if variant.bounds_step else None
+        self._arena = Arena(context.group, context.device)
+        try:
+            self.op = self._make_op(make_config(workload, context.rank, variant))
+        except Exception:
+            self._arena.close()
+            raise
+        if not self.op.config.uses_rings:
+            for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
+                launch = self.op.get_launch_config(is_dispatch)
+                self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
+        # The experts' part is not timed. Every dispatch gives the same rows, so the experts' rows stay right.
+        dispatched = self.dispatch()
+        self._rows = self._run_identity_experts(dispatched)
+        self.combine(dispatched)
+
+    def dispatch(self) -> DispatchResult:
+        """Sends tokens, ids and router weights to the experts' ranks."""
+        return self.op.dispatch(self._sent, self._weights, self._scales, self._ids, max_num_tokens=self._step_bound)
+
+    def combine(self, dispatched: DispatchResult) -> torch.Tensor:
+        """Combines the experts' rows, which lie ready."""
+        result, _ = self.op.combine(self._rows, None, None)
+        return result[: self._workload.num_tokens]
+
+    def check(self) -> None:
+        """Checks a round trip on the rows that will be timed, and the ids and router weights that came with them."""
+        super().check()
+        self.op.check()
+
+    def check_timed(self) -> None:
+        """Checks that no kernel has recorded a failure."""
+        self.op.check()
+
+    def close(self) -> None:
+        """Closes the op and gives its memory back."""
+        self.op.close()
+        self._arena.close()
+
+    def _copies(self) -> torch.Tensor:
+        weighs = self._workload.layout == Layout.EXPERT_MAJOR
+        return self._workload.valid_weights(self._context.rank) if weighs else super()._copies()
+
+    def _make_op(self, config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
+        """Returns the op, in this session's arena. Collective."""
+        from ep_a2a.ops.op import EpDispatchCombineOp
+
+        return EpDispatchCombineOp(config, arena=self._arena)
+
+    def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
+        tokens, _, scales, _, _ = dispatched
+        layout = self._workload.layout
+        counts = self.op.expert_recv_count if layout == Layout.EXPERT_MAJOR else self.op.recv_counts
+        if layout == Layout.COMPACT:
+            counts = counts.sum(0, keepdim=True)
+        return identity_experts(self._workload, tokens, scales, counts)
+
+
+def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant()) -> EpDispatchCombineConfig:
+    """Returns the op's config for a workload.
+
+    Raises:
+        ConfigError: no op can have it.
+    """
+    kernel_type = EpDispatchCombineKernelType.IntraNode
+    if workload.num_nodes > 1:
+        kernel_type = variant.kernel_type or inter_node_kernel(workload.max_num_tokens)
+    has_combine_cast = workload.combine_quant != QuantType.NONE
+    return EpDispatchCombineConfig(
+        data_type=workload.dtype,
+        rank=rank,
+        world_size=workload.world_size,
+        hidden_dim=workload.hidden_dim,
+        scale_dim=0,
+        scale_type_size=0,
+        max_token_type_size=workload.dtype.itemsize,
+        max_num_inp_token_per_rank=workload.max_num_tokens,
+        num_experts_per_rank=num_owned_experts(workload.num_experts, workload.world_size, rank),
+        num_experts_per_token=workload.topk,
+        num_experts=workload.num_experts,
+        quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
+        dispatch_quant_type=workload.quant_type if has_combine_cast else None,
+        # Only these calls are made. Each further form takes seconds to compile.
+        compiled_calls=CompiledCalls.SERVING,
+        layout=workload.layout,
+        max_sms=workload.max_sms,
+        kernel_type=kernel_type,
+        gpu_per_node=workload.world_size // workload.num_nodes,
+        internode_transport=variant.internode_transport,
+    )
+
+
+def identity_experts(
+    workload: Workload, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    """Returns each received row as a row to combine; NaN where none was received.
+
+    Args:
+        workload: gives the cast and the dtype of the result.
+        tokens: [..., R, H], in blocks of R rows that are dense from the front. scales: [..., R, S], or None.
+        counts: rows of each block. Synchronises.
+    """
+    # NaN, so that the check finds a combine that reads rows which were not received.
+    results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
+    flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
+    num_rows = tokens.shape[-2]
+    for block, count in enumerate(counts.tolist()):
+        span = slice(block * num_rows, block * num_rows + count)
+        rows = flat_tokens[span]
+        if scales is not None:
+            flat_scales = scales.view(-1, scales.shape[-1])[span]
+            rows = dequantize(rows, flat_scales, workload.quant_type, workload.dtype)
+        flat_results[span] = rows
+    return results
+
+
+def check_round_trip(workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:
+    """Compares a round trip through identity experts with x times the rows, or weights, that are summed per token.
+
+    Args:
+        workload: gives the tolerance.
+        x: this rank's tokens `[T, H]`.
+        copies: factor that identity experts multiply each token by, `[T]`: `workload.num_distinct_ranks(rank)` where
+            rows are summed as they are, `workload.valid_weights(rank)` where router weights are applied on the way.
+        got: `[T, H]` of any floating point dtype, on any device.
+
+    Raises:
+        CheckFailedError: a shape is wrong, a value is not finite, or an element is too far away.
+    """
+    if tuple(got.shape) != tuple(x.shape):
+        raise CheckFailedError(f"a result {tuple(x.shape)}", f"{tuple(got.shape)}")
+    want = x.to(torch.float32) * copies.to(x.device, torch.float32)[:, None]
+    relative, absolute = workload.tolerance
+    # Rows have scales: an element that is small beside its row loses more than its own last bits.
+    allowed = relative * want.abs() + absolute * want.abs().amax(1, keepdim=True)
+    error = (got.to(x.device, torch.float32) - want).abs()
+    wrong = ~(error <= allowed)
+    if wrong.any():
+        token, element = (int(number) for number in wrong.nonzero()[0])
+        raise CheckFailedError(
+            f"x times the rows summed: {want[token, element].item():g} in token {token}, element {element}",
+            f"{got[token, element].item():g}; {int(wrong.sum())} of {wrong.numel()} elements are off",
+        )
