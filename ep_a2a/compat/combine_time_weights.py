@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,10 @@ from ep_a2a.ops.row_constants import shape_of
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import CombineArguments, CombineInputs, DispatchArguments, StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, CombineInputs, StepInputs
+    from ep_a2a.ops.front import OpenStep
+    from ep_a2a.ops.op import PreparedDispatch
+    from ep_a2a.ops.prepared_call import CheckedDispatch
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 EXCHANGE_WARPS = 4
@@ -46,38 +49,33 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         super().__init__(config, arena=arena, index=index)
         if config.layout != Layout.EXPERT_MAJOR:
             raise ConfigError("layout expert_major, where combine weighs rows", repr(config.layout))
-        self._come_at_combine = False
         shape = (config.max_num_inp_token_per_rank, config.topk)
         self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._exchange = WeightExchange(self)
 
-    def _prepare_dispatch(self, step: StepInputs) -> None:
-        come_at_combine = step.weights is None
-        if come_at_combine:
-            tokens: object = step.tokens
-            num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
-            step = step._replace(weights=self._no_weights[:num_tokens])
-        super()._prepare_dispatch(step)
-        self._come_at_combine = come_at_combine
-        if come_at_combine:
-            args = cast("DispatchArguments", self._sent)
-            # ranks that bring them now and ranks that bring them later find out by this word
-            self._sent = args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT)
+    def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
+        if step.weights is not None:
+            return super()._prepare_dispatch(step)
+        tokens: object = step.tokens
+        num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
+        call = super()._prepare_dispatch(step._replace(weights=self._no_weights[:num_tokens]))
+        # ranks that bring them now and ranks that bring them later find out by this word
+        word = call.checked.wire_word & ~WEIGHTS_BIT
+        return call._replace(args=call.args._replace(wire_word=word), checked=call.checked._replace(wire_word=word))
 
-    def _prepare_combine(self, given: CombineInputs) -> None:
+    def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
         """Checks a combine, and launches the exchange of weights that its other launches need."""
-        if not self._come_at_combine:
-            super()._prepare_combine(given)
-            return
+        if step.facts.wire_word & WEIGHTS_BIT:
+            return super()._prepare_combine(step, given)
         if given.weights is None:
             raise InputError(
                 "the router's weights, which dispatch was not given",
                 "None",
                 "Pass this rank's topk_weights [T, K], float32.",
             )
-        super()._prepare_combine(given._replace(weights=None))
-        args = cast("CombineArguments", self._sent)
-        self._exchange.run(given.weights, args.num_tokens, args.max_num_tokens)
+        call = super()._prepare_combine(step, given._replace(weights=None))
+        self._exchange.run(given.weights, call.num_tokens, call.max_num_tokens)
+        return call
 
     @property
     def num_inbox_bytes(self) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.use_order import StreamOrder, is_capturing
-from ep_a2a.ops.front import ValidatedOp
+from ep_a2a.ops.arguments import StepInputs
+from ep_a2a.ops.front import OpenStep, ValidatedOp
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
 from ep_a2a.quantization import quantize
@@ -19,7 +20,7 @@ from ep_a2a.quantization import quantize
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import CombineInputs, Stages, StepInputs
+    from ep_a2a.ops.arguments import CombineInputs, Stages
 
 
 class RowsBack(NamedTuple):
@@ -37,7 +38,20 @@ class RowsBack(NamedTuple):
     out: torch.Tensor | None
 
 
-class AdapterOp(ValidatedOp):
+class AdapterStep(NamedTuple):
+    """What combine needs to know of a dispatch.
+
+    Attributes:
+        inputs: as they travelled; `ids` are a copy.
+        ids: as they were given. num_writes: how often they had been written to then.
+    """
+
+    inputs: StepInputs
+    ids: torch.Tensor
+    num_writes: int | None
+
+
+class AdapterOp(ValidatedOp[StepInputs, AdapterStep, RowsBack]):
     """An op whose rows travel by other means than kernels of this package.
 
     A subclass moves rows in `_send` and `_bring_back`; whatever can be checked on the host has been checked before.
@@ -55,14 +69,6 @@ class AdapterOp(ValidatedOp):
     casts_inside = False
     """Whether `_send` gets tokens before the config's cast."""
 
-    _step: StepInputs | None = None
-    _dispatched: DispatchResult | None = None
-    _inputs: StepInputs | None = None
-    _given: tuple[torch.Tensor, int | None] | None = None
-    _rows_lead: tuple[int, ...] = ()
-    _returning: RowsBack | None = None
-    _combined: CombineResult | None = None
-
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         super().__init__(config, device, StreamOrder())
         warn_of_fields(type(self).__name__, config, self.takes)
@@ -78,21 +84,25 @@ class AdapterOp(ValidatedOp):
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
 
-    def _prepare_dispatch(self, step: StepInputs) -> None:
+    def _prepare_dispatch(self, step: StepInputs) -> StepInputs:
         check_dispatch(self.config, self.device, step)
-        self._step = step
+        return step
 
-    def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
-        if stages.send:
-            step, self._step = cast("StepInputs", self._step), None
-            ids, tokens, scales = step.ids, step.tokens, step.scales
-            if not self.casts_inside:
-                tokens, scales = self._cast(tokens, scales)
-            step = step._replace(tokens=tokens, scales=scales, ids=ids.clone())
-            self._dispatched = self._send(step)
-            self._inputs, self._given = step, (ids, _num_writes(ids))
-            self._rows_lead = tuple(self._dispatched.tokens.shape[:-1])
-        return cast("DispatchResult", self._dispatched)
+    def _run_dispatch(
+        self, call: StepInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    ) -> OpenStep[AdapterStep]:
+        ids, tokens, scales = call.ids, call.tokens, call.scales
+        if not self.casts_inside:
+            tokens, scales = self._cast(tokens, scales)
+        inputs = call._replace(tokens=tokens, scales=scales, ids=ids.clone())
+        dispatched = self._send(inputs)
+        next_call = "combine" if stages.receive else "dispatch_recv"
+        return OpenStep(AdapterStep(inputs, ids, _num_writes(ids)), dispatched, next_call)
+
+    @property
+    def _open_inputs(self) -> StepInputs | None:
+        """What the dispatch of the open step sent; None between two steps."""
+        return None if self._step is None else self._step.facts.inputs
 
     def _cast(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens and scales as they travel: cast by torch where the config says so."""
@@ -105,45 +115,46 @@ class AdapterOp(ValidatedOp):
             scales = torch.empty(0, config.num_scales, dtype=dtype, device=self.device)
         return tokens, scales if scales is not None and config.num_scales else None
 
-    def _prepare_combine(self, given: CombineInputs) -> None:
+    def _prepare_combine(self, step: OpenStep[AdapterStep], given: CombineInputs) -> RowsBack:
         rows, weights, indices, out, biases = given
-        step, lead = cast("StepInputs", self._inputs), self._rows_lead
+        inputs, lead = step.facts.inputs, tuple(step.dispatched.tokens.shape[:-1])
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        check_combine(self.config, self.device, given._replace(rows=rows, weights=weights), lead, step.num_tokens)
-        self._check_own(indices, step)
+        check_combine(self.config, self.device, given._replace(rows=rows, weights=weights), lead, inputs.num_tokens)
+        self._check_own(indices, step.facts)
         self._check_weights(weights)
         if out is not None:
-            check_out(self.config, self.device, out, step.num_tokens)
-        check_biases(self.config, self.device, biases, step.num_tokens)
+            check_out(self.config, self.device, out, inputs.num_tokens)
+        check_biases(self.config, self.device, biases, inputs.num_tokens)
         rows = rows.view(*lead, rows.shape[-1])
         weights = None if weights is None else weights.view(*lead, -1)
-        self._returning = RowsBack(rows, weights, step._replace(biases=biases), out)
+        return RowsBack(rows, weights, inputs._replace(biases=biases), out)
 
-    def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
-        if stages.send:
-            given = cast("RowsBack", self._returning)
-            # whatever comes of it, the step is over
-            self._end_step()
-            self._combined = self._bring_back(given)
-            for bias in given.step.biases:
-                if bias is not None and not self.adds_biases:
-                    total = self._combined.tokens[: given.step.num_tokens]
-                    total.copy_(total.float() + bias)
-        return cast("CombineResult", self._combined)
+    def _run_combine(
+        self,
+        step: OpenStep[AdapterStep],
+        call: RowsBack,
+        stages: Stages,
+        block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> CombineResult:
+        # whatever comes of it, the step is over
+        self._end_step()
+        combined = self._bring_back(call)
+        for bias in call.step.biases:
+            if bias is not None and not self.adds_biases:
+                total = combined.tokens[: call.step.num_tokens]
+                total.copy_(total.float() + bias)
+        return combined
 
-    def _end_step(self) -> None:
-        super()._end_step()
-        self._inputs = self._given = self._returning = None
-
-    def _check_own(self, indices: torch.Tensor | None, step: StepInputs) -> None:
+    def _check_own(self, indices: torch.Tensor | None, given: AdapterStep) -> None:
         """Raises ForeignIndicesError unless indices are what dispatch was given, by identity or by value."""
-        if indices is None or self._given is None:
+        if indices is None:
             return
-        tensor, version = self._given
-        if indices.data_ptr() == tensor.data_ptr() and _num_writes(tensor) == _num_writes(indices) == version:
+        is_same = indices.data_ptr() == given.ids.data_ptr()
+        if is_same and _num_writes(given.ids) == _num_writes(indices) == given.num_writes:
             return
         if is_capturing(self.device):
             raise UnsupportedError(
@@ -151,7 +162,7 @@ class AdapterOp(ValidatedOp):
                 "another tensor",
                 "Pass that tensor or None.",
             )
-        if not torch.equal(indices, step.ids):
+        if not torch.equal(indices, given.inputs.ids):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
 
     def _check_weights(self, weights: torch.Tensor | None) -> None:
@@ -173,12 +184,12 @@ class AdapterOp(ValidatedOp):
     def reset(self) -> None:
         """Makes the op usable again after an unfinished step; to be called on every rank."""
         self.check()
-        step = self._inputs
+        step = self._step
         self._end_step()
-        if step is not None:
+        if step is not None and step.next_call != "combine_recv":
             self._abandon(step)
 
-    def _abandon(self, step: StepInputs) -> None:
+    def _abandon(self, step: OpenStep[AdapterStep]) -> None:
         """Undoes what an unfinished step has left behind; nothing where rows only pass through."""
 
     def close(self) -> None:

@@ -7,12 +7,12 @@ An op fills in how arguments are checked (`_prepare_dispatch`, `_prepare_combine
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
-from ep_a2a.kernels.layout import Stage
 from ep_a2a.memory.use_order import OwnProcess
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineInputs, StepInputs
+from ep_a2a.ops.arguments import SEND, WHOLE, CombineInputs, StepInputs
 from ep_a2a.ops.base import OpSizes, num_rows
 
 if TYPE_CHECKING:
@@ -25,15 +25,41 @@ if TYPE_CHECKING:
     from ep_a2a.memory.use_order import StreamOrder
     from ep_a2a.ops.arguments import Stages
 
-Result = TypeVar("Result")
+DispatchCall = TypeVar("DispatchCall")
+"""A checked dispatch, ready to be launched."""
+CombineCall = TypeVar("CombineCall")
+"""A checked combine, ready to be launched."""
+Facts = TypeVar("Facts")
+"""What combine needs to know of the dispatch."""
 
 OWN_LAUNCH = (-1, -1, -1)
 """Launch numbers of a call that leaves them to the op."""
-NEXT_CALLS = ("dispatch", "dispatch_recv", "combine", "combine_recv")
-"""By Stage."""
 
 
-class ValidatedOp(OpSizes, abc.ABC):
+def _nothing_to_finish() -> None:
+    """The second half of a call whose first half has done all of it."""
+
+
+@dataclass(slots=True)
+class OpenStep(Generic[Facts]):
+    """All that an op keeps of a step between two calls.
+
+    Attributes:
+        facts: what combine needs to know of the dispatch.
+        dispatched: the dispatch's result.
+        next_call: "combine", or the second half of a split call: "dispatch_recv" or "combine_recv".
+        finish: launches that second half.
+        combined: what combine_send has returned; not set before.
+    """
+
+    facts: Facts
+    dispatched: DispatchResult
+    next_call: str = "combine"
+    finish: Callable[[], None] = _nothing_to_finish
+    combined: CombineResult = field(init=False)
+
+
+class ValidatedOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
 
     Args:
@@ -46,7 +72,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         self.config = config
         self.device = device
         self.streams = streams
-        self._stage = Stage.DISPATCH_SEND
+        self._step: OpenStep[Facts] | None = None
         self._process = OwnProcess()
         self._interrupted: str | None = None
         self._closed = False
@@ -69,20 +95,24 @@ class ValidatedOp(OpSizes, abc.ABC):
         """Raises where launch numbers cannot be used, or warns that they have no effect."""
 
     @abc.abstractmethod
-    def _prepare_dispatch(self, step: StepInputs) -> None:
-        """Checks the arguments of a dispatch and keeps them for `_run_dispatch`. Launches nothing."""
+    def _prepare_dispatch(self, step: StepInputs) -> DispatchCall:
+        """Checks the arguments of a dispatch. Launches nothing."""
 
     @abc.abstractmethod
-    def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
-        """Launches the prepared dispatch, or one of its halves. A step is open only if this returns."""
+    def _run_dispatch(
+        self, call: DispatchCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    ) -> OpenStep[Facts]:
+        """Launches a dispatch, or its first half, and returns the step that it opens."""
 
     @abc.abstractmethod
-    def _prepare_combine(self, given: CombineInputs) -> None:
-        """Checks the arguments of a combine and keeps them for `_run_combine`."""
+    def _prepare_combine(self, step: OpenStep[Facts], given: CombineInputs) -> CombineCall:
+        """Checks the arguments of a combine of the open step. Launches nothing of the combine itself."""
 
     @abc.abstractmethod
-    def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
-        """Launches the prepared combine, or one of its halves."""
+    def _run_combine(
+        self, step: OpenStep[Facts], call: CombineCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    ) -> CombineResult:
+        """Launches a combine; or its first half, and sets the step's `finish`."""
 
     def dispatch(
         self,
@@ -130,11 +160,9 @@ class ValidatedOp(OpSizes, abc.ABC):
         # before the step begins: a call that is refused must not hold the memory against other ops
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             self._check_launch(block_num, rdma_block_num, warp_per_block)
-        self._expect(Stage.DISPATCH_SEND, "dispatch")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        self._prepare_dispatch(StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count))
-        self.streams.follow(self.device)
-        return self._launch_dispatch("dispatch", WHOLE, Stage.COMBINE_SEND, block_num, warp_per_block)
+        step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
+        return self._dispatch("dispatch", step, WHOLE, block_num, warp_per_block)
 
     def dispatch_send(
         self,
@@ -154,11 +182,8 @@ class ValidatedOp(OpSizes, abc.ABC):
         Returns what dispatch_recv will; before it, nothing in these tensors means anything. An op whose steps cannot be
         halved does all of it here.
         """
-        self._expect(Stage.DISPATCH_SEND, "dispatch_send")
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        self._prepare_dispatch(StepInputs(input, weights, scales, indices, limit, pad_id, False))
-        self.streams.follow(self.device)
-        return self._launch_dispatch("dispatch_send", SEND, Stage.DISPATCH_RECEIVE)
+        return self._dispatch("dispatch_send", StepInputs(input, weights, scales, indices, limit, pad_id, False), SEND)
 
     def dispatch_recv(self) -> DispatchResult:
         """The second half of `dispatch`: waits for the rows of all ranks and returns them.
@@ -166,9 +191,11 @@ class ValidatedOp(OpSizes, abc.ABC):
         Raises:
             AlternationError: there is no `dispatch_send` to finish.
         """
-        self._expect(Stage.DISPATCH_RECEIVE, "dispatch_recv")
-        self.streams.follow(self.device)
-        return self._launch_dispatch("dispatch_recv", RECEIVE, Stage.COMBINE_SEND)
+        step = self._expect("dispatch_recv", "dispatch_recv")
+        self._finish("dispatch_recv", step)
+        step.next_call, step.finish = "combine", _nothing_to_finish
+        self._interrupted = None
+        return step.dispatched
 
     def combine(
         self,
@@ -214,10 +241,8 @@ class ValidatedOp(OpSizes, abc.ABC):
         """
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             self._check_launch(block_num, rdma_block_num, warp_per_block)
-        self._expect(Stage.COMBINE_SEND, "combine")
-        self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
-        self.streams.follow(self.device)
-        return self._launch_combine("combine", WHOLE, block_num, warp_per_block)
+        given = CombineInputs(input, weights, indices, out, (bias_0, bias_1))
+        return self._combine("combine", given, WHOLE, block_num, warp_per_block)
 
     def combine_send(
         self,
@@ -234,10 +259,7 @@ class ValidatedOp(OpSizes, abc.ABC):
         `input` and `weights` may be overwritten by work that is launched after this, biases and `out` after
         combine_recv. Returns what combine_recv will.
         """
-        self._expect(Stage.COMBINE_SEND, "combine_send")
-        self._prepare_combine(CombineInputs(input, weights, indices, out, (bias_0, bias_1)))
-        self.streams.follow(self.device)
-        return self._launch_combine("combine_send", SEND)
+        return self._combine("combine_send", CombineInputs(input, weights, indices, out, (bias_0, bias_1)), SEND)
 
     def combine_recv(self) -> CombineResult:
         """The second half of `combine`: waits for this rank's rows, adds them and returns what `combine` does.
@@ -245,47 +267,64 @@ class ValidatedOp(OpSizes, abc.ABC):
         Raises:
             AlternationError: there is no `combine_send` to finish.
         """
-        self._expect(Stage.COMBINE_RECEIVE, "combine_recv")
-        self.streams.follow(self.device)
-        return self._launch_combine("combine_recv", RECEIVE)
+        step = self._expect("combine_recv", "combine_recv")
+        self._finish("combine_recv", step)
+        self._end_step()
+        return step.combined
 
-    def _launch_dispatch(
-        self, call: str, stages: Stages, then: Stage, block_num: int = -1, warp_per_block: int = -1
+    def _dispatch(
+        self, name: str, given: StepInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> DispatchResult:
-        """Launches the prepared dispatch and moves on to `then`."""
-        result = self._launch(call, self._run_dispatch, stages, block_num, warp_per_block)
-        self._stage = then
+        """Checks and launches a dispatch, or its first half; opens a step."""
+        self._require_ready()
+        if self._step is not None:
+            raise AlternationError(f"{self._step.next_call} next", name)
+        call = self._prepare_dispatch(given)
+        self.streams.follow(self.device)
+        self._interrupted = name
+        try:
+            self._step = self._run_dispatch(call, stages, block_num, warp_per_block)
+        except EpA2AError:
+            self._interrupted = None
+            raise
         self._interrupted = None
-        return result
+        return self._step.dispatched
 
-    def _launch_combine(
-        self, call: str, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    def _combine(
+        self, name: str, given: CombineInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> CombineResult:
-        """Launches the prepared combine; its receiving half ends the step."""
-        result = self._launch(call, self._run_combine, stages, block_num, warp_per_block)
+        """Checks and launches a combine, which ends the step, or its first half."""
+        step = self._expect("combine", name)
+        call = self._prepare_combine(step, given)
+        self.streams.follow(self.device)
+        self._interrupted = name
+        try:
+            combined = self._run_combine(step, call, stages, block_num, warp_per_block)
+        except EpA2AError:
+            self._interrupted = None
+            raise
         if stages.receive:
             self._end_step()
         else:
-            self._stage = Stage.COMBINE_RECEIVE
-            self._interrupted = None
-        return result
+            step.next_call, step.combined = "combine_recv", combined
+            self._step, self._interrupted = step, None
+        return combined
 
-    def _launch(
-        self, call: str, run: Callable[[Stages, int, int], Result], stages: Stages, block_num: int, warp_per_block: int
-    ) -> Result:
-        """Makes the launches of a call. Whatever interrupts them, but an error of this package, leaves the step torn.
-
-        The caller clears `_interrupted` once it has noted where the step stands.
-        """
-        self._interrupted = call
+    def _finish(self, name: str, step: OpenStep[Facts]) -> None:
+        """Launches the second half of a split call. The caller clears `_interrupted` once it has noted that."""
+        self.streams.follow(self.device)
+        self._interrupted = name
         try:
-            return run(stages, block_num, warp_per_block)
+            step.finish()
         except EpA2AError:
             self._interrupted = None
             raise
 
-    def _expect(self, stage: Stage, call: str) -> None:
-        """Raises what has gone wrong so far, or AlternationError when the step is elsewhere."""
+    def _require_ready(self) -> None:
+        """Raises what has gone wrong so far.
+
+        `_interrupted` names a call that something else than an error of this package has broken off.
+        """
         self._process.require("the op")
         if self._interrupted:
             raise StateError(
@@ -294,18 +333,24 @@ class ValidatedOp(OpSizes, abc.ABC):
                 "op.reset() on every rank makes the op usable again.",
             )
         self.check()
-        if self._stage is not stage:
-            raise AlternationError(f"{NEXT_CALLS[self._stage]} next", call)
+
+    def _expect(self, next_call: str, name: str) -> OpenStep[Facts]:
+        """The open step, which must wait for `next_call`; else raises what has gone wrong, or AlternationError."""
+        self._require_ready()
+        step = self._step
+        if step is None or step.next_call != next_call:
+            raise AlternationError(f"{'dispatch' if step is None else step.next_call} next", name)
+        return step
 
     def _end_step(self) -> None:
         """Makes dispatch the next call."""
-        self._stage = Stage.DISPATCH_SEND
+        self._step = None
         self._interrupted = None
 
     @property
     def has_open_step(self) -> bool:
         """Whether a call has begun a step that no call has ended, also one that was interrupted."""
-        return self._interrupted is not None or self._stage is not Stage.DISPATCH_SEND
+        return self._interrupted is not None or self._step is not None
 
     def num_rows(self, max_num_tokens: int) -> int:
         """R, rows that dispatch returns for a step's max_num_tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,7 +18,6 @@ from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import (
     RECEIVE,
-    SEND,
     CombineArguments,
     CombineInputs,
     DispatchArguments,
@@ -27,12 +26,12 @@ from ep_a2a.ops.arguments import (
 )
 from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
-from ep_a2a.ops.front import ValidatedOp
+from ep_a2a.ops.front import OpenStep, ValidatedOp
 from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeKernels
 from ep_a2a.ops.memory import BoundMemory
-from ep_a2a.ops.prepared_call import PreparedDispatch, no_dispatch, prepare_dispatch, source_positions
+from ep_a2a.ops.prepared_call import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.rings import InterNodeKernels
 from ep_a2a.ops.staged import StagedKernels
 from ep_a2a.ops.timeouts import Timeouts
@@ -41,12 +40,19 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import Copies, Stages
 
 
-class EpDispatchCombineOp(ValidatedOp):
+class PreparedDispatch(NamedTuple):
+    """A checked dispatch: what its launches take, what its checks have found, whether experts' slots are counted."""
+
+    args: DispatchArguments
+    checked: CheckedDispatch
+    counts_experts: bool
+
+
+class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, CombineArguments]):
     """Dispatch and combine of one MoE layer's tokens among the ranks of a group.
 
     Construction is collective: all ranks build the op with an equal config at the same time. dispatch and combine
@@ -88,10 +94,7 @@ class EpDispatchCombineOp(ValidatedOp):
         super().__init__(config, arena.device, self.memory.acquired.slot.streams)
         self.engine = make_engine(config, self.memory, arena)
         share_gpu(share, self, arena)
-        self._prepared_calls: dict[Hashable, PreparedDispatch] = {}
-        self._prepared = no_dispatch(config.max_num_inp_token_per_rank)
-        self._counts_experts = False
-        self._sent: DispatchArguments | CombineArguments | None = None
+        self._checked_calls: dict[Hashable, CheckedDispatch] = {}
         self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         by_expert = config.layout == Layout.EXPERT_MAJOR
         self._reduced_rows = self.memory.view(Region.REDUCED_ROWS) if by_expert else None
@@ -106,63 +109,68 @@ class EpDispatchCombineOp(ValidatedOp):
         if warp_per_block > 0 and self.config.uses_rings:
             warn_of_warps(f"warp_per_block={warp_per_block}")
 
-    def _prepare_dispatch(self, step: StepInputs) -> None:
-        """Checks a dispatch and begins its step."""
-        tokens, weights, scales, ids, max_num_tokens, pad_id, self._counts_experts, _ = step
+    def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
+        """Checks a dispatch, and takes the memory that ops of this index share."""
+        tokens, weights, scales, ids, max_num_tokens, pad_id, counts_experts, _ = step
         key = (max_num_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
-        prepared = self._prepared_calls.get(key)
-        if prepared is None:
-            prepared = add_to_cache(self._prepared_calls, key, prepare_dispatch(self.memory, self.device, step))
+        checked = self._checked_calls.get(key)
+        if checked is None:
+            checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
         inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
         self.memory.acquired.slot.enter(self)
-        self._prepared = prepared
-        self._sent = DispatchArguments(
+        args = DispatchArguments(
             tokens,
-            scales if prepared.scales_travel else prepared.stand_in,
+            scales if checked.scales_travel else checked.stand_in,
             weights,
             ids,
-            prepared.num_tokens,
+            checked.num_tokens,
             max_num_tokens,
-            prepared.wire_word,
+            checked.wire_word,
             pad_id,
-            prepared.row_limit,
+            checked.row_limit,
         )
+        return PreparedDispatch(args, checked, counts_experts)
 
-    def _run_dispatch(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> DispatchResult:
-        args = cast("DispatchArguments", self._sent)
+    def _run_dispatch(
+        self, call: PreparedDispatch, stages: Stages, block_num: int = -1, warp_per_block: int = -1
+    ) -> OpenStep[CheckedDispatch]:
+        args, checked, counts_experts = call
         try:
             self.engine.dispatch(args, block_num, warp_per_block, stages)
         except StateError:
             # refused before its first launch
-            if stages.send:
-                self.memory.acquired.slot.leave(self)
+            self.memory.acquired.slot.leave(self)
             raise
-        if stages == SEND and self.engine.sends_late:
-            self._sent = args.copied()
-        elif stages.receive:
-            self._sent = None
-            if stages == RECEIVE and self.engine.sends_late and self.device.type == "cuda":
-                # the copies may belong to another stream, whose next work must not get their memory yet
-                for copy in args.tensors:
-                    copy.record_stream(torch.cuda.current_stream(self.device))
-        if self._counts_experts:
+        if counts_experts:
             self.engine.count_local_experts(self.local_expert_count, args.max_num_tokens)
-        return self._prepared.received
+        if stages.receive:
+            return OpenStep(checked, checked.received)
+        if self.engine.sends_late:
+            args = args.copied()
+        return OpenStep(checked, checked.received, "dispatch_recv", functools.partial(self._receive, args))
 
-    def _prepare_combine(self, given: CombineInputs) -> None:
+    def _receive(self, args: DispatchArguments) -> None:
+        """The second half of a dispatch."""
+        self.engine.dispatch(args, stages=RECEIVE)
+        if self.engine.sends_late and self.device.type == "cuda":
+            # the copies may belong to another stream, whose next work must not get their memory yet
+            for copy in args.tensors:
+                copy.record_stream(torch.cuda.current_stream(self.device))
+
+    def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
         rows, weights, ids, out, biases = given
-        prepared = self._prepared
-        num_tokens, lead = prepared.num_tokens, prepared.lead
+        checked = step.facts
+        num_tokens, lead = checked.num_tokens, checked.lead
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
         key = inputs.signature(rows, weights, ids)
-        if key not in prepared.combines:
+        if key not in checked.combines:
             fitting = given._replace(rows=rows, weights=weights)
             inputs.check_combine(self.config, self.device, fitting, lead, num_tokens)
-            prepared.combines.add(key)
+            checked.combines.add(key)
         inputs.check_alignment("input", rows)
         result = self._result
         if out is not None:
@@ -181,13 +189,13 @@ class EpDispatchCombineOp(ValidatedOp):
                 bias, more = self._out_of_reach(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
                 biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
                 copies += more
-        self._sent = CombineArguments(
+        return CombineArguments(
             rows if self._reduced_rows is None else self._reduced_rows,
             weights,
             ids,
             result,
             num_tokens,
-            prepared.max_num_tokens,
+            checked.max_num_tokens,
             None if self._reduced_rows is None else rows,
             biases,
             copies,
@@ -200,10 +208,18 @@ class EpDispatchCombineOp(ValidatedOp):
         target = self.memory.copy_target(role, tensor, most_rows)
         return target, ((target, tensor),)
 
-    def _run_combine(self, stages: Stages, block_num: int = -1, warp_per_block: int = -1) -> CombineResult:
-        args = cast("CombineArguments", self._sent)
-        self.engine.combine(args, block_num, warp_per_block, stages)
-        return CombineResult(args.result, None if args.weights is None else self._result_weights)
+    def _run_combine(
+        self,
+        step: OpenStep[CheckedDispatch],
+        call: CombineArguments,
+        stages: Stages,
+        block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> CombineResult:
+        self.engine.combine(call, block_num, warp_per_block, stages)
+        if not stages.receive:
+            step.finish = functools.partial(self.engine.combine, call, stages=RECEIVE)
+        return CombineResult(call.result, None if call.weights is None else self._result_weights)
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
@@ -228,7 +244,7 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Returns the source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
-        return source_positions(self.memory, self._prepared.max_num_tokens, self.recv_counts.tolist())
+        return source_positions(self.memory, self.recv_counts.tolist())
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
@@ -282,7 +298,6 @@ class EpDispatchCombineOp(ValidatedOp):
 
     def _end_step(self) -> None:
         super()._end_step()
-        self._sent = None
         self.memory.acquired.slot.leave(self)
 
     def close(self) -> None:

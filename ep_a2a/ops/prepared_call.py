@@ -8,7 +8,7 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import Region, State
 from ep_a2a.ops import inputs
 from ep_a2a.ops.base import leads, num_rows
 from ep_a2a.ops.failures import wire_word
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.memory import BoundMemory
 
 
-class PreparedDispatch(NamedTuple):
+class CheckedDispatch(NamedTuple):
     """The checked facts and result views that dispatches of one argument signature share.
 
     Attributes:
@@ -42,14 +42,7 @@ class PreparedDispatch(NamedTuple):
     combines: set[Hashable]
 
 
-def no_dispatch(max_num_tokens: int) -> PreparedDispatch:
-    """Stands for the dispatch before the first one."""
-    empty = torch.empty(0, device="cpu")
-    nothing = DispatchResult(empty, None, None, empty, empty)
-    return PreparedDispatch(0, max_num_tokens, 0, 0, False, None, (), nothing, set())
-
-
-def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs) -> PreparedDispatch:
+def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs) -> CheckedDispatch:
     """Validates the arguments of a dispatch.
 
     Args:
@@ -72,7 +65,7 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     lead, row_limit = leads(config, limit)[1], num_rows(config, limit)
     travel = scales is not None and scales is step.scales
     stand_in = None if travel else scales
-    return PreparedDispatch(step.num_tokens, limit, word, row_limit, travel, stand_in, lead, received, set())
+    return CheckedDispatch(step.num_tokens, limit, word, row_limit, travel, stand_in, lead, received, set())
 
 
 def _result_views(
@@ -94,10 +87,11 @@ def _result_views(
     )
 
 
-def source_positions(memory: BoundMemory, max_num_tokens: int, counts: list[int]) -> torch.Tensor:
-    """Positions of received rows, int32 [sum of counts], after a step of max_num_tokens."""
+def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:
+    """Source positions of the rows of the last dispatch, int32 [sum of counts], given the rows of each source."""
     positions = memory.view(Region.SOURCE_POSITIONS)
     if memory.config.layout == Layout.COMPACT:
         return positions[: sum(counts)]
+    max_num_tokens = int(memory.view(Region.STATE)[State.LAST_STRIDE])
     starts = [source * max_num_tokens for source in range(len(counts))]
     return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])

@@ -328,7 +328,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
 
 def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
     """Rows of their own, as many as the combine of the op's open dispatch takes."""
-    return rows[: math.prod(op._prepared.lead)].clone()
+    return rows[: math.prod(op._step.facts.lead)].clone()
 
 
 def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:

@@ -10,7 +10,6 @@ import torch
 from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
-from ep_a2a.ops.base import leads
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing.replay import CapturedStep
 from tests.cases.op_cases import (
@@ -204,7 +203,7 @@ def closed_in_the_middle(context: RankContext, case: Case) -> None:
 
 
 def _rows_shape(op: EpDispatchCombineOp) -> tuple[int, ...]:
-    return (*leads(op.config, op._prepared.max_num_tokens)[0], op.config.hidden_dim)
+    return tuple(op._step.dispatched.tokens.shape)
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:

@@ -270,9 +270,10 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Returns rows [W * max_num_tokens, H] of the workspace, for this step. Raises StateError between steps."""
         self._check_buffer_request(dtype, hidden_dim)
-        if self._inputs is None:
+        inputs = self._open_inputs
+        if inputs is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
-        self._workspace_rows = self._exchange.combine_rows(self._inputs.max_num_tokens, self.config.hidden_dim, dtype)
+        self._workspace_rows = self._exchange.combine_rows(inputs.max_num_tokens, self.config.hidden_dim, dtype)
         return self._workspace_rows.flatten(0, 1)
 
     def _positions(self) -> torch.Tensor:
@@ -379,8 +380,9 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         return self._combine_result(result, given)
 
     def _positions(self) -> torch.Tensor:
-        assert self._inputs is not None
-        rows = self._alltoallv(self._own_positions[: self._inputs.num_tokens].contiguous())
+        inputs = self._open_inputs
+        assert inputs is not None
+        rows = self._alltoallv(self._own_positions[: inputs.num_tokens].contiguous())
         return rows[: int(self._total_recv), 0]
 
     def _destroy(self) -> None:

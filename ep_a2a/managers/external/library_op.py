@@ -18,7 +18,9 @@ from ep_a2a.routing import count_ids
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+    from ep_a2a.ops.adapter import AdapterStep
     from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.front import OpenStep
 
 
 class Arrived(NamedTuple):
@@ -112,12 +114,11 @@ class LibraryDispatchCombineOp(AdapterOp):
             "Use the backend 'ep_a2a'; `ep-a2a backends` shows what each can do.",
         )
 
-    def _abandon(self, step: StepInputs) -> None:
+    def _abandon(self, step: OpenStep[AdapterStep]) -> None:
         # Libraries count their steps on the device: a dispatch that is not combined would spoil the next one.
-        rows = torch.zeros(
-            *self._rows_lead, self.config.hidden_dim, dtype=self.config.combined_dtype, device=self.device
-        )
-        self._bring_back(RowsBack(rows, None, step, None))
+        lead = step.dispatched.tokens.shape[:-1]
+        rows = torch.zeros(*lead, self.config.hidden_dim, dtype=self.config.combined_dtype, device=self.device)
+        self._bring_back(RowsBack(rows, None, step.facts.inputs, None))
 
     @property
     def recv_counts(self) -> torch.Tensor:
