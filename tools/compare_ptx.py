@@ -255,7 +255,7 @@ class MadeUpMemory:
 
     def __init__(self, table: Any) -> None:
         self.table, self.device = table, table.device
-        self.rendezvous = self.between_nodes = None
+        self.rendezvous = self.between_nodes = self.liveness = None
 
 
 def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
@@ -287,24 +287,27 @@ def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
     config = EpDispatchCombineConfig(**values)
     memory = MadeUpMemory(torch.zeros(64, ep_size, dtype=torch.int64))
     if transport == "staged":
-        kernels = _class("StagedKernels", "ops.staged")(config, memory, memory)
+        staged = _class(("StagedEngine", "StagedKernels"), "ops.staged")
+        takes_transport = "between_nodes" in inspect.signature(staged.__init__).parameters
+        engine = staged(config, memory, memory, *((memory,) if takes_transport else ()))
     elif transport:
-        kernels = _class("InterNodeKernels", "ops.rings", "kernels.inter_node")(config, memory.table, memory.device)
+        rings = _class(("RingEngine", "InterNodeKernels"), "ops.rings", "kernels.inter_node")
+        engine = rings(config, memory.table, memory.device)
     else:
-        kernels = _class("IntraNodeKernels", "ops.intra_node", "kernels.intra_node")(
-            config, memory.table, memory.device
-        )
+        intra = _class(("IntraNodeEngine", "IntraNodeKernels"), "ops.intra_node", "kernels.intra_node")
+        engine = intra(config, memory.table, memory.device)
+    kernels = getattr(engine, "kernels", engine)
     kernels.num_sms = NUM_SMS
-    kernels._can_depend = True
-    return kernels
+    kernels.can_depend = kernels._can_depend = True
+    return engine
 
 
-def _class(name: str, *modules: str) -> Any:
-    """A class of the checkout, which may have it in one of these modules."""
-    for module in modules:
-        with contextlib.suppress(ImportError):
+def _class(names: tuple[str, ...], *modules: str) -> Any:
+    """A class of the checkout, which may have it by one of these names in one of these modules."""
+    for module, name in itertools.product(modules, names):
+        with contextlib.suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(f"ep_a2a.{module}"), name)
-    raise SystemExit(f"no {name} in ep_a2a.{' or '.join(modules)}")
+    raise SystemExit(f"no {names[0]} in ep_a2a.{' or '.join(modules)}")
 
 
 def plain_ptx(text: str) -> str:

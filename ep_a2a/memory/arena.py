@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from ep_a2a.memory.node_transport import NodeTransport
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class Arena:
         allocate: what makes symmetric memory in place of allocate_symmetric.
 
     Attributes:
+        between_nodes: moves blocks to other nodes, where memory is mapped inside of a node only; else None.
         liveness: which ranks of this host live, from the first op on; None where the host has no shared memory.
     """
 
@@ -133,6 +135,7 @@ class Arena:
     device: torch.device
     allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
     closed: bool = field(default=False, init=False)
+    between_nodes: NodeTransport | None = field(default=None, init=False)
     liveness: Liveness | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

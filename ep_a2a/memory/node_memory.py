@@ -33,8 +33,6 @@ class NodeArena(Arena):
         between_nodes: of the same grid; closed with the arena.
     """
 
-    between_nodes: NodeTransport
-
     def __init__(
         self, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, between_nodes: NodeTransport
     ) -> None:
@@ -66,5 +64,6 @@ class NodeArena(Arena):
         """Gives all memory back, and the groups of the node and between nodes; see Arena.close."""
         if not self.closed:
             super().close(alone=alone, also=also)
-            self.between_nodes.close()
+            if self.between_nodes is not None:
+                self.between_nodes.close()
             destroy_subgroup(self._node.group)

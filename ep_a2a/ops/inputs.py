@@ -30,7 +30,6 @@ from ep_a2a.errors import (
 )
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.kernels.ring_shape import BY_PUTS
-from ep_a2a.memory.node_memory import NodeArena
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -57,7 +56,7 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
     transport = config.internode_transport
     by_host = INTERNODE_TRANSPORTS[transport] is not None
-    if between_nodes and by_host and not isinstance(arena, NodeArena):
+    if between_nodes and by_host and arena.between_nodes is None:
         return UnsupportedError(
             f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
             type(arena).__name__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.kernels.compilation import compile_all
@@ -10,44 +10,40 @@ from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, Stages
 from ep_a2a.tuning.policy import SPEAKERS, Launch, Phase, fit
 
 if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
+    from ep_a2a.ops.op_kernels import OpKernels
 
-VariantOf = Callable[[Launch, Stages], "CompiledKernel"]
-ValuesOf = Callable[[Launch], tuple[Any, ...]]
-Launches = Iterator[tuple["CompiledKernel", tuple[Any, ...], int]]
+KernelOf = Callable[[Stages], "CompiledKernel"]
+Launches = Iterable[tuple["CompiledKernel", tuple[Any, ...], int]]
 """Kernel, run-time arguments and programs of each launch, in order."""
 LaunchPlan = tuple[tuple["CompiledKernel", Launch, int], ...]
 """Launches in order: kernel, launch numbers, programs."""
 
 
 def make_plan(
-    config: EpDispatchCombineConfig,
+    kernels: OpKernels,
     phase: Phase,
     launch: Launch,
     stages: Stages,
-    variant_of: VariantOf,
-    values_of: ValuesOf,
-    num_sms: int,
-    max_sms: int,
-    is_interpreted: bool,
+    kernel_of: KernelOf,
+    values: tuple[Any, ...],
 ) -> LaunchPlan:
     """The launches of a call that does `stages`. Kernels are compiled: the registers that they got bound the programs.
 
     Args:
-        config: of the op.
+        kernels: of the op.
         phase, launch: of the whole call, as the policy has them.
-        variant_of: the kernel of a part. values_of: its run-time arguments.
-        num_sms: multiprocessors of the device. max_sms: most of them that the call may occupy; 0 = all.
-        is_interpreted: nothing is compiled.
+        kernel_of: the kernel of a launch that does these stages.
+        values: run-time arguments like those of the call.
     """
+    parts = _parts(phase, stages, is_interpreted=kernels.interpreted)
+    found = [(kernel_of(part), part) for part in parts]
+    if not kernels.interpreted:
+        compile_all(((kernel, values) for kernel, _ in found), kernels.config)
     plan = []
-    variants = [(variant_of(launch, part), part) for part in _parts(phase, stages, is_interpreted=is_interpreted)]
-    if not is_interpreted:
-        compile_all(((variant, values_of(launch)) for variant, _ in variants), config)
-    for variant, part in variants:
-        fitted = _fitted(launch, phase, variant, num_sms, max_sms)
-        plan.append((variant, fitted, _num_programs(fitted, phase, part)))
+    for kernel, part in found:
+        fitted = _fitted(kernels, launch, phase, kernel)
+        plan.append((kernel, fitted, _num_programs(fitted, phase, part)))
     return tuple(plan)
 
 
@@ -58,13 +54,13 @@ def _parts(phase: Phase, stages: Stages, *, is_interpreted: bool) -> tuple[Stage
     return (stages,)
 
 
-def _fitted(launch: Launch, phase: Phase, variant: CompiledKernel, num_sms: int, max_sms: int) -> Launch:
-    """The launch cut down to what the registers of its kernel leave room for, once they are known."""
-    if variant.programs_per_sm is None:
+def _fitted(kernels: OpKernels, launch: Launch, phase: Phase, kernel: CompiledKernel) -> Launch:
+    """The launch cut down to the programs that the registers of its compiled kernel leave room for."""
+    if kernel.programs_per_sm is None:
         return launch
-    most = num_sms * variant.programs_per_sm
-    if 0 < max_sms < num_sms:
-        most = min(most, max_sms)
+    most = kernels.num_sms * kernel.programs_per_sm
+    if 0 < kernels.max_sms < kernels.num_sms:
+        most = min(most, kernels.max_sms)
     return launch if launch.num_programs <= most else fit(launch, phase, most)
 
 

@@ -14,7 +14,6 @@ from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ClosedError, StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
-from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import (
     RECEIVE,
@@ -29,11 +28,11 @@ from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.front import OpenStep, ValidatedOp
 from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.ignored_options import warn_of_warps
-from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.prepared_call import CheckedDispatch, prepare_dispatch, source_positions
-from ep_a2a.ops.rings import InterNodeKernels
-from ep_a2a.ops.staged import StagedKernels
+from ep_a2a.ops.rings import RingEngine
+from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import Copies, Stages
+    from ep_a2a.ops.engine import Engine
 
 
 class PreparedDispatch(NamedTuple):
@@ -152,7 +152,7 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
 
     def _receive(self, args: DispatchArguments) -> None:
         """The second half of a dispatch."""
-        self.engine.dispatch(args, stages=RECEIVE)
+        self.engine.dispatch(args, -1, -1, RECEIVE)
         if self.engine.sends_late and self.device.type == "cuda":
             # the copies may belong to another stream, whose next work must not get their memory yet
             for copy in args.tensors:
@@ -218,7 +218,7 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
     ) -> CombineResult:
         self.engine.combine(call, block_num, warp_per_block, stages)
         if not stages.receive:
-            step.finish = functools.partial(self.engine.combine, call, stages=RECEIVE)
+            step.finish = lambda: self.engine.combine(call, -1, -1, RECEIVE)
         return CombineResult(call.result, None if call.weights is None else self._result_weights)
 
     @functools.cached_property
@@ -315,8 +315,8 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
             self.arena.give_back(self.index)
 
 
-def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> IntraNodeKernels:
+def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> Engine:
     """The engine of an op. InterNode, the flat form, takes that of IntraNode: every rank writes to every other."""
-    if config.is_staged and isinstance(arena, NodeArena):
-        return StagedKernels(config, memory, arena)
-    return (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, memory.table, arena.device)
+    if config.is_staged and arena.between_nodes is not None:
+        return StagedEngine(config, memory, arena, arena.between_nodes)
+    return (RingEngine if config.uses_rings else IntraNodeEngine)(config, memory.table, arena.device)

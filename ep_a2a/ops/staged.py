@@ -21,16 +21,19 @@ from ep_a2a.kernels.staged_kernels import (
 from ep_a2a.memory.liveness import GivenUp
 from ep_a2a.ops.agreement import with_verdict
 from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
-from ep_a2a.ops.rings import CHANNEL_REGISTERS, RING_WARPS, THREADS, InterNodeKernels
+from ep_a2a.ops.intra_node import receiving_launch, row_operands
+from ep_a2a.ops.op_kernels import OpKernels
+from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, RingLaunches
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.node_memory import NodeArena
-    from ep_a2a.memory.node_transport import Exchange
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.memory.node_transport import Exchange, NodeTransport
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
     from ep_a2a.ops.launch_plan import Launches
     from ep_a2a.ops.memory import BoundMemory
@@ -39,8 +42,8 @@ PROGRAMS_PER_SM = 2
 """Programs that share the chunks; each has one line in flight."""
 
 
-class StagedKernels(InterNodeKernels):
-    """Compiles and launches the kernels of one op whose tokens the host moves between nodes.
+class StagedEngine(Engine):
+    """Launches the kernels of one op whose tokens the host moves between nodes, and makes the exchanges.
 
     A dispatch packs lines for all nodes, the host exchanges them, and what has come is copied to the ranks of this
     node. A combine offers results to the node, packs the node's sums, the host exchanges them, and the token's own rank
@@ -51,32 +54,56 @@ class StagedKernels(InterNodeKernels):
     launched in between; but not while a graph is captured. A split combine exchanges in combine_recv.
 
     Args:
-        config: the op's. memory: bound to it.
-        arena: of this node, with what moves blocks between nodes.
+        config: the op's.
+        memory: bound to it.
+        arena: where the memory comes from.
+        between_nodes: moves blocks to the ranks of the same local number on other nodes.
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, memory: BoundMemory, arena: NodeArena) -> None:
-        super().__init__(config, memory.table, arena.device)
-        self._memory, self._rendezvous = memory, arena.rendezvous
-        self._between = arena.between_nodes
+    sends_late = False
+
+    def __init__(
+        self, config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena, between_nodes: NodeTransport
+    ) -> None:
+        self.kernels = OpKernels(config, memory.table, arena.device)
+        self._ring = RingLaunches(self.kernels)
+        self._memory, self._rendezvous, self._between = memory, arena.rendezvous, between_nodes
         self._waiting = contextlib.nullcontext if arena.liveness is None else arena.liveness.waiting
         self._running: Exchange | None = None
-        self._is_connected = self._interpreted
-        self.sends_late = False
+        self._is_connected = self.kernels.interpreted
 
     def dispatch(
         self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
     ) -> None:
-        """Launches one dispatch, or one of its halves, and makes its exchange."""
+        """Launch a dispatch, or one of its halves, on the current stream, and begin or end its exchange."""
         with self._naming_who_is_gone():
-            super().dispatch(args, block_num, warp_per_block, stages)
+            if stages.send:
+                self._between.require_open()
+                self._run(self._packing(args, block_num))
+                self._running = self._begin(args.max_num_tokens, back=False)
+            if stages.receive:
+                self._end()
+                self._run(self._forwarding(args, block_num))
+                self.kernels.expand(args)
 
     def combine(
         self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
     ) -> None:
-        """Launches one combine, or one of its halves, and makes its exchange."""
+        """Launch a combine, or one of its halves, on the current stream; the second half makes its exchange."""
         with self._naming_who_is_gone():
-            super().combine(args, block_num, warp_per_block, stages)
+            if stages.send:
+                self.kernels.prepare_rows(args)
+                self._run([self._ring.offering(args, block_num)])
+            if stages.receive:
+                self._between.require_open()
+                self._run(self._packing_sums(args, block_num))
+                self._running = self._begin(args.max_num_tokens, back=True)
+                self._end(back=True)
+                self._run(self._adding(args, block_num))
+
+    def _run(self, launches: Launches) -> None:
+        for kernel, values, num_programs in launches:
+            kernel.run(num_programs, values, self.kernels.device)
 
     @contextlib.contextmanager
     def _naming_who_is_gone(self) -> Iterator[None]:
@@ -85,40 +112,17 @@ class StagedKernels(InterNodeKernels):
         try:
             yield
         except RankTimeoutError as error:
-            failure = Failure.from_record(self._memory.synchronized_record(), self.config.world_size)
+            failure = Failure.from_record(self._memory.synchronized_record(), self.kernels.config.world_size)
             bound_secs = bound_of(self._memory.timeouts, failure.epoch)
             left_secs = max(0.0, bound_secs - (time.monotonic() - began))
             own = GivenUp(error.missing_ranks, began=True)
             raise with_verdict(error, self._memory.agreement.verdict(own, bound_secs, left_secs)) from error
 
-    def _dispatch_launches(
-        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
-        """Launches in order; what stands between two of them here happens between them."""
-        if stages.send:
-            self._between.require_open()
-            yield from self._packing(args, block_num)
-            self._running = self._begin(args.max_num_tokens, back=False)
-        if stages.receive:
-            self._end()
-            yield from self._forwarding(args, block_num)
-
-    def _combine_launches(
-        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
-        if stages.send:
-            yield self._offering(args, block_num)
-        if stages.receive:
-            self._between.require_open()
-            yield from self._packing_sums(args, block_num)
-            self._running = self._begin(args.max_num_tokens, back=True)
-            self._end(back=True)
-            yield from self._adding(args, block_num)
-
     def _begin(self, max_num_tokens: int, *, back: bool) -> Exchange:
-        num_words = self._rings.node_words(max_num_tokens, back=back)
+        rings = self._ring.rings
+        num_words = rings.node_words(max_num_tokens, back=back)
         regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
-        received, sent = (self._memory.view(region, (self._rings.num_nodes, num_words)) for region in regions)
+        received, sent = (self._memory.view(region, (rings.num_nodes, num_words)) for region in regions)
         return self._between.begin(received, sent, self._bound_secs(back=back))
 
     def _end(self, *, back: bool = False) -> None:
@@ -132,8 +136,7 @@ class StagedKernels(InterNodeKernels):
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE
-            values = (self.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
-            self._failure_variant().run(1, values, self.device)
+            self._run([self._failing(TIMEOUT.value << 16 | accused, phase)])
             raise
 
     def _bound_secs(self, *, back: bool) -> float:
@@ -141,20 +144,20 @@ class StagedKernels(InterNodeKernels):
 
         Ranks of a node in which one is missing are the first to name it.
         """
-        ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self._interpreted else 0
+        ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self.kernels.interpreted else 0
         return self._memory.timeouts.of_step(is_first=ended == 0) * (2 if back else 1)
 
     def quiet(self) -> None:
-        """Connects anew where an exchange has failed, or not ended, on any rank. Collective."""
+        """Connect anew where an exchange has failed, or not ended, on any rank. Collective."""
         is_well = self._between.is_open and self._running is None
         self._running = None
         if not all(self._rendezvous.exchange("exchanges between nodes", is_well)):
             self._between.renew()
-            self._is_connected = self._interpreted
+            self._is_connected = self.kernels.interpreted
             self._connect()
 
     def compile(self) -> None:
-        """Compiles all launches of whole calls; the first time this is collective on GPUs, where it connects nodes."""
+        """Compile all launches of whole calls; the first time this is collective on GPUs, where it connects nodes."""
         super().compile()
         self._connect()
 
@@ -162,97 +165,106 @@ class StagedKernels(InterNodeKernels):
         if not self._is_connected:
             # an exchange that connects could not be captured
             self._is_connected = True
+            rings = self._ring.rings
             self._between.exchange(
-                self._memory.view(Region.CHUNKS, (self._rings.num_nodes, self._rings.head_words)),
-                self._memory.view(Region.STAGED_CHUNKS, (self._rings.num_nodes, self._rings.head_words)),
+                self._memory.view(Region.CHUNKS, (rings.num_nodes, rings.head_words)),
+                self._memory.view(Region.STAGED_CHUNKS, (rings.num_nodes, rings.head_words)),
             )
 
     def _packing(self, args: DispatchArguments, block_num: int) -> Launches:
-        numbering = (args.ids, self.table, args.num_tokens, args.wire_word, self.config.rank)
-        yield self._number_variant(finishes=False), numbering, self._num_programs(args.num_tokens, block_num)
+        kernels, ring = self.kernels, self._ring
         key = "pack", args.x.dtype, args.scales is None, args.weights is None
-        given = self._line_constants(args) | {"POISON_LANES": THREADS}
-        x, scales, weights, ids, table = self._dispatch_tensors(args, self._scale_bytes(args.scales))
-        num_chunks = self._rings.chunks_of_step(args.max_num_tokens)
-        values = (x, scales, weights, ids, table, args.num_tokens, num_chunks, self.config.rank)
-        yield self._variant(key, pack_kernel, given), values, self._programs(args.max_num_tokens, block_num)
+        kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
+        operands = row_operands(kernels, args, kernels.scale_bytes(args.scales))
+        values = (*operands, args.num_tokens, ring.rings.chunks_of_step(args.max_num_tokens), kernels.config.rank)
+        yield ring.numbering(args, block_num, finishes=False)
+        yield kernel, values, self._programs(args.max_num_tokens, block_num)
 
     def _forwarding(self, args: DispatchArguments, block_num: int) -> Launches:
-        config, rings = self.config, self._rings
+        config, ring = self.kernels.config, self._ring
         yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
-        key = "forward", args.x.dtype, args.scales is None, args.weights is None
         values = (
-            self.table,
-            rings.chunks_of_step(args.max_num_tokens),
+            self.kernels.table,
+            ring.rings.chunks_of_step(args.max_num_tokens),
             args.max_num_tokens,
             args.row_limit,
             config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )
+        key = "forward", args.x.dtype, args.scales is None, args.weights is None
         # left alone, ptxas aims at fewer registers and puts words on the stack
-        variant = self._variant(key, forward_kernel, self._line_constants(args) | self._wait_lanes, CHANNEL_REGISTERS)
-        yield variant, values, self._programs(args.max_num_tokens, block_num)
-        yield self._receiving(args)
+        kernel = self._kernel(
+            key, forward_kernel, lambda: ring.line_constants(args) | ring.wait_lanes, CHANNEL_REGISTERS
+        )
+        yield kernel, values, self._programs(args.max_num_tokens, block_num)
+        yield receiving_launch(self.kernels, args)
 
     def _packing_sums(self, args: CombineArguments, block_num: int) -> Launches:
         # ids are compared where nodes are added
-        given = self._sum_constants(args._replace(ids=None))
-        variant = self._variant(("pack sums", args.weights is None), pack_sums_kernel, given)
-        values = (self.table, self._rings.chunks_of_step(args.max_num_tokens), self.config.rank)
-        yield variant, values, self._programs(args.max_num_tokens, block_num)
+        key = "pack sums", args.weights is None
+        kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(args._replace(ids=None)))
+        num_chunks = self._ring.rings.chunks_of_step(args.max_num_tokens)
+        values = (self.kernels.table, num_chunks, self.kernels.config.rank)
+        yield kernel, values, self._programs(args.max_num_tokens, block_num)
 
     def _adding(self, args: CombineArguments, block_num: int) -> Launches:
+        kernels = self.kernels
         yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
-        key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
         values = (
             args.result,
-            self.table if args.ids is None else args.ids,
+            kernels.absent if args.ids is None else args.ids,
             *args.biases,
-            self.table,
+            kernels.table,
             args.num_tokens,
-            self._rings.chunks_of_step(args.max_num_tokens),
-            self.config.rank,
+            self._ring.rings.chunks_of_step(args.max_num_tokens),
+            kernels.config.rank,
         )
-        num_programs = self._programs(args.max_num_tokens, block_num, num_nodes=1)
-        yield self._variant(key, sum_nodes_kernel, self._sum_constants(args)), values, num_programs
+        key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
+        kernel = self._kernel(key, sum_nodes_kernel, lambda: self._ring.sum_constants(args))
+        yield kernel, values, self._programs(args.max_num_tokens, block_num, num_nodes=1)
 
     def _passing_on(self, max_num_tokens: int, *, back: bool, has_weights: bool) -> Launches:
-        if self._rings.num_nodes == 1:
+        ring, num_nodes = self._ring, self._ring.rings.num_nodes
+        if num_nodes == 1:
             return
-        given = {"S": self._op_shape, "R": self._back if back else self._to_experts, "HAS_WEIGHTS": has_weights}
-        variant = self._variant(("pass on", back, has_weights), pass_on_kernel, given)
-        values = (self.table, self._rings.chunks_of_step(max_num_tokens), self.config.rank)
-        yield variant, values, self._rings.num_nodes - 1
+        given = {
+            "S": self.kernels.shape,
+            "R": ring.back if back else ring.to_experts,
+            "HAS_WEIGHTS": has_weights,
+        }
+        kernel = self._kernel(("pass on", back, has_weights), pass_on_kernel, lambda: given)
+        values = (self.kernels.table, ring.rings.chunks_of_step(max_num_tokens), self.kernels.config.rank)
+        yield kernel, values, num_nodes - 1
+
+    def _failing(self, poison: int, phase: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+        """The launch that tells the ranks of this node of a failure: code << 16 | accused rank."""
+        kernel = self._kernel("post failure", post_failure_kernel, lambda: {"S": self.kernels.shape})
+        return kernel, (self.kernels.table, poison, phase, self.kernels.config.rank), 1
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        for dispatch in warmup_dispatches(self.config, self.device):
-            for variant, values, _ in (*self._packing(dispatch, -1), *self._forwarding(dispatch, -1)):
-                yield variant, values
-        for combine in warmup_combines(self.config, self.device):
+        config, device = self.kernels.config, self.kernels.device
+        for dispatch in warmup_dispatches(config, device):
+            for kernel, values, _ in (*self._packing(dispatch, -1), *self._forwarding(dispatch, -1)):
+                yield kernel, values
+        for combine in warmup_combines(config, device):
             sums = (*self._packing_sums(combine, -1), *self._adding(combine, -1))
-            for variant, values, _ in (self._offering(combine, -1), *sums):
-                yield variant, values
-        failing = (self.table, 0, DISPATCH_PHASE, self.config.rank)
-        yield self._failure_variant(), failing
+            for kernel, values, _ in (self._ring.offering(combine, -1), *sums):
+                yield kernel, values
+        yield self._failing(0, DISPATCH_PHASE)[:2]
 
-    def _variant(
-        self, key: Any, kernel: Any, constants: dict[str, Any], max_registers: int | None = None
+    def _kernel(
+        self, key: Any, kernel: Any, constants_of: Callable[[], dict[str, Any]], max_registers: int | None = None
     ) -> CompiledKernel:
-        if key not in self._variants:
-            self._variants[key] = CompiledKernel(kernel, constants, RING_WARPS, max_registers)
-        return self._variants[key]
-
-    def _failure_variant(self) -> CompiledKernel:
-        return self._variant("post failure", post_failure_kernel, {"S": self._op_shape})
+        return self.kernels.get(key, lambda: CompiledKernel(kernel, constants_of(), RING_WARPS, max_registers))
 
     def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
-        """(programs that share the chunks, 0 of channels, warps per program) of a call with as many tokens as there may
-        be."""
+        """(programs that share the chunks, 0 of channels, warps per program) of a call with M tokens."""
         num_nodes = None if is_dispatch else 1
-        return self._programs(self.config.max_num_inp_token_per_rank, block_num, num_nodes), 0, RING_WARPS
+        tokens = self.kernels.config.max_num_inp_token_per_rank
+        return self._programs(tokens, block_num, num_nodes), 0, RING_WARPS
 
     def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""
-        num_nodes = self._rings.num_nodes if num_nodes is None else num_nodes
-        num_chunks = self._rings.chunks_of_step(max_num_tokens) * num_nodes
-        return self._num_programs(num_chunks, block_num, PROGRAMS_PER_SM)
+        rings = self._ring.rings
+        num_chunks = rings.chunks_of_step(max_num_tokens) * (rings.num_nodes if num_nodes is None else num_nodes)
+        return self._ring.num_programs(num_chunks, block_num, PROGRAMS_PER_SM)

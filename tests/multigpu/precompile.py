@@ -17,8 +17,8 @@ import torch
 
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
 from ep_a2a.ops.gpu_share import share_of
-from ep_a2a.ops.intra_node import IntraNodeKernels
-from ep_a2a.ops.rings import InterNodeKernels
+from ep_a2a.ops.intra_node import IntraNodeEngine
+from ep_a2a.ops.rings import RingEngine
 from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
@@ -48,14 +48,14 @@ def variants_of(case: Case, which: str) -> Variants:
     """The variants of a case's op, as a rank of this host has them."""
     config, device = case.config(0), torch.device("cuda", 0)
     table = torch.zeros(64, config.world_size, dtype=torch.int64, device=device)
-    kernels = (InterNodeKernels if config.uses_rings else IntraNodeKernels)(config, table, device)
+    engine = (RingEngine if config.uses_rings else IntraNodeEngine)(config, table, device)
     sharing = ranks_per_gpu(config.world_size, torch.cuda.device_count())
     if sharing > 1:
-        kernels.limit_sms(share_of(kernels.num_sms, sharing, 1))
-    find_tables(kernels)
+        engine.limit_sms(share_of(engine.kernels.num_sms, sharing, 1))
+    find_tables(engine)
     if which != "all":
-        return used_by(kernels, case, gives_ids=which == "used")
-    return [each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in kernels.variants(stages)]
+        return used_by(engine, case, gives_ids=which == "used")
+    return [each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in engine.variants(stages)]
 
 
 def tasks_of(cases: dict[str, Case], which: str) -> dict[str, Task]:

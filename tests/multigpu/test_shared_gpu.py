@@ -115,7 +115,7 @@ def two_ops_in_opposite_order(context: RankContext, case: Case, num_rounds: int)
         torch.cuda.synchronize(context.device)
         for step in steps:
             step.op.check()
-        return sum(int(step.num_wrong) for step in steps), [step.op.engine.max_sms for step in steps]
+        return sum(int(step.num_wrong) for step in steps), [step.op.engine.kernels.max_sms for step in steps]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32, 256])

@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
-from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.engine import Engine
 from ep_a2a.tuning.tables import arch_name, load_tables
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 Variants = list[tuple[CompiledKernel, tuple[Any, ...]]]
 
 
-def find_tables(kernels: IntraNodeKernels) -> None:
+def find_tables(engine: Any) -> None:
     """What `compile` does before it compiles."""
+    kernels = engine.kernels
     if kernels.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(kernels.device)
-        kernels.use_tables(load_tables(arch_name(capability), kernels.config.world_size))
+        engine.use_tables(load_tables(arch_name(kernels.capability), kernels.config.world_size))
 
 
 def compiled_when_used(context: RankContext, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a body whose ops compile what they launch, when they first do."""
-    with mock.patch.object(IntraNodeKernels, "compile", find_tables):
+    with mock.patch.object(Engine, "compile", find_tables):
         return body(context, *args, **kwargs)
 
 
-def used_by(kernels: IntraNodeKernels, case: Case, *, gives_ids: bool = True) -> Variants:
+def used_by(engine: Any, case: Case, *, gives_ids: bool = True) -> Variants:
     """(kernel, run-time arguments) of all launches of a case's steps, on any rank; nothing is compiled.
 
     gives_ids: whether combine is given this rank's ids.
@@ -43,15 +43,15 @@ def used_by(kernels: IntraNodeKernels, case: Case, *, gives_ids: bool = True) ->
     recorded: Variants = []
     with mock.patch.object(CompiledKernel, "compile", lambda kernel, args: recorded.append((kernel, args))):
         for step, rank in ((step, rank) for step in range(case.num_steps) for rank in range(case.world_size)):
-            recorded += _of_step(kernels, case, step, rank, gives_ids=gives_ids)
+            recorded += _of_step(engine, case, step, rank, gives_ids=gives_ids)
         if case.layout == "expert_major":
             # launched beside dispatch and combine
-            recorded += [each for each in kernels.variants() if re.search("expert|expand", each[0].kernel.__name__)]
+            recorded += [each for each in engine.variants() if re.search("expert|expand", each[0].kernel.__name__)]
     return list({id(kernel): (kernel, values) for kernel, values in recorded}.values())
 
 
-def _of_step(kernels: IntraNodeKernels, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[Any]:
-    config, device = kernels.config, kernels.device
+def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[Any]:
+    config, device = engine.kernels.config, engine.kernels.device
     word, floats = (torch.empty(16, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
     x, rows = (torch.empty(16, dtype=dtype, device=device) for dtype in (case.dtype, config.combined_dtype))
     num_tokens, stride = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
@@ -67,9 +67,9 @@ def _of_step(kernels: IntraNodeKernels, case: Case, step: int, rank: int, *, giv
     combine = CombineArguments(rows, weights, word if gives_ids else None, rows, num_tokens, stride)
     combine = combine._replace(biases=tuple(biases))
     for stages in _stages(case, step, rank, "dispatch"):
-        yield from (launch[:2] for launch in kernels._dispatch_launches(dispatch, stages, -1, -1))
+        yield from (launch[:2] for launch in engine._dispatch_launches(dispatch, stages, -1, -1))
     for stages in _stages(case, step, rank, "combine"):
-        yield from (launch[:2] for launch in kernels._combine_launches(combine, stages, -1, -1))
+        yield from (launch[:2] for launch in engine._combine_launches(combine, stages, -1, -1))
 
 
 def _stages(case: Case, step: int, rank: int, phase: str) -> tuple[Stages, ...]:

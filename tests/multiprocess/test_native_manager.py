@@ -133,11 +133,11 @@ def bounded(context: RankContext) -> dict[str, Any]:
     with create(context) as manager:
         before = manager.get_handle(kwargs_of(CASE, context.rank))
         # as on a GPU: the interpreter has no multiprocessors
-        before.engine.num_sms = 132
+        before.engine.kernels.num_sms = 132
         manager.set_num_sms(4)
         bound = before.get_launch_config(is_dispatch=True)
         after = manager.get_handle(kwargs_of(CASE, context.rank), 1)
-        after.engine.num_sms = 132
+        after.engine.kernels.num_sms = 132
         own = manager.get_handle(kwargs_of(CASE, context.rank, max_sms=3))
         run_step(CASE, before, 0, context.device)
         run_step(CASE, after, 0, context.device)

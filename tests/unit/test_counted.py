@@ -17,11 +17,11 @@ from ep_a2a.kernels import primitives
 from ep_a2a.kernels.counter_kernels import Counter
 from ep_a2a.kernels.layout import Region
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
-from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _variants
 from ep_a2a.testing.offline_compile import compile_offline
-from ep_a2a.tuning.policy import Phase
+from ep_a2a.tuning.policy import Phase, dispatch_phase
 from tests.unit.test_config import config_of
 from tests.unit.test_device_rows import table_of
 
@@ -162,21 +162,22 @@ def test_the_halves_that_a_step_needs_are_compiled_beforehand(layout):
     config = config_of(
         rank=0, world_size=2, num_experts_per_rank=4, max_num_inp_token_per_rank=4096, layout=layout, hidden_dim=1024
     )
-    kernels = IntraNodeKernels(config, torch.zeros(64, 2, dtype=torch.int64), CPU)
-    kernels.num_sms, kernels._can_depend, kernels._interpreted = NUM_SMS, True, False
+    engine = IntraNodeEngine(config, torch.zeros(64, 2, dtype=torch.int64), CPU)
+    kernels = engine.kernels
+    kernels.num_sms, kernels.can_depend, kernels.interpreted = NUM_SMS, True, False
     word, floats = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.float32)
     rows = torch.empty(16, dtype=config.data_type)
-    listed = {stages: {id(variant) for variant, _ in kernels.variants(stages)} for stages in (WHOLE, SEND, RECEIVE)}
-    assert not listed[SEND] & listed[WHOLE] - {id(kernels._count)}
+    listed = {stages: {id(variant) for variant, _ in engine.variants(stages)} for stages in (WHOLE, SEND, RECEIVE)}
+    assert not listed[SEND] & listed[WHOLE] - {id(kernels.count)}
 
     def needed(tokens: int, stages: Stages) -> list[Any]:
-        phase = kernels.dispatch_phase(tokens)
+        phase = dispatch_phase(config, tokens)
         dispatch = DispatchArguments(rows, None, floats, word, tokens, tokens, 1, -1, 1)
-        launches = [kernels.launch_of(each, tokens, tokens) for each in (phase, Phase.COMBINE)]
+        launches = [engine.launch_of(each, tokens, tokens) for each in (phase, Phase.COMBINE)]
         combine = CombineArguments(rows, None, None, rows, tokens, tokens)
         return [
-            kernels._dispatch_variant(dispatch, phase, launches[0], stages),
-            kernels._combine_variant(combine, launches[1], stages, in_place=False),
+            dispatch_kernel(kernels, dispatch, phase, launches[0], stages),
+            engine._combine_kernel(combine, launches[1], stages, in_place=False),
         ]
 
     for tokens in (1, 7, 16, 63, 64, 65, 128, 129, 255, 256, 1000, 4096):

@@ -17,7 +17,7 @@ import triton
 
 from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
-from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeKernels
+from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 from tests.cases.configs import deepseek_v3 as config_of
@@ -88,10 +88,10 @@ def variants_of(
     config: EpDispatchCombineConfig, capability: int = HOPPER
 ) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
     """What a device of NUM_SMS multiprocessors would be given."""
-    kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    kernels.num_sms = NUM_SMS
-    kernels._can_depend = capability >= HOPPER
-    return kernels.variants()
+    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = NUM_SMS
+    engine.kernels.can_depend = capability >= HOPPER
+    return engine.variants()
 
 
 def kind_of(variant: CompiledKernel) -> str:
@@ -215,7 +215,7 @@ def _check_co_residency(
 
 
 def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, used: dict[str, int]) -> None:
-    """The largest launch, cut down by the kernel's registers as IntraNodeKernels does it, is on the GPU at once."""
+    """The largest launch, cut down by the kernel's registers as IntraNodeEngine does it, is on the GPU at once."""
     tokens = config.max_num_inp_token_per_rank
     launch = choose_launch(config, phase, tokens, tokens, NUM_SMS)
     assert launch.num_warps == num_warps

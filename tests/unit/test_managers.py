@@ -525,8 +525,8 @@ def test_native_remembers_the_bound_on_multiprocessors(group):
         manager.device = "cpu"
         manager.set_num_sms(20)
         assert manager.max_sms_used() == 20
-        assert manager.get_handle(small_kwargs()).engine.max_sms == 20
-        assert manager.get_handle(small_kwargs(max_sms=4)).engine.max_sms == 4
+        assert manager.get_handle(small_kwargs()).engine.kernels.max_sms == 20
+        assert manager.get_handle(small_kwargs(max_sms=4)).engine.kernels.max_sms == 4
         with pytest.raises(ConfigError, match="num_sms"):
             manager.set_num_sms(-1)
 

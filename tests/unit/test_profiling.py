@@ -20,7 +20,7 @@ from ep_a2a.commands.trace.timeline import last_step, plot_timeline
 from ep_a2a.errors import TopKError
 from ep_a2a.kernels.layout import Span
 from ep_a2a.kernels.portable import PortableFunction
-from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
 from ep_a2a.telemetry.trace import trace_events, write_trace
@@ -112,11 +112,11 @@ def test_the_interpreters_clock_is_the_hosts():
 
 def variants_of(spans: bool, layout: str) -> dict[str, Any]:
     config = config_of(quant_type="fp8_per_1x128", layout=layout, max_num_inp_token_per_rank=128)
-    kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    kernels.num_sms, kernels._can_depend = NUM_SMS, True
+    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms, engine.kernels.can_depend = NUM_SMS, True
     if spans:
-        kernels.record_spans()
-    return {kind_of(variant): (variant, args) for variant, args in kernels.variants()}
+        engine.record_spans()
+    return {kind_of(variant): (variant, args) for variant, args in engine.variants()}
 
 
 def without_notes(source: str) -> str:

@@ -13,7 +13,7 @@ from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import WHOLE
-from ep_a2a.ops.rings import InterNodeKernels
+from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from tests.cases.configs import deepseek_v3
@@ -50,10 +50,10 @@ config_of = functools.partial(
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(**changes)
-    kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    kernels.num_sms = NUM_SMS
+    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = NUM_SMS
     moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
-    for variant, values in kernels.variants():
+    for variant, values in engine.variants():
         name = variant.kernel.__name__
         asm = compile_offline(
             variant.kernel, values, variant.constants, variant.num_warps, max_registers=variant.max_registers
@@ -106,14 +106,14 @@ def test_channels_are_a_launch_number() -> None:
 @pytest.mark.parametrize(("max_sms", "channels", "offering"), [(0, 256, 4 * NUM_SMS), (24, 24, 24)])
 def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int, offering: int) -> None:
     config = config_of(max_sms=max_sms)
-    kernels = InterNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    kernels.num_sms = NUM_SMS
-    (dispatch,) = warmup_dispatches(config, kernels.device)
-    (combine,) = warmup_combines(config, kernels.device)
+    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = NUM_SMS
+    (dispatch,) = warmup_dispatches(config, engine.kernels.device)
+    (combine,) = warmup_combines(config, engine.kernels.device)
     most = config.max_num_inp_token_per_rank
     launches = [
-        *kernels._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),
-        *kernels._combine_launches(combine._replace(max_num_tokens=most), WHOLE, -1, -1),
+        *engine._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),
+        *engine._combine_launches(combine._replace(max_num_tokens=most), WHOLE, -1, -1),
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType
-from ep_a2a.ops.staged import StagedKernels
+from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.testing.offline_compile import compile_offline, resources
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
@@ -52,11 +52,11 @@ class MadeUp:
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     arena = cast("Any", MadeUp())
-    kernels = StagedKernels(config_of(**changes), arena, arena)
-    kernels.num_sms = NUM_SMS
+    engine = StagedEngine(config_of(**changes), arena, arena, arena)
+    engine.kernels.num_sms = NUM_SMS
     moving = {"pack_kernel", "forward_kernel", "pack_sums_kernel", "sum_nodes_kernel"}
     others = {"pass_on_kernel", "post_failure_kernel"}
-    for variant, values in kernels.variants():
+    for variant, values in engine.variants():
         name = variant.kernel.__name__
         if name not in moving | others:
             continue  # of rings, or of an op inside a node

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.ops.staged import StagedKernels
+from ep_a2a.ops.staged import StagedEngine
 
 
 def kernels(*, is_well_here: bool, is_well_elsewhere: bool, interpreted: bool = False) -> tuple[Any, list[str]]:
     """Kernels of a node on GPUs, connected, and the list of what is asked of the transport."""
     done: list[str] = []
-    engine: Any = StagedKernels.__new__(StagedKernels)
+    engine: Any = StagedEngine.__new__(StagedEngine)
     engine._between = SimpleNamespace(
         is_open=is_well_here, renew=lambda: done.append("renew"), exchange=lambda *_: done.append("exchange")
     )
     engine._rendezvous = SimpleNamespace(exchange=lambda _, own: [own, is_well_elsewhere])
     engine._memory = SimpleNamespace(view=lambda *_: None)
-    engine._rings = SimpleNamespace(num_nodes=2, head_words=1)
-    engine._running, engine._interpreted, engine._is_connected = None, interpreted, True
+    engine._ring = SimpleNamespace(rings=SimpleNamespace(num_nodes=2, head_words=1))
+    engine.kernels = SimpleNamespace(interpreted=interpreted)
+    engine._running, engine._is_connected = None, True
     return engine, done
 
 

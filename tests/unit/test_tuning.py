@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ep_a2a
-from ep_a2a.ops.intra_node import IntraNodeKernels
+from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import (
     MAX_COUNTED_ALONE,
@@ -200,15 +200,15 @@ def test_the_callers_and_the_configs_numbers_come_before_tuned_ones():
 def test_the_source_of_a_launch_is_logged_once(caplog):
     # a shape that no other test logs
     config = config_of(hidden_dim=7184, quant_type="none")
-    kernels = kernels_of(config)
-    kernels.use_tables(tables_of(entry(512, hidden_dim=7184)))
+    engine = engine_of(config)
+    engine.use_tables(tables_of(entry(512, hidden_dim=7184)))
     with caplog.at_level(logging.INFO, logger="ep_a2a.tuning.tables"):
         for size in (512, 512, 300):
-            kernels.launch_of(Phase.COMBINE, size, size)
-        kernels.launch_of(Phase.COMBINE, 7, 512)
-        kernels.launch_of(Phase.DISPATCH, 512, 512)
-        kernels.use_tables(tables_of(entry(512, hidden_dim=7184)))
-        kernels.launch_of(Phase.COMBINE, 512, 512)
+            engine.launch_of(Phase.COMBINE, size, size)
+        engine.launch_of(Phase.COMBINE, 7, 512)
+        engine.launch_of(Phase.DISPATCH, 512, 512)
+        engine.use_tables(tables_of(entry(512, hidden_dim=7184)))
+        engine.launch_of(Phase.COMBINE, 512, 512)
     assert [record.getMessage() for record in caplog.records] == [
         "combine of at most 512 tokens per rank: launch numbers are tuned table a.json, exact",
         "combine of at most 300 tokens per rank: launch numbers are tuned table a.json, nearest: 512",
@@ -219,11 +219,11 @@ def test_the_source_of_a_launch_is_logged_once(caplog):
 # --- what is compiled at construction ---
 
 
-def kernels_of(config: EpDispatchCombineConfig) -> IntraNodeKernels:
+def engine_of(config: EpDispatchCombineConfig) -> IntraNodeEngine:
     """As on a device of H200_SMS multiprocessors."""
-    kernels = IntraNodeKernels(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    kernels.num_sms = H200_SMS
-    return kernels
+    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = H200_SMS
+    return engine
 
 
 def shape(phase: Phase, size: int, launch: Launch) -> tuple[Any, ...]:
@@ -274,10 +274,10 @@ def test_every_shape_that_a_step_can_have_is_listed(sizes, most, flagged):
 
 def test_the_ops_variants_are_those_of_the_tables():
     config = config_of(quant_type="none")
-    kernels = kernels_of(config)
-    kernels.use_tables(tables_of(entry(512, COMBINE), entry(128, TunedLaunch(2, 0, 8, 8, 4096, 256))))
-    kernels.num_sms = H200_SMS
-    combines = {v.num_warps: v.named_constants for v, _ in kernels.variants() if v.kernel.__name__ == "combine_kernel"}
+    engine = engine_of(config)
+    engine.use_tables(tables_of(entry(512, COMBINE), entry(128, TunedLaunch(2, 0, 8, 8, 4096, 256))))
+    engine.kernels.num_sms = H200_SMS
+    combines = {v.num_warps: v.named_constants for v, _ in engine.variants() if v.kernel.__name__ == "combine_kernel"}
     assert set(combines) == {2, 4, 8}
     assert (combines[2]["SENT.GROUP"], combines[2]["ADDED.GROUP"]) == (4096, 256)
     assert (combines[8]["SENT.GROUP"], combines[8]["ADDED.GROUP"]) == (2048, 512)

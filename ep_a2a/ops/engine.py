@@ -1,0 +1,107 @@
+"""Engine: what an op asks of the kernels that move its tokens, and what all engines do alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ep_a2a.kernels.compilation import compile_all
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.tuning.tables import arch_name, load_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.ops.op_kernels import OpKernels
+    from ep_a2a.tuning.tables import TunedTables
+
+
+class Engine(Protocol):
+    """Launches the dispatches and combines of one op. Three classes do: IntraNode-, Ring- and StagedEngine.
+
+    Attributes:
+        kernels: the compiled kernels, and the bounds of their launches.
+        sends_late: whether the second half of a split dispatch reads the tensors that the first half was given.
+    """
+
+    kernels: OpKernels
+    sends_late: bool
+
+    def dispatch(
+        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launch a dispatch, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+
+    def combine(
+        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
+    ) -> None:
+        """Launch a combine, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+
+    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+        """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
+
+    def quiet(self) -> None:
+        """Launch a kernel that completes after all outstanding puts; no-op for direct stores. Collective."""
+
+    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+        """Kernels that such calls can launch, with stand-in arguments."""
+
+    def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
+        """Launch the count of received slots per local expert into `counts`, int32 [E]."""
+        self.kernels.count_local_experts(counts, max_num_tokens)
+
+    def limit_sms(self, max_sms: int, whose: str = "caller") -> None:
+        """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name."""
+        self.kernels.limit_sms(max_sms, whose)
+        if self.kernels.made:
+            self.compile()
+
+    def use_tables(self, tables: TunedTables) -> None:
+        """Look launch numbers up in these tables from now on; `compile` then compiles the kernels they can name."""
+        self.kernels.tables = tables
+        self.kernels.plans.clear()
+
+    def record_spans(self) -> None:
+        """Launch kernels that note when their programs begin and end, from now on."""
+        kernels = self.kernels
+        kernels.spans = True
+        kernels.plans.clear()
+        if kernels.by_expert is not None:
+            kernels.by_expert = ExpertMajorKernels(kernels.config, kernels.table, kernels.device, spans=True)
+        self.compile()
+
+    def warmup_split(self) -> None:
+        """Compile the kernels of split calls, now and at every later `compile`."""
+        self.kernels.compiled_stages = (WHOLE, SEND, RECEIVE)
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile and load every kernel that whole calls without own launch numbers can reach; launch nothing.
+
+        Split calls are compiled when they are first used, or by warmup_split. Each rank begins elsewhere in the list,
+        so that ranks of one host find most kernels in Triton's disk cache.
+        """
+        kernels = self.kernels
+        if kernels.interpreted:
+            return
+        if kernels.tables is None:
+            # here, because the other ranks learn of an error in this method
+            self.use_tables(load_tables(arch_name(kernels.capability), kernels.config.world_size))
+        found = [each for stages in kernels.compiled_stages for each in self.variants(stages)]
+        first = kernels.config.rank % len(found)
+        compile_all(found[first:] + found[:first], kernels.config)
+
+    def variants(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
+        """Every (kernel, run-time arguments) that such calls of the op can need, with stand-in tensors."""
+        return without_repeats((*self._reachable(stages), *self.kernels.local_variants()))
+
+
+def without_repeats(
+    found: Iterable[tuple[CompiledKernel, tuple[Any, ...]]],
+) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
+    """Each kernel once. Several launch shapes have one kernel where the device has no dependent launches."""
+    return list({id(kernel): (kernel, values) for kernel, values in found}.values())

@@ -1,0 +1,134 @@
+"""OpKernels: what the engines of all kinds hold: compiled kernels, bounds of launches, and launches around the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.constants import Form
+from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
+from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.ops.inputs import elements_of
+from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
+from ep_a2a.tuning.policy import COUNT_WARPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.tuning.tables import TunedTables
+
+FP8_CAPABILITY = (8, 9)
+DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+BLOCK_ROWS = 64
+"""Received rows whose ids a program looks at at once."""
+
+
+class OpKernels:
+    """The kernels of one op, made when they are first needed, and the multiprocessors that they may use.
+
+    Args:
+        config: the op's.
+        table: address table on the device, int64 [regions, W].
+        device: where the kernels run; CPU means Triton's interpreter.
+
+    Attributes:
+        num_sms: multiprocessors of the device; 0 in the interpreter. max_sms: the most that a launch may use; 0 = all.
+        made: kernels by what their constants depend on. plans: launches of calls, kept by the form of the call.
+        tables: tuned launch numbers; None before the first `compile`.
+        spans: whether kernels note times.
+        compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.
+        absent: int32, null pointer: an operand in the place of a tensor that the call does not have.
+
+    Raises:
+        UnsupportedError: the GPU cannot cast to fp8, which the config asks for.
+    """
+
+    def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
+        self.config, self.table, self.device = config, table, device
+        self.interpreted = device.type == "cpu"
+        self.capability = (0, 0) if self.interpreted else torch.cuda.get_device_capability(device)
+        casts = config.casts_in_dispatch or config.combine_quant != QuantType.NONE
+        if not self.interpreted and casts and self.capability < FP8_CAPABILITY:
+            raise UnsupportedError(
+                f"a GPU of compute capability {FP8_CAPABILITY} or later for casts to fp8",
+                str(self.capability),
+                "Use quant_type='none', or cast before dispatch.",
+            )
+        self.num_sms = 0 if self.interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_sms, self._most_sms = config.max_sms, {"config": config.max_sms}
+        self.can_depend = self.capability >= DEPENDENT_LAUNCH_CAPABILITY
+        self.shape, self.placement, self.results = shape_of(config), placement_of(config), ResultRows.of(config)
+        self.made: dict[Hashable, CompiledKernel] = {}
+        self.plans: dict[Hashable, Any] = {}
+        self.tables: TunedTables | None = None
+        self.spans = False
+        self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
+        self.absent = torch.empty(0, dtype=torch.int32, device=device)
+        self.count = CompiledKernel(
+            count_local_experts_kernel, {"S": self.shape, "BLOCK_ROWS": BLOCK_ROWS}, COUNT_WARPS
+        )
+        self.by_expert: ExpertMajorKernels | None = None
+        if config.layout == Layout.EXPERT_MAJOR:
+            self.by_expert = ExpertMajorKernels(config, table, device)
+
+    def get(self, key: Hashable, make: Callable[[], CompiledKernel]) -> CompiledKernel:
+        """The kernel of this key, made once."""
+        kernel = self.made.get(key)
+        if kernel is None:
+            kernel = self.made[key] = make()
+        return kernel
+
+    def limit_sms(self, max_sms: int, whose: str) -> None:
+        """Sets one of the bounds on multiprocessors; the least counts, 0 = none of this name."""
+        self._most_sms[whose] = max_sms
+        self.max_sms = min(filter(None, self._most_sms.values()), default=0)
+        self.plans.clear()
+
+    def form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> Form:
+        """The constants of a launch that does these stages."""
+        return Form(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
+
+    def casts(self, tokens: torch.Tensor) -> bool:
+        """Whether a dispatch of these tokens casts them."""
+        return self.config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
+
+    def scale_bytes(self, scales: torch.Tensor | None) -> int:
+        """Bytes of the scales of a row that a dispatch is given."""
+        return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
+
+    def result_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of results as kernels take them: as integers, unless they cast them."""
+        return rows if self.results.quantized else elements_of(rows, self.results.integers)
+
+    def expand(self, args: DispatchArguments) -> None:
+        """Launches the copy of received rows to a block per expert; only for layout expert_major."""
+        if self.by_expert is not None:
+            has_scales = args.scales is not None or self.config.casts_in_dispatch
+            self.by_expert.expand(args.max_num_tokens, has_scales, self.num_sms, self.max_sms)
+
+    def prepare_rows(self, args: CombineArguments) -> None:
+        """Launches what comes before a combine: copies, and the weighed sums of experts' rows in expert_major."""
+        for target, source in args.copies:
+            target.copy_(source)
+        if self.by_expert is not None and args.expert_rows is not None:
+            self.by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms, self.max_sms)
+
+    def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
+        """Launches the count of received slots per local expert into `counts`, int32 [E]."""
+        values = (self.table, self.config.rank, max_num_tokens, self.config.first_expert, counts)
+        self.count.run(counts.numel(), values, self.device)
+
+    def local_variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+        """The kernels beside dispatch and combine, with stand-in arguments."""
+        if self.config.compiled_calls != CompiledCalls.SERVING:
+            yield self.count, (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
+        if self.by_expert is not None:
+            yield from self.by_expert.variants()
