@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig as EpDispatchCombineConfig
+    from ep_a2a.managers.make_op import make_op as make_op
     from ep_a2a.managers.registry import available_backends as available_backends
     from ep_a2a.managers.registry import create_manager as create_manager
     from ep_a2a.parallel.state import destroy_dist_env as destroy_dist_env
@@ -26,6 +27,7 @@ _MODULE_OF = {
     "create_manager": "ep_a2a.managers.registry",
     "destroy_dist_env": "ep_a2a.parallel.state",
     "get_ep_group": "ep_a2a.parallel.state",
+    "make_op": "ep_a2a.managers.make_op",
     "init_dist_env": "ep_a2a.parallel.state",
     "Survivors": "ep_a2a.parallel.survivors",
     "survivors": "ep_a2a.parallel.survivors",

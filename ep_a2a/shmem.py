@@ -8,20 +8,25 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
-from ep_a2a.memory.arena import Arena, allocate_symmetric
+from ep_a2a.memory.arena import Arena, allocate_symmetric, default_device
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ep_a2a.memory.symmetric import SymmetricMemory
+
+DEFAULT_GROUP = "default"
 
 _arena: Arena | None = None
 _allocations: dict[int, SymmetricMemory] = {}
 
 
 def shmem_torch_process_group_init(group_name: str, device: torch.device | str | None = None) -> int:
-    """Makes the world from a process group registered under `group_name`. Collective.
+    """Make the symmetric world from a torch process group. Collective.
 
     Args:
-        group_name: name given to torch._C._distributed_c10d._register_process_group.
+        group_name: "default" is torch's default group, all ranks, unless a group is registered under this name; any
+            other name is one that torch knows (`group.group_name`, or given to `_register_process_group`).
         device: where memory lies; default the current CUDA device, or CPU without one.
 
     Returns:
@@ -34,18 +39,19 @@ def shmem_torch_process_group_init(group_name: str, device: torch.device | str |
     global _arena
     if _arena is not None and not _arena.closed:
         raise StateError("no symmetric world yet", "one that is in use", "Call shmem_finalize() first.")
-    try:
-        group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
-    except RuntimeError as error:
-        raise UnknownNameError(
-            f"a process group registered as {group_name!r}",
-            str(error),
-            "Call torch._C._distributed_c10d._register_process_group(name, group) first.",
-        ) from error
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    _arena = Arena(group, torch.device(device))
+    _arena = Arena(_find_group(group_name), default_device() if device is None else torch.device(device))
     return 0
+
+
+def _find_group(name: str) -> ProcessGroup:
+    try:
+        group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    except RuntimeError as error:
+        if name == DEFAULT_GROUP and distributed_c10d.is_initialized():
+            return distributed_c10d._get_default_group()
+        remedy = "Call torch.distributed.init_process_group() first, and pass 'default' for all ranks."
+        raise UnknownNameError(f"a process group registered as {name!r}", str(error), remedy) from error
+    return group
 
 
 def default_arena() -> Arena:

@@ -38,6 +38,11 @@ CLOSE_PATIENCE_SECS = 3.0
 """Less than engines give their workers to end. A peer may come later: its mappings stay."""
 
 
+def default_device() -> torch.device:
+    """Returns the current CUDA device, or the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     """Allocates one region on every rank. Collective.
 

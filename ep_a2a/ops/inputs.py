@@ -43,10 +43,15 @@ SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch
 """By bytes of a scale; the first is that of scales that are made here."""
 
 
-def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int) -> EpA2AError | None:
-    """Returns the error that keeps this rank from building the op, or None."""
-    if arena.closed:
-        return ClosedError("an open arena", "a closed one")
+def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, index: int | None) -> EpA2AError | None:
+    """The error that keeps this rank from building an op, or None.
+
+    Args:
+        config: the op's.
+        arena: where its memory comes from; None if it will be made for the op.
+        index: its place there; None for one of its own.
+    """
+    transport = config.internode_transport
     if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
         return UnsupportedError(
             "another kernel_type",
@@ -54,21 +59,24 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena, index: int
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
         )
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
-    transport = config.internode_transport
     by_host = INTERNODE_TRANSPORTS[transport] is not None
-    if between_nodes and by_host and arena.between_nodes is None:
-        return UnsupportedError(
-            f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
-            type(arena).__name__,
-            "Get the op from a manager, which makes the arena.",
-        )
     if between_nodes and (by_host or transport == BY_PUTS) and not config.uses_rings:
         return UnsupportedError(
             f"internode_transport 'peer_memory' with {config.kernel_type.name}",
             repr(transport),
             f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
         )
-    if arena.in_use(config.digest(), index):
+    if arena is None:
+        return None
+    if arena.closed:
+        return ClosedError("an open arena", "a closed one")
+    if between_nodes and by_host and arena.between_nodes is None:
+        return UnsupportedError(
+            f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
+            type(arena).__name__,
+            "Get the op from a manager, which makes the arena.",
+        )
+    if index is not None and arena.in_use(config.digest(), index):
         return StateError(
             f"no living op of this config and index {index} in the arena",
             "one that has not been closed",

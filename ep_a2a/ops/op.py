@@ -11,9 +11,10 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.op_config import checked_integer
-from ep_a2a.errors import ClosedError, StateError
+from ep_a2a.errors import ClosedError, InputError, StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
+from ep_a2a.memory.arena import Arena, default_device
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import (
     RECEIVE,
@@ -36,10 +37,11 @@ from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
+
+    from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import Copies, Stages
     from ep_a2a.ops.engine import Engine
 
@@ -61,6 +63,8 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
     Args:
         config: shapes and choices.
         arena: where memory comes from; None takes the one that shmem_torch_process_group_init made.
+        group: in place of an arena, the ranks that take part. The op then owns its memory, which `close` gives back;
+            it lies on the current CUDA device, or on the CPU without one.
         index: ops of one arena whose steps overlap (micro-batches) need different indices; ops of equal index share
             memory. None gives this op memory of its own.
 
@@ -68,8 +72,10 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
         memory: views of the op's regions, and the table of addresses that kernels read.
         engine: compiles and launches its kernels.
         timeouts: how long its kernels wait.
+        close_after: what `close` calls last; gives back the memory of an op that owns its own.
 
     Raises:
+        InputError: both an arena and a group are given.
         ConfigMismatchError: configs differ between ranks; the error names the field and the ranks.
         RankTimeoutError: ranks did not come to build the op.
         UnsupportedError: the kernel type is not available, or too many ranks and ops share a GPU.
@@ -78,15 +84,28 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
     # an engine may build its ops in inference mode, whose tensors nobody may write to outside of it
     @torch.inference_mode(mode=False)
     def __init__(
-        self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None
+        self,
+        config: EpDispatchCombineConfig,
+        *,
+        arena: Arena | None = None,
+        index: int | None = None,
+        group: ProcessGroup | None = None,
+        _is_agreed: bool = False,
     ) -> None:
+        self.close_after: Callable[[], None] | None = None
+        if group is not None:
+            if arena is not None:
+                raise InputError("an arena or a group", "both", "Pass one of them.")
+            arena = Arena(group, default_device())
+            self.close_after = arena.close
         if arena is None:
             from ep_a2a.shmem import default_arena
 
             arena = default_arena()
         self.arena = arena
         self.index = arena.unshared_index() if index is None else index
-        agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, self.index))
+        if not _is_agreed:
+            agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, index))
         share = agree_on_share(config, arena, self.index)
         self.timeouts = Timeouts.of(config)
         self.memory = BoundMemory(config, arena, self.index)
@@ -301,7 +320,11 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
         self.memory.acquired.slot.leave(self)
 
     def close(self) -> None:
-        """Ends the use of the op; local and idempotent. Its memory stays with the arena for the next op of its kind."""
+        """End the use of the op; a second call does nothing.
+
+        Its memory stays with the arena for the next op of its kind, and the call is local. An op that owns its memory
+        (make_op, group=) gives it back: call it on every rank then; it waits 3 seconds at most for the others.
+        """
         if not self._closed:
             self._closed = True
             if not self._process.is_current:
@@ -313,6 +336,8 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
             self._end_step()
             self.memory.acquired.user = None
             self.arena.give_back(self.index)
+            if self.close_after is not None:
+                self.close_after()
 
 
 def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> Engine:

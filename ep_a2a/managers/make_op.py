@@ -1,0 +1,101 @@
+"""make_op: an op on a torch process group, from the sizes of a MoE layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.errors import ConfigError, NotInitializedError
+from ep_a2a.managers.native import NativeAll2AllManager
+
+if TYPE_CHECKING:
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+OWN_NAMES = {
+    "token_hidden_size": "hidden_size",
+    "num_experts_per_token": "topk",
+    "max_num_tokens_per_dp_rank": "max_tokens",
+    "dispatch_quant_type": "quant",
+    "input_dtype": "dtype",
+    "the handle kwarg": "the argument of make_op",
+}
+"""What handle kwargs are called here."""
+
+
+def make_op(
+    group: dist.ProcessGroup | None = None,
+    *,
+    hidden_size: int,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    quant: str = "none",
+    layout: str = "compact",
+    device: torch.device | str | None = None,
+) -> EpDispatchCombineOp:
+    """Make an op for the tokens of one MoE layer on a torch process group. Collective over the group.
+
+    The ranks find out which of them share a node; on several nodes the op takes the kernels between nodes.
+    All arguments but `group` and `device` must be equal on all ranks.
+
+    Args:
+        group: the ranks among which the experts are spread, of any backend; None is the world.
+        hidden_size: elements of a token.
+        num_experts: experts over all ranks. Rank r owns num_experts // W of them, in order of rank; the first
+            num_experts % W ranks own one more.
+        topk: experts that each token names.
+        max_tokens: the most tokens that a rank dispatches in one step. Memory grows with it.
+        dtype: of the tokens and of combine's result: bfloat16, float16 or float32.
+        quant: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128" (one scale per 128 elements).
+        layout: order of the received rows: "compact", "rank_major" or "expert_major".
+        device: where the tensors live; None is the current CUDA device, or the CPU without one.
+
+    Returns:
+        The op. It owns its memory: `op.close()`, or the end of a `with` block, gives it back. Close it on every rank.
+
+    Raises:
+        NotInitializedError: there is no process group.
+        ConfigError, UnknownNameError: an argument is impossible. The other ranks raise ConfigMismatchError.
+        ConfigMismatchError: arguments differ between ranks; the error names the argument's field and the ranks.
+        UnsupportedError: no kernel serves this machine or these nodes.
+        RankTimeoutError: a rank did not come.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "a torch process group", "none", "Call torch.distributed.init_process_group() first, or pass group=."
+            )
+        group = dist.distributed_c10d._get_default_group()
+    manager = NativeAll2AllManager(group)
+    if device is not None:
+        manager.device = device
+    rank, world_size = manager.rank, manager.world_size
+    kwargs = {
+        "rank": rank,
+        "num_ep_ranks": world_size,
+        "num_local_experts": num_owned_experts(num_experts, world_size, rank),
+        "num_experts": num_experts,
+        "token_hidden_size": hidden_size,
+        "num_experts_per_token": topk,
+        "max_num_tokens_per_dp_rank": max_tokens,
+        "input_dtype": dtype,
+        "quant_dtype": None if quant == "none" else FP8_DTYPE,
+        "dispatch_quant_type": quant,
+        "layout": layout,
+    }
+    try:
+        op: EpDispatchCombineOp = manager.get_handle(kwargs)
+    except ConfigError as error:
+        raise type(error)(*map(_in_own_names, (error.expected, error.got, error.remedy))) from None
+    op.close_after = manager.destroy
+    return op
+
+
+def _in_own_names(text: str) -> str:
+    for name, own in OWN_NAMES.items():
+        text = text.replace(name, own)
+    return text

@@ -1,0 +1,149 @@
+"""An op on a torch process group and nothing else: make_op, EpDispatchCombineOp(group=...), MORI's symmetric world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ep_a2a
+from ep_a2a import shmem
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, UnknownNameError
+from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
+from ep_a2a.routing import num_distinct_ranks
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+HIDDEN, TOPK, TOKENS = 128, 2, 5
+
+
+def check_step(op: EpDispatchCombineOp, num_experts: int) -> None:
+    """Experts that return their input: every token comes back times the number of ranks it went to."""
+    generator = torch.Generator().manual_seed(op.config.rank)
+    x = torch.randint(-8, 8, (TOKENS, HIDDEN), generator=generator).bfloat16()
+    ids = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK).indices.int()
+    rows = op.dispatch(x, torch.ones(TOKENS, TOPK), None, ids).tokens
+    combined = op.combine(rows.clone(), None, ids).tokens[:TOKENS]
+    assert torch.equal(combined, x * num_distinct_ranks(ids, num_experts, op.config.world_size)[:, None])
+
+
+def on_the_world(context: RankContext, num_experts: int) -> bool:
+    op = ep_a2a.make_op(hidden_size=HIDDEN, num_experts=num_experts, topk=TOPK, max_tokens=8)
+    assert op.device == context.device
+    for _ in range(2):
+        check_step(op, num_experts)
+    op.close()
+    op.close()
+    return op.arena.closed
+
+
+@pytest.mark.parametrize("num_experts", [2, 4, 7])
+def test_an_op_on_the_world(ranks, num_experts: int) -> None:
+    assert ranks(on_the_world, 3, num_experts) == [True] * 3
+
+
+def on_a_subgroup(context: RankContext) -> None:
+    group = dist.new_group([0, 2])
+    if context.rank == 1:
+        return
+    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
+    # each has memory of its own, so their steps may overlap
+    with ep_a2a.make_op(group, **sizes) as op, ep_a2a.make_op(group, **sizes) as other:
+        rows = op.dispatch(torch.ones(1, HIDDEN).bfloat16(), None, None, torch.tensor([[0, 3]]).int()).tokens
+        check_step(other, 4)
+        assert op.combine(rows.clone(), None, None).tokens[0].eq(2).all()
+
+
+def test_ops_on_a_subgroup(ranks) -> None:
+    ranks(on_a_subgroup, 3)
+
+
+def with_choices(context: RankContext) -> None:
+    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
+    for quant in ("fp8_per_token", "fp8_per_1x128"):
+        with ep_a2a.make_op(context.group, **sizes, quant=quant, layout="rank_major") as op:
+            tokens, _, scales, _, _ = op.dispatch(
+                torch.ones(1, HIDDEN).bfloat16(), None, None, torch.zeros(1, TOPK).int()
+            )
+            assert tokens.dtype == FP8_DTYPE
+            assert tokens.shape == (context.world_size, 8, HIDDEN)
+            assert scales is not None
+    with ep_a2a.make_op(context.group, **sizes, dtype=torch.float32, layout="expert_major", device="cpu") as op:
+        assert op.dispatch(torch.ones(1, HIDDEN), torch.ones(1, TOPK), None, torch.zeros(1, TOPK).int())[0].dim() == 3
+
+
+def test_it_takes_the_names_of_plan(ranks) -> None:
+    ranks(with_choices, 2)
+
+
+def refused(context: RankContext) -> tuple[type[BaseException], str]:
+    hidden_size = 0 if context.rank == 1 else HIDDEN
+    with pytest.raises((ConfigError, ConfigMismatchError)) as caught:
+        ep_a2a.make_op(hidden_size=hidden_size, num_experts=4, topk=TOPK, max_tokens=8)
+    for wrong in ({"quant": "int3"}, {"layout": "by_moon"}):
+        with pytest.raises((ConfigError, UnknownNameError), match=next(iter(wrong.values()))):
+            ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, **wrong)
+    return caught.type, str(caught.value)
+
+
+def test_a_wrong_size_on_one_rank_is_an_error_on_all(ranks) -> None:
+    (other, told), (own, said) = ranks(refused, 2)
+    assert (other, own) == (ConfigMismatchError, ConfigError)
+    assert "rank 1 could not" in told
+    assert "hidden_size" in said
+    assert "token_hidden_size" not in said
+
+
+def test_without_a_process_group_it_says_what_is_missing() -> None:
+    with pytest.raises(NotInitializedError, match="init_process_group"):
+        ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8)
+
+
+def config_of(context: RankContext) -> EpDispatchCombineConfig:
+    return EpDispatchCombineConfig(
+        data_type=torch.bfloat16,
+        rank=context.rank,
+        world_size=context.world_size,
+        hidden_dim=HIDDEN,
+        scale_dim=0,
+        scale_type_size=0,
+        max_token_type_size=4,
+        max_num_inp_token_per_rank=8,
+        num_experts_per_rank=2,
+        num_experts_per_token=TOPK,
+    )
+
+
+def from_a_config(context: RankContext) -> bool:
+    with EpDispatchCombineOp(config_of(context), group=context.group) as op:
+        check_step(op, 2 * context.world_size)
+    return op.arena.closed
+
+
+def test_an_op_of_a_config_on_a_group(ranks) -> None:
+    assert ranks(from_a_config, 2) == [True] * 2
+
+
+def on_moris_world(context: RankContext) -> str:
+    with pytest.raises(UnknownNameError, match="elsewhere"):
+        shmem.shmem_torch_process_group_init("elsewhere")
+    shmem.shmem_torch_process_group_init("default")
+    with EpDispatchCombineOp(config_of(context)) as op:
+        check_step(op, 2 * context.world_size)
+    found = shmem.shmem_npes()
+    shmem.shmem_finalize()
+    group = dist.new_group([context.rank])
+    torch._C._distributed_c10d._register_process_group("default", group)
+    shmem.shmem_torch_process_group_init("default")
+    alone = shmem.shmem_npes()
+    shmem.shmem_finalize()
+    torch._C._distributed_c10d._unregister_process_group("default")
+    return f"{found} {alone}"
+
+
+def test_moris_default_group_is_the_world_unless_one_is_registered(ranks) -> None:
+    assert ranks(on_moris_world, 2) == ["2 1"] * 2
