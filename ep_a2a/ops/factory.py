@@ -15,6 +15,7 @@ from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.transport_choice import choose_transport, make_transport, name_network_devices
 from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.inputs import construction_error
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -30,8 +31,7 @@ class OpFactory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._nodes: dict[tuple[str, int], NodeArena] = {}
-        self._puts: Arena | None = None
+        self._own: dict[tuple[str, int], Arena] = {}
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> EpDispatchCombineOp:
         """The op of a config, over the transport that it names or that suits the topology.
@@ -50,32 +50,32 @@ class OpFactory:
 
         if not topology.internode:
             return EpDispatchCombineOp(config, arena=self.arena, index=index)
-        config, grid, reason = self._agree_on_transport(config, topology, index)
+        config, grid, reason = self._agree(config, topology, index)
         logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
-        arena = self.arena
-        if config.internode_transport == BY_PUTS:
-            arena = self._put_arena()
-        elif config.is_staged:
-            arena = self._node_arena(config.internode_transport, grid, config.timeout, reason)
-        return EpDispatchCombineOp(config, arena=arena, index=index)
+        arena = self._arena_of(config, grid)
+        if arena is None:
+            arena = self._make_arena(config, grid, reason)
+        return EpDispatchCombineOp(config, arena=arena, index=index, _is_agreed=True)
 
-    def _agree_on_transport(
+    def _agree(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
     ) -> tuple[EpDispatchCombineConfig, NodeGrid, str]:
         """The config with the transport that is used, where this rank stands, and why the transport was chosen.
 
-        The environment may say something else on another rank, which would wait in a meeting of its own.
+        The ranks agree before any of them makes an arena: the environment of another rank may name another transport,
+        and that rank would wait in a meeting of its own.
         """
+        rendezvous = self.arena.rendezvous
         try:
-            grid = NodeGrid.of(topology, self.arena.rendezvous.rank)
+            grid = NodeGrid.of(topology, rendezvous.rank)
             transport, reason = choose_transport(config.internode_transport, self._out_of_use(topology))
         except EpA2AError as error:
-            agree_on_config(None, self.arena.rendezvous, index or 0, error)
+            agree_on_config(None, rendezvous, index or 0, error)
             raise
         if transport != "peer_memory" and not config.uses_rings:
             config = replace(config, kernel_type=EpDispatchCombineKernelType.InterNodeV1)
         config = replace(config, internode_transport=transport)
-        agree_on_config(config, self.arena.rendezvous, index or 0)
+        agree_on_config(config, rendezvous, index or 0, construction_error(config, self._arena_of(config, grid), index))
         return config, grid, reason
 
     def _out_of_use(self, topology: Topology) -> dict[str, str]:
@@ -87,36 +87,33 @@ class OpFactory:
             found["nvshmem"] = "these are nodes of several hosts without GPUs"
         return found
 
-    def _put_arena(self) -> Arena:
-        """Memory that ranks of other nodes reach by puts; on CPU, where copies stand for them, that is all memory."""
-        if self.arena.device.type == "cpu":
-            return self.arena
-        if self._puts is None:
-            name_network_devices()
-            self._puts = Arena(self.arena.group, self.arena.device, nvshmem.allocate_symmetric)
-        return self._puts
+    def _arena_of(self, config: EpDispatchCombineConfig, grid: NodeGrid) -> Arena | None:
+        """The arena of an op between nodes; None where it has not been made. On CPU copies of bytes stand for puts."""
+        if config.is_staged:
+            return self._own.get((config.internode_transport, grid.num_nodes))
+        if config.internode_transport == BY_PUTS and self.arena.device.type != "cpu":
+            return self._own.get((BY_PUTS, 0))
+        return self.arena
 
-    def _node_arena(self, transport: str, grid: NodeGrid, timeout_secs: float, reason: str) -> NodeArena:
-        """Memory that the ranks of a node share, and what moves blocks between nodes."""
-        key = transport, grid.num_nodes
-        if key not in self._nodes:
-            group, device = self.arena.group, self.arena.device
-            between = make_transport(transport, reason, group, grid, device, timeout_secs)
-            self._nodes[key] = NodeArena(group, grid, device, between)
-        return self._nodes[key]
+    def _make_arena(self, config: EpDispatchCombineConfig, grid: NodeGrid, reason: str) -> Arena:
+        """Makes memory that ranks of other nodes reach by puts; else memory of a node, and what moves blocks."""
+        group, device, transport = self.arena.group, self.arena.device, config.internode_transport
+        if transport == BY_PUTS:
+            name_network_devices()
+            made = self._own[BY_PUTS, 0] = Arena(group, device, nvshmem.allocate_symmetric)
+            return made
+        between = make_transport(transport, reason, group, grid, device, config.timeout)
+        made = self._own[transport, grid.num_nodes] = NodeArena(group, grid, device, between)
+        return made
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arenas that are not the factory's own."""
-        return sum(arena.num_bytes for arena in self._own_arenas)
-
-    @property
-    def _own_arenas(self) -> list[Arena]:
-        return [*self._nodes.values(), *([] if self._puts is None else [self._puts])]
+        return sum(arena.num_bytes for arena in self._own.values())
 
     def close(self) -> None:
-        """Gives back what ops across nodes share, not the arena; to be called on every rank."""
-        for arena in self._own_arenas:
+        """Gives back the memory of ops across nodes, not the arena's; to be called on every rank."""
+        for arena in self._own.values():
             # the manager's own arena, which all ranks share, is where they meet
             arena.close(alone=True)
-        self._nodes.clear()
+        self._own.clear()
