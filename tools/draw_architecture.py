@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from draw_token_path import WIDTH, Picture
 
-from ep_a2a.commands.plot_style import COMBINE, DISPATCH, THEMES, Theme
+from ep_a2a.commands.plots import COMBINE, DISPATCH, THEMES, Theme
 
 HEIGHT, LANE_TOP, LANE_HEIGHT, LANE_GAP, BOX_HEIGHT = 700, 52, 84, 8, 46
 LABEL_X, LANE_LEFT = 22, 44

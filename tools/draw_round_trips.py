@@ -14,7 +14,7 @@ from pathlib import Path
 
 from draw_token_path import Picture
 
-from ep_a2a.commands.plot_style import THEMES, Theme
+from ep_a2a.commands.plots import THEMES, Theme
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 436, 170, 910, 72, 380
 MIN_US, MAX_US = 5.0, 1200.0

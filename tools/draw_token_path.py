@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ep_a2a.commands.plot_style import COMBINE, DISPATCH, EXPERTS, THEMES, Theme
+from ep_a2a.commands.plots import COMBINE, DISPATCH, EXPERTS, THEMES, Theme
 
 WIDTH, HEIGHT = 960, 436
 LANE_TOP, LANE_HEIGHT, LANE_GAP = 52, 84, 12

@@ -72,7 +72,7 @@ def run(options: SimpleNamespace) -> int:
     if options.plot is not None:
         if not options.selftest:
             raise typer.BadParameter("it draws what --selftest measures: add that", param_hint="--plot")
-        from ep_a2a.commands.plotting import check_can_plot
+        from ep_a2a.commands.plots import check_can_plot
 
         check_can_plot(options.plot)
     check_can_write(options.output)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ep_a2a.commands import plotting as plot
+from ep_a2a.commands import plots as plot
 from ep_a2a.commands.demo import model as demo_model
 from ep_a2a.commands.demo import settings as demo_settings
 from ep_a2a.commands.demo.model import embed, expert_weights, read_text, route

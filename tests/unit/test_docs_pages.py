@@ -12,7 +12,7 @@ import pytest
 
 from ep_a2a import env, errors
 from ep_a2a.cli import app
-from ep_a2a.commands import plot_style
+from ep_a2a.commands import plots
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.testing.patch_registry import PATCHES
 
@@ -106,7 +106,7 @@ def test_the_pictures_are_those_that_are_drawn():
     gpus, lines = round_trips.read_lines(PROJECT / "bench" / "results" / "2026-11-26_h100x4.jsonl")
     assert gpus == "four H100s"
     assert lines["ep_a2a"].keys() == lines["wire_limit"].keys() == {1, 16, 32, 128, 512, 4096}
-    for theme in plot_style.THEMES:
+    for theme in plots.THEMES:
         assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
         assert (DOCS / "pictures" / f"architecture_{theme.name}.svg").read_text() == rooms.draw(theme)
         assert (DOCS / "pictures" / f"round_trips_{theme.name}.svg").read_text() == round_trips.draw(theme, gpus, lines)

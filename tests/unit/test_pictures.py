@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.commands import plotting
-from ep_a2a.commands.bench import picture as bench_picture
+from ep_a2a.commands import plots
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.demo.picture import plot_traffic
 from ep_a2a.commands.demo.settings import DemoSettings
@@ -19,8 +18,7 @@ from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
 from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import predictions
 from ep_a2a.commands.plan.nodes_plot import plot_predictions
-from ep_a2a.commands.plot_lines import Panel, lines_figure, spread
-from ep_a2a.commands.plot_style import DARK, LIGHT, THEMES, Caption, style_of, text_inches, wrap
+from ep_a2a.commands.plots import DARK, LIGHT, THEMES, Caption, Panel, style_of, text_inches, wrap
 from ep_a2a.commands.trace.timeline import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
@@ -94,15 +92,15 @@ def figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def draw(name: str) -> list[Any]:
         found = []
 
-        def keep(make: Any, path: Path) -> tuple[Path, Path]:
+        def keep(path: Path, make: Any, *args: Any) -> tuple[Path, Path]:
             for theme in THEMES:
                 with mpl.rc_context(style_of(theme)):
-                    figure = make(theme)
+                    figure = make(theme, *args)
                     figure.draw_without_rendering()
                     found.append(figure)
             return path, path
 
-        monkeypatch.setattr(plotting, "write_picture", keep)
+        monkeypatch.setattr(plots, "write", keep)
         DRAWN[name](tmp_path / "x.png")
         return found
 
@@ -117,14 +115,11 @@ def words_of(figure: Any) -> list[str]:
 def test_nothing_lies_over_the_data_or_is_cut(figures, name: str) -> None:
     for figure in figures(name):
         page = figure.bbox.padded(1)
-        names = [each for axes in figure.axes for each in axes.texts if isinstance(each, mpl.text.Annotation)]
-        for each in (*figure.texts, *figure.legends, *names):
-            # an annotation's own box reaches to the data by its line
-            box = mpl.text.Text.get_window_extent(each) if each in names else each.get_window_extent()
+        for each in (*figure.texts, *figure.findobj(mpl.legend.Legend)):
+            box = each.get_window_extent()
             assert page.contains(*box.p0), each
             assert page.contains(*box.p1), each
             assert not [axes for axes in figure.axes if axes.bbox.overlaps(box)], each
-        assert not [axes for axes in figure.axes if axes.get_legend()]
         for axes in figure.axes:
             box = axes.get_tightbbox()
             assert page.contains(*box.p0), axes
@@ -133,9 +128,12 @@ def test_nothing_lies_over_the_data_or_is_cut(figures, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bench", "bench, everything"])
-def test_names_of_lines_do_not_touch(figures, name: str) -> None:
+def test_every_line_has_a_name_in_the_order_of_their_ends(figures, name: str) -> None:
     (axes,) = figures(name)[0].axes
-    boxes = [mpl.text.Text.get_window_extent(each) for each in axes.texts]
+    ends = {line.get_label(): line.get_ydata()[-1] for line in axes.lines}
+    texts = axes.get_legend().get_texts()
+    assert [each.get_text() for each in texts] == sorted(ends, key=ends.get, reverse=True)
+    boxes = [each.get_window_extent() for each in texts]
     assert len(boxes) == len(axes.lines) >= 4
     assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
 
@@ -168,7 +166,7 @@ def test_cpu_pictures_tell_nothing_about_speed(figures) -> None:
 
 def test_a_wrong_result_counts_for_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
-    monkeypatch.setattr(bench_picture, "plot_checks", lambda rows, caption, *_: found.update(rows=rows, words=caption))
+    monkeypatch.setattr(plots, "write", lambda path, draw, rows, labels, words: found.update(rows=rows, words=words))
     rows = [row for row in bench_rows() if row["num_tokens"] in (1, 16) and row["quant_type"] == "fp8_per_1x128"]
     rows += [rows[-1] | {"status": "error"}, rows[0] | {"contender": "deepep", "status": "unavailable"}]
     plot_bench(rows, tmp_path / "x.png", CPU)
@@ -189,10 +187,10 @@ def test_a_timeline_has_the_unit_of_its_length(figures, name: str, unit: str, mo
 
 
 def test_units() -> None:
-    assert plotting.unit_for(0.0, plotting.TIME_UNITS) == (1e-3, "ns")
-    assert plotting.unit_for(999.0, plotting.TIME_UNITS) == (1.0, "µs")
-    assert plotting.unit_for(1e3, plotting.TIME_UNITS) == (1e3, "ms")
-    assert plotting.unit_for(7e12, plotting.BYTE_UNITS) == (1e9, "GB")
+    assert plots.unit_for(0.0, plots.TIME_UNITS) == (1e-3, "ns")
+    assert plots.unit_for(999.0, plots.TIME_UNITS) == (1.0, "µs")
+    assert plots.unit_for(1e3, plots.TIME_UNITS) == (1e3, "ms")
+    assert plots.unit_for(7e12, plots.BYTE_UNITS) == (1e9, "GB")
 
 
 def test_titles_say_what_is_seen_and_footers_hold_parameters(figures) -> None:
@@ -225,7 +223,7 @@ def test_a_dark_variant_is_written_beside(tmp_path: Path, suffix: str) -> None:
 def test_files_that_cannot_be_written_are_found_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "x.dark.png").mkdir()
     with pytest.raises(ConfigError, match=r"x\.dark\.png"):
-        plotting.check_can_plot(tmp_path / "x.png")
+        plots.check_can_plot(tmp_path / "x.png")
     assert [each.name for each in tmp_path.iterdir()] == ["x.dark.png"]
 
 
@@ -240,15 +238,6 @@ def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wanted", [[0.5] * 5, [0.0, 1.0, 0.99], [0.2], [1.0] * 10, []])
-def test_names_are_spread_without_touching(wanted: list[float]) -> None:
-    sizes = [0.08 + 0.01 * (i % 2) for i in range(len(wanted))]
-    placed = spread(wanted, sizes)
-    edges = sorted((y - size / 2, y + size / 2) for y, size in zip(placed, sizes))
-    assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(edges))
-    assert all(low >= -1e-9 and high <= 1 + 1e-9 for low, high in edges)
-
-
 def test_lines_of_text_fit() -> None:
     lines = wrap("a title that is longer than the picture is wide", 2.0, 12)
     assert len(lines) > 1
@@ -259,7 +248,7 @@ def test_lines_of_text_fit() -> None:
 def test_ticks_do_not_touch() -> None:
     panel = Panel("x", "y", {n: str(n) for n in range(1, 65)}, log_y=True, lines=[("one", [(1, 2.0), (64, 3.0)], {})])
     with mpl.rc_context(style_of(LIGHT)):
-        figure = lines_figure(panel, Caption("title"), LIGHT)
+        figure = plots.lines(LIGHT, [panel], Caption("title"))
     figure.draw_without_rendering()
     boxes = [each.get_window_extent() for each in figure.axes[0].get_xticklabels() if each.get_text()]
     assert len(boxes) > 8

@@ -29,7 +29,7 @@ from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
 from ep_a2a.commands.options import given, refuse
-from ep_a2a.commands.plotting import check_can_plot, dark_variant
+from ep_a2a.commands.plots import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.commands import plots
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
 from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, is_of_layers, shown_name, varying_fields
 from ep_a2a.commands.bench.runner import Status
-from ep_a2a.commands.plot_cells import plot_checks
-from ep_a2a.commands.plot_lines import Panel, plot_lines
-from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import TIME_UNITS, unit_for
+from ep_a2a.commands.plots import TIME_UNITS, Caption, Panel, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +30,7 @@ def plot_bench(records: Sequence[Record], path: Path, header: Record) -> tuple[P
         header: as `report.describe` makes it, of the machine that made the records.
 
     Raises:
-        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.write_picture.
+        MissingPackageError, ConfigError: as ep_a2a.commands.plots.write.
     """
     if header["device"] == "cpu" or not any(record["status"] == Status.OK for record in records):
         return _plot_checks(records, path, header)
@@ -51,7 +49,7 @@ def _plot_checks(records: Sequence[Record], path: Path, header: Record) -> tuple
     found = f"{good} of {len(checked)} contenders are right" if checked else "nothing ran"
     reading = CPU_READING if header["device"] == "cpu" else "Nothing was timed"
     caption = Caption(f"Functional check: {found}", reading, _footer(records, x_field, header))
-    return plot_checks(rows, caption, (X_LABELS[x_field], ""), path)
+    return plots.write(path, plots.cells, rows, (X_LABELS[x_field], ""), caption)
 
 
 def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> tuple[Path, Path]:
@@ -81,7 +79,7 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
         footer += f"\nno times: {', '.join(silent)}"
     dashed = "; dashed: wire_limit, the reference push of the same bytes" if any(map(is_push, lines)) else ""
     caption = Caption(_title(lines, _measured(records)), f"Both axes logarithmic, lower is better{dashed}", footer)
-    return plot_lines(panel, caption, path)
+    return plots.write(path, plots.lines, [panel], caption)
 
 
 def _measured(records: Sequence[Record]) -> str:

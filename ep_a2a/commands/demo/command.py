@@ -11,7 +11,7 @@ from ep_a2a.commands.demo.report import make_report
 from ep_a2a.commands.demo.view import show_report
 from ep_a2a.commands.demo.worker import NUM_STEPS, run_rank
 from ep_a2a.commands.files import give_json
-from ep_a2a.commands.plotting import check_can_plot
+from ep_a2a.commands.plots import check_can_plot
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 
 if TYPE_CHECKING:

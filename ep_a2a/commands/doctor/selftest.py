@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ep_a2a
+from ep_a2a.commands import plots
 from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
-from ep_a2a.commands.plot_cells import plot_checks, plot_matrix
-from ep_a2a.commands.plot_style import Caption
 from ep_a2a.errors import ConfigMismatchError, without_section
 from ep_a2a.testing.launch import RankFailure, RankPool
 
@@ -170,7 +169,7 @@ def _error_text(failure: RankFailure) -> str:
 
 
 def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
-    """Writes a heat map of the rates between ranks, on CPU which pairs passed; raises as `write_picture`.
+    """Writes a heat map of the rates between ranks, on CPU which pairs passed; raises as `plots.write`.
 
     Args:
         test: what was measured. path: *.png or *.svg.
@@ -180,15 +179,14 @@ def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
     failed = [f"{a} and {b}" for (a, b), result in test.pairs.items() if result.error]
     footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
     footer += f"\n{test.note}" if test.note else ""
+    labels = ("to rank", "from rank")
     if test.device == "cpu":
         words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
-        cells: dict[str, dict[str, bool | None]] = {
-            str(a): {str(b): None if a == b else rate is not None for b, rate in enumerate(row)}
-            for a, row in enumerate(rates)
-        }
-        caption = Caption(f"Functional check: {words}", "Over shared memory: says nothing about speed", footer)
-        return plot_checks(cells, caption, ("to rank", "from rank"), path)
+        passed = [[None if a == b else rate is not None for b, rate in enumerate(row)] for a, row in enumerate(rates)]
+        caption = plots.Caption(f"Functional check: {words}", "Over shared memory: says nothing about speed", footer)
+        return plots.write(path, plots.cells, plots.between_ranks(passed), labels, caption)
     span = f": {min(known):.3g} to {max(known):.3g} GB/s" if known else ": nothing was measured"
     reading = "From rank (down) to rank (across), pair by pair; grey: not measured"
     reading += f" (failed: {', '.join(failed)})" if failed else ""
-    return plot_matrix(rates, Caption(f"Rates of pushes between ranks{span}", reading, footer), "GB/s", path)
+    caption = plots.Caption(f"Rates of pushes between ranks{span}", reading, footer)
+    return plots.write(path, plots.cells, plots.between_ranks(rates), labels, caption, "GB/s")

@@ -78,7 +78,7 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
     """
     from ep_a2a.commands.plan.nodes_plot import plot_predictions
     from ep_a2a.commands.plan.nodes_view import report_of, report_of_published
-    from ep_a2a.commands.plotting import check_can_plot
+    from ep_a2a.commands.plots import check_can_plot
     from ep_a2a.commands.simulation.published import compare, published_tables
 
     known, when, why = (*FIELDS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."

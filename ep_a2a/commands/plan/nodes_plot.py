@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import ep_a2a
-from ep_a2a.commands.plot_lines import Panel, plot_panels
-from ep_a2a.commands.plot_style import BUFFERS, COMBINE, DISPATCH, Caption
-from ep_a2a.commands.plotting import BINARY_UNITS, BYTE_UNITS, TIME_UNITS, unit_for
+from ep_a2a.commands import plots
+from ep_a2a.commands.plots import (
+    BINARY_UNITS,
+    BUFFERS,
+    BYTE_UNITS,
+    COMBINE,
+    DISPATCH,
+    TIME_UNITS,
+    Caption,
+    Panel,
+    unit_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +36,7 @@ def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Pat
         found: of one shape. path: *.png or *.svg.
 
     Raises:
-        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.write_picture.
+        MissingPackageError, ConfigError: as ep_a2a.commands.plots.write.
     """
     ticks = {count: str(count) for count in sorted({each.cluster.num_ranks for each in found})}
     values: dict[str, tuple[Sequence[tuple[float, str]], dict[str, Callable[[Prediction], float]]]] = {
@@ -51,7 +60,7 @@ def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Pat
         panels.append(panel)
     key = [(name, {"color": f"C{number}"}) for name, number in KEY.items()]
     key += [(f"a copy per {kind}", {"linestyle": STYLES[kind]}) for kind in copies]
-    return plot_panels(panels, key, _caption(found), path)
+    return plots.write(path, plots.lines, panels, _caption(found), key)
 
 
 def _caption(found: Sequence[Prediction]) -> Caption:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.commands.plot_lines import plot_bars
-from ep_a2a.commands.plot_style import Caption
-from ep_a2a.commands.plotting import TIME_UNITS, unit_for
+from ep_a2a.commands import plots
+from ep_a2a.commands.plots import TIME_UNITS, Caption, unit_for
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
 
 if TYPE_CHECKING:
@@ -41,14 +40,14 @@ def plot_timeline(
         device: "cpu" or "cuda", where the kernels ran.
 
     Raises:
-        MissingPackageError, ConfigError: as ep_a2a.commands.plotting.write_picture.
+        MissingPackageError, ConfigError: as ep_a2a.commands.plots.write.
     """
     times_ns = [time for spans in spans_by_rank.values() for each in spans for time in (each.start_ns, each.end_ns)]
     first_ns, last_ns = min(times_ns, default=0), max(times_ns, default=0)
     size, unit = unit_for((last_ns - first_ns) / NS_PER_US, TIME_UNITS)
     rows = []
     for rank, spans in spans_by_rank.items():
-        group = f"rank {rank}\t"
+        group = f"rank {rank}"
         for name in ("host", *DISPATCH_NAMES, *COMBINE_NAMES):
             bars = [
                 ((each.start_ns - first_ns) / NS_PER_US / size, (each.end_ns - each.start_ns) / NS_PER_US / size)
@@ -56,11 +55,11 @@ def plot_timeline(
                 if _row_name(each) == name
             ]
             if bars:
-                rows.append((group + name, COLOURS.get(name), bars))
+                rows.append((group, name, COLOURS.get(name), bars))
                 group = ""
     reading = CPU_READING if device == "cpu" else GPU_READING
     caption = Caption("What each rank does in the last step", f"{KEY}; {reading}", note)
-    return plot_bars(rows, f"{unit} since the first bar", caption, path)
+    return plots.write(path, plots.bars, rows, f"{unit} since the first bar", caption)
 
 
 def _row_name(span: TraceSpan) -> str:
