@@ -7,8 +7,8 @@ announces that the peer has begun its combine, which bounds how far ranks can ru
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, clear_results
-from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unlike_dispatch
+from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
+from ep_a2a.kernels.combine_send_kernels import CombineStep, Operands, Share, first_unit, push_results, unlike_dispatch
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -47,118 +47,100 @@ SPEAKER = tl.constexpr(0)
 
 
 @portable
-def post_to_peers(
-    table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    ORDERS: tl.constexpr,
-):  # fmt: skip
-    """Posts to every peer that this rank has begun this combine, and whether it brings weights.
+def post_to_peers(table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
+    """Post to every peer that this rank has begun this combine, and whether it brings weights.
 
     ORDERS: as in post_all; weights must be ordered.
     """
     if HAS_WEIGHTS:
-        lanes = tl.arange(0, WORLD_LANES)
-        present = lanes < WORLD_SIZE
-        epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32) + rank
+        lanes = tl.arange(0, S.WORLD_LANES)
+        present = lanes < S.WORLD_SIZE
+        epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int32) + rank
         tl.store(epochs_at, like(lanes, epoch), mask=present)
-    post_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS)
+    post_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS)
 
 
 @portable
 def await_peers(
-    table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1,
-):  # fmt: skip
-    """Waits until every peer has begun this combine; the poison word, also when a peer brings no weights.
+    table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1
+):
+    """Wait until every peer has begun this combine. Returns the poison word, also when a peer brings no weights.
 
     ORDERS, PATIENCE: as of wait_all.
     """
-    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, WORLD_SIZE, WORLD_LANES, ORDERS, PATIENCE)
+    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS, PATIENCE)
     if HAS_WEIGHTS:
         if poison == 0:
-            lanes = tl.arange(0, WORLD_LANES)
-            epochs_at = address(table, WEIGHT_EPOCHS, rank, WORLD_SIZE, tl.int32) + lanes
-            brought = tl.load(epochs_at, mask=lanes < WORLD_SIZE, other=0, volatile=True)
-            missing = ((brought != epoch) & (lanes < WORLD_SIZE)).to(tl.int32)
+            lanes = tl.arange(0, S.WORLD_LANES)
+            epochs_at = address(table, WEIGHT_EPOCHS, rank, S.WORLD_SIZE, tl.int32) + lanes
+            brought = tl.load(epochs_at, mask=lanes < S.WORLD_SIZE, other=0, volatile=True)
+            missing = ((brought != epoch) & (lanes < S.WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
-                fail(table, poison, COMBINE_PHASE, epoch, 1, missing, rank, WORLD_SIZE, WORLD_LANES)
+                fail(table, poison, COMBINE_PHASE, epoch, 1, missing, rank, S.WORLD_SIZE, S.WORLD_LANES)
     return poison
 
 
 @portable
 def send_results(
-    first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, epoch, poison, is_speaker,
-    sender, is_sender, num_senders, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """The sending part of a program: posts to the peers, or sends its share of the rows. first: from first_unit."""
-    if is_speaker & (poison == 0):
-        post_to_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
-    if is_sender & (poison == 0):
-        begin_span(FORM.SPANS, table, COPY_AND_PUT, S.WORLD_SIZE)
-        push_results(
-            first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, sender, num_senders, S, SENT,
-            FORM.HAS_WEIGHTS, COMBINE.OWN_IN_PLACE,
-        )  # fmt: skip
-        end_span(FORM.SPANS, table, COPY_AND_PUT, S.WORLD_SIZE)
+    first, given, step, share, poison, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
+):
+    """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
+    if step.is_speaker & (poison == 0):
+        post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+    if step.is_sender & (poison == 0):
+        begin_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
+        push_results(first, given, step, share, S, SENT, FORM.HAS_WEIGHTS, COMBINE.OWN_IN_PLACE)
+        end_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
 
 
 @portable
-def first_own_row_of(counts, stride, rank, S: tl.constexpr):
-    """Where this rank's own rows begin among those that it has received."""
-    first_own_row = rank * stride
+def own_row_of(step, S: tl.constexpr):
+    """Return where this rank's own rows begin among those that it has received."""
+    own_row = step.rank * step.step_tokens
     if S.COMPACT:
-        first_own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < rank, counts, 0), 0)
-    return first_own_row
+        own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < step.rank, step.counts, 0), 0)
+    return own_row
 
 
 @portable
 def receive_results(
-    work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S: tl.constexpr,
-    ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr,
+    given, step, share, poison, S: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """The receiving part of a program: waits for the peers' flags, or adds its share of the tokens' rows.
-
-    Args:
-        work: Receiver, whose first_own_row is not known yet; its number is negative in programs that add nothing.
-    """
-    table, rank, epoch = work.table, work.rank, work.epoch
-    if is_speaker | (work.number >= 0):
+    """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
+    table, rank, epoch = step.table, step.rank, step.epoch
+    if step.is_speaker | (share.program >= 0):
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    if is_speaker:
+    if step.is_speaker:
         if poison == 0:
             # then every peer's experts have read what this rank overwrites next
-            poison = await_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+            poison = await_peers(table, epoch, rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    elif (work.number >= 0) & (poison == 0):
-        own = first_own_row_of(counts, stride, rank, S)
-        poison = add_results(
-            Receiver(
-                table, rank, epoch, work.num_tokens, work.slots_per_rank, own, work.number, work.num_receivers,
-                work.pause_ns,
-            ),
-            rows_in, weights_in, result, ids, bias_0, bias_1, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS,
-        )  # fmt: skip
+    elif (share.program >= 0) & (poison == 0):
+        own_row = own_row_of(step, S)
+        poison = add_results(given, step, share, own_row, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        if work.number >= 0:
-            clear_results(result, work.num_tokens, work.number, work.num_receivers, ADDED, COMBINE.DTYPE)
+        if share.program >= 0:
+            clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
 
 
 @portable
-def begin_combine(table, state, num_tokens, stride, S: tl.constexpr, FORM: tl.constexpr):
-    """The step's epoch, and what is not 0 when the calls come out of order or do not fit the dispatch before."""
+def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: tl.constexpr):
+    """Return the step's epoch, and a number that is not 0 when the calls come out of order."""
     epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
-    return epoch, out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
+    return epoch, out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
 
 
 @portable(
-    do_not_specialize=["num_tokens", "stride", "slots_per_rank", "rank", "num_senders", "num_receivers", "pause_ns"],
+    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_senders", "num_receivers", "pause_ns"],
     do_not_specialize_on_alignment=["ids", "weights_in"],
 )  # fmt: skip
 def combine_kernel(
-    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, stride, slots_per_rank, rank, num_senders,
+    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_senders,
     num_receivers, pause_ns,
     S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
@@ -174,7 +156,7 @@ def combine_kernel(
         result: of COMBINE.DTYPE.
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
-        stride: rows per source in layout rank_major. slots_per_rank: M, rows that each peer may send back.
+        step_tokens: the step's bound, rows per source in layout rank_major. M: rows that each peer may send back.
         num_senders: the programs after the first, which send. Program 0 speaks with the peers.
         num_receivers: the last programs of the grid, which add.
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
@@ -190,26 +172,22 @@ def combine_kernel(
     is_speaker = program == SPEAKER
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_combine(table, state, num_tokens, stride, S, FORM)
+    epoch, out_of_order = begin_combine(table, state, num_tokens, step_tokens, S, FORM)
     answer = ask_poison(poison_word, WEIGHTS.GROUP)
+    given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     sender = program - 1
     is_sender = (sender >= 0) & (sender < num_senders)
+    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, is_speaker, is_sender, pause_ns)
+    sends = Share(sender, num_senders)
     if FORM.SEND:
         # in flight together with what decides whether it is sent
-        first = first_unit(rows_in, table, counts, stride, rank, sender, is_sender, S, SENT, COMBINE.OWN_IN_PLACE)
+        first = first_unit(rows_in, step, sends, S, SENT, COMBINE.OWN_IN_PLACE)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.SEND:
-        send_results(
-            first, rows_in, weights_in, table, counts, stride, slots_per_rank, rank, epoch, poison, is_speaker, sender,
-            is_sender, num_senders, S, SENT, COMBINE, FORM,
-        )  # fmt: skip
+        send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
-        receiver = program - (num_programs - num_receivers)
-        work = Receiver(table, rank, epoch, num_tokens, slots_per_rank, 0, receiver, num_receivers, pause_ns)
-        receive_results(
-            work, rows_in, weights_in, result, ids, bias_0, bias_1, counts, stride, poison, is_speaker, S, ADDED,
-            WEIGHTS, COMBINE, FORM,
-        )  # fmt: skip
+        adds = Share(program - (num_programs - num_receivers), num_receivers)
+        receive_results(given, step, adds, poison, S, ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

@@ -345,7 +345,7 @@ def return_kernel(
     out = Results(table, result, ids, num_tokens, epoch, rank)
     forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
     if poison == 0:
-        poison = await_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, A.HAS_WEIGHTS, True)
+        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, S, R, A)
     if poison != 0:

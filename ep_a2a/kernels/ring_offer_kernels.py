@@ -26,8 +26,8 @@ COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 def offer_row(rows_in, weights_in, places, row, S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
     """Puts one row, and its weights, where the ranks of this node read them (places: ReturnPlaces)."""
     for start in tl.static_range(0, B.WIDTH, B.GROUPS_LANES * B.GROUP):
-        values = load_block(rows_in, row, start, B.WIDTH, B.GROUPS_LANES, B.GROUP)
-        push_block(values, places, row, start, B.WIDTH, B.GROUPS_LANES, B.GROUP, B.QUANTIZED, B.SCALED)
+        values = load_block(rows_in, row, start, B)
+        push_block(values, places, row, start, B)
     if HAS_WEIGHTS:
         # where they lie is not known to be aligned
         choices = tl.arange(0, S.TOPK_LANES)
@@ -70,5 +70,5 @@ def offer_results_kernel(
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
     if is_last:
         if not any_poisoned:
-            post_to_peers(table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, HAS_WEIGHTS, True)
+            post_to_peers(table, epoch, rank, S, HAS_WEIGHTS, True)
     finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE)

@@ -299,9 +299,7 @@ def sum_nodes_kernel(
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
     if poison == 0:
-        poison = await_peers(
-            table, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST
-        )  # fmt: skip
+        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)  # fmt: skip
     for chunk in range(program, num_chunks, num_programs):
         if poison == 0:
             slots = ()

@@ -9,8 +9,16 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.combine_receive_kernels import Receiver, add_results, judge_block, read_block
-from ep_a2a.kernels.combine_send_kernels import first_unit, push_results, unit_of
+from ep_a2a.kernels.combine_receive_kernels import add_results, judge_block, read_block
+from ep_a2a.kernels.combine_send_kernels import (
+    CombineStep,
+    Operands,
+    ReturnPlaces,
+    Share,
+    first_unit,
+    push_results,
+    unit_of,
+)
 from ep_a2a.kernels.constants import Block, Combine, Shape
 from ep_a2a.kernels.layout import Region, padded
 from ep_a2a.kernels.portable import portable
@@ -56,7 +64,8 @@ def list_units(
     lanes = tl.arange(0, WORLD_LANES)
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
     shape = Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT)
-    destination, index, row = unit_of(unit, vector, stride, rank, NUM_BLOCKS, shape, OWN_IN_PLACE)
+    step = CombineStep(counts, rank, 1, 0, stride, 0, vector, False, True, 0)
+    destination, index, row = unit_of(unit, step, NUM_BLOCKS, shape, OWN_IN_PLACE)
     tl.store(out + unit * 3, destination)
     tl.store(out + unit * 3 + 1, index)
     tl.store(out + unit * 3 + 2, row)
@@ -129,12 +138,8 @@ def ask_first(
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
     aim, _places, values = first_unit(
         rows_in,
-        table,
-        vector,
-        stride,
-        rank,
-        sender,
-        is_sender,
+        CombineStep(table, rank, 1, 0, stride, 0, vector, False, is_sender, 0),
+        Share(sender, num_senders),
         Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT),
         Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
         OWN_IN_PLACE,
@@ -249,23 +254,11 @@ def send_back(
     vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
     shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, COMPACT)
     block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False)
-    first = first_unit(rows_in, table, vector, stride, rank, sender, sender >= 0, shape, block, OWN_IN_PLACE)
-    push_results(
-        first,
-        rows_in,
-        weights_in,
-        table,
-        vector,
-        stride,
-        slots_per_rank,
-        rank,
-        sender,
-        num_senders,
-        shape,
-        block,
-        HAS_WEIGHTS,
-        OWN_IN_PLACE,
-    )
+    step = CombineStep(table, rank, 1, 0, stride, slots_per_rank, vector, False, True, 0)
+    share = Share(sender, num_senders)
+    given = Operands(rows_in, weights_in, None, None, None, None)
+    first = first_unit(rows_in, step, share, shape, block, OWN_IN_PLACE)
+    push_results(first, given, step, share, shape, block, HAS_WEIGHTS, OWN_IN_PLACE)
 
 
 @SENDS
@@ -328,8 +321,9 @@ def look_scaled(
     for peer in tl.static_range(WORLD_SIZE):
         slots = slots + (tl.load(slots_in + peer),)  # noqa: RUF005
     block = Block(WIDTH, GROUPS_LANES, GROUP, tl.uint8, tl.float8e4nv, True, True)
-    seen = read_block(rows, scales, slots, rows, 0, 0, block, WORLD_SIZE, False)
-    missing, total = judge_block(seen, slots, 0, 0, block, WORLD_SIZE, False)
+    shape = Shape(WORLD_SIZE, WORLD_SIZE, 1, 1, False)
+    seen = read_block(ReturnPlaces(rows, scales, rows), slots, rows, 0, 0, shape, block, False)
+    missing, total = judge_block(seen, slots, 0, 0, shape, block, False)
     tl.store(missing_out, missing)
     where = tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(total_out + where, total)
@@ -407,13 +401,10 @@ def add(
 ):
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
     poison = add_results(
-        Receiver(table, rank, 1, num_tokens, slots_per_rank, first_own_row, receiver, num_receivers, 0),
-        rows_in,
-        weights_in,
-        result,
-        rows_in,
-        None,
-        None,
+        Operands(rows_in, weights_in, result, rows_in, None, None),
+        CombineStep(table, rank, 1, num_tokens, 0, slots_per_rank, 0, False, False, 0),
+        Share(receiver, num_receivers),
+        first_own_row,
         Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
         Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
         Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False),
