@@ -50,7 +50,7 @@ def run(options: SimpleNamespace) -> None:
     from ep_a2a.commands.options import check_topk
     from ep_a2a.commands.plots import check_can_plot
     from ep_a2a.commands.ranks import choose_device, default_ranks
-    from ep_a2a.commands.trace.command import execute
+    from ep_a2a.commands.trace import execute
     from ep_a2a.config import Layout, parse_enum
 
     kind = choose_device(options.device.value)

@@ -45,8 +45,7 @@ def run(options: SimpleNamespace) -> int:
 
     from ep_a2a.commands.measure.timing import TimingSettings
     from ep_a2a.commands.measure.workload import make_workloads
-    from ep_a2a.commands.tune.command import default_output, execute
-    from ep_a2a.commands.tune.search import DEFAULT_SIZES, check_can_tune
+    from ep_a2a.commands.tune import DEFAULT_SIZES, check_can_tune, default_output, execute
     from ep_a2a.topology.gpu_share import sharing_note
 
     world_size = options.ranks or torch.cuda.device_count()

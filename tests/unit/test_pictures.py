@@ -19,7 +19,7 @@ from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import predictions
 from ep_a2a.commands.plan.nodes_plot import plot_predictions
 from ep_a2a.commands.plots import DARK, LIGHT, THEMES, Caption, Panel, style_of, text_inches, wrap
-from ep_a2a.commands.trace.timeline import plot_timeline
+from ep_a2a.commands.trace import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
 from ep_a2a.topology.gpu_share import sharing_note

@@ -15,8 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands.trace.command import remove_earlier
-from ep_a2a.commands.trace.timeline import last_step, plot_timeline
+from ep_a2a.commands.trace import last_step, plot_timeline, remove_earlier
 from ep_a2a.errors import TopKError
 from ep_a2a.kernels.layout import Span
 from ep_a2a.kernels.portable import PortableFunction
@@ -98,7 +97,7 @@ def test_only_the_commands_own_files_are_removed(tmp_path: Path):
 
 def test_more_experts_per_token_than_experts_are_refused_before_anything_is_done(tmp_path: Path):
     options = ["--device", "cpu", "--experts", "4", "--topk", "5", "--output", str(tmp_path / "out")]
-    with mock.patch("ep_a2a.commands.trace.command.execute") as execute:
+    with mock.patch("ep_a2a.commands.trace.execute") as execute:
         done = CliRunner().invoke(make_app(), ["trace", *options])
     assert isinstance(done.exception, TopKError)
     assert "--topk <= 4" in str(done.exception)

@@ -10,11 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
+from ep_a2a.commands import tune
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.commands.tune import command
-from ep_a2a.commands.tune import search as tune
-from ep_a2a.commands.tune.command import default_output, show
+from ep_a2a.commands.tune import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.topology.gpu_share import sharing_note
 from ep_a2a.tuning import tables as tuning
@@ -124,10 +123,9 @@ def outcome_of(num_tokens: int) -> tune.Outcome:
 @pytest.mark.parametrize("fails", [False, True])
 def test_each_size_is_a_line_of_progress(fails, monkeypatch, tmp_path, capsys):
     points = [outcome_of(size).workload for size in (8, 16)]
-    monkeypatch.setattr(
-        command, "tune", lambda points, *_: iter([outcome_of(8), "16: a rank died" if fails else outcome_of(16)])
-    )
-    assert command.execute(points, TimingSettings(), 60.0, tmp_path) is not fails
+    found = {8: outcome_of(8), 16: "16: a rank died" if fails else outcome_of(16)}
+    monkeypatch.setattr(tune, "tune_point", lambda point, *_: found[point.max_num_tokens])
+    assert tune.execute(points, TimingSettings(), 60.0, tmp_path) is not fails
     out, err = capsys.readouterr()
     last = "2/2 16: a rank died" if fails else "2/2 16 tokens: 110.0 -> 99.0 µs"
     assert err.splitlines() == ["1/2 8 tokens: 110.0 -> 99.0 µs", last, f"tables: {tmp_path}"]

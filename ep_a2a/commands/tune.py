@@ -1,4 +1,4 @@
-"""Searches for the launch numbers with the fastest round trips, and writes them to tuned tables."""
+"""Searches for the launch numbers with the fastest round trips, writes them to tuned tables and prints them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+import ep_a2a
+from ep_a2a import env
+from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_folder
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
 from ep_a2a.commands.measure.timing import Timer
-from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.commands.progress import Progress
+from ep_a2a.commands.tables import new_table
+from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
+from ep_a2a.tuning import tables
 from ep_a2a.tuning.parse import LAUNCH_FIELDS, MAX_PROGRAMS, PROGRAM_FIELDS
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
-from ep_a2a.tuning.tables import (
-    Evidence,
-    Table,
-    TableEntry,
-    TunedLaunch,
-    TunedTables,
-    arch_name,
-    shape_key,
-    table_name,
-    write_table,
-)
+from ep_a2a.tuning.tables import Evidence, Table, TableEntry, TunedLaunch, TunedTables, shape_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from ep_a2a.commands.measure.timing import TimingSettings
     from ep_a2a.commands.measure.workload import Workload
@@ -57,6 +53,101 @@ LEAST_GAIN = 0.01
 """Share of the time that a better launch must save; less is noise."""
 POINT_TIMEOUT_SECS = 900.0
 """Seconds beyond a point's budget, for building the op and compiling the last trial."""
+
+
+def execute(
+    points: Sequence[Workload],
+    settings: TimingSettings,
+    budget_secs: float,
+    folder: Path,
+    *,
+    as_json: bool = False,
+    note: str = "",
+) -> bool:
+    """Searches for each workload, writes tables into the folder and prints the outcomes.
+
+    Args:
+        points: all of one number of ranks. settings: how a trial is timed.
+        budget_secs: seconds of each search.
+        folder: of the tables; made where it does not exist.
+        note: sharing_note of the ranks, for JSON.
+
+    Returns:
+        Whether every size could be measured.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    check_folder(folder)
+    outcomes: list[Outcome] = []
+    with Progress("tuning", len(points), messages.notices()) as progress:
+        for point in points:
+            progress.begin(f"{point.max_num_tokens} tokens, {budget_secs:g} s at most")
+            result = tune_point(point, settings, budget_secs, folder)
+            if isinstance(result, str):
+                progress.end(result, "red")
+            else:
+                outcomes.append(result)
+                times = f"{result.default_us:.1f} -> {result.best_us:.1f} µs"
+                progress.end(f"{result.workload.max_num_tokens} tokens: {times}")
+    if as_json:
+        results = [each.as_json_object() for each in outcomes]
+        messages.print_json({"folder": str(folder), "note": note, "results": results})
+    elif outcomes:
+        show(outcomes)
+    if outcomes:
+        messages.note(f"tables: {folder}")
+    return len(outcomes) == len(points)
+
+
+def default_output(note: str = "") -> Path:
+    """Returns the folder for tables: EP_A2A_TUNING_DIR, else configs/ of the checkout.
+
+    Args:
+        note: sharing_note of the ranks; "" where each has a GPU of its own.
+
+    Raises:
+        ConfigError: neither is there, or ranks share GPUs.
+    """
+    if note:
+        raise ConfigError(
+            "--output DIR where ranks share GPUs",
+            note,
+            "Say --output with a folder of its own: ranks with a GPU each take their launches from the usual tables.",
+        )
+    own = env.TUNING_DIR.get()
+    if own and own != tables.NO_TABLES:
+        return Path(own)
+    shipped = tables.shipped_directory()
+    # Installed files belong to the package manager.
+    if shipped.parent == Path(ep_a2a.__file__).resolve().parent or not shipped.is_dir():
+        raise ConfigError("a folder for the tables", "none", f"Say --output DIR, and set {env.TUNING_DIR.name} to it.")
+    return shipped
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Prints analytic and best launches and their times."""
+    numbers = ("analytic µs", "best µs", "saved", "trials")
+    table = new_table("round trips, µs", ("max tokens", "phase", "analytic", "best", *numbers), right=numbers)
+    for outcome in outcomes:
+        saved = f"{1 - outcome.best_us / outcome.default_us:.1%}"
+        trials = f"{outcome.num_trials}{'' if outcome.is_complete else ', out of time'}"
+        times = (f"{outcome.default_us:.1f}", f"{outcome.best_us:.1f}", saved, trials)
+        for number, phase in enumerate(outcome.default):
+            first = number == 0
+            cells = (_text(outcome.default[phase], phase), _text(outcome.best[phase], phase))
+            size = str(outcome.workload.max_num_tokens) if first else ""
+            table.add_row(size, phase, *cells, *(times if first else ("",) * len(times)))
+    messages.output().print(table)
+
+
+def _text(launch: TunedLaunch, phase: str) -> str:
+    """Its numbers; "each" for one program for each unit of work."""
+    parts = []
+    for name in LAUNCH_FIELDS[phase]:
+        number = getattr(launch, name)
+        parts.append(f"{name.removeprefix('num_')} {'each' if name in PROGRAM_FIELDS and number == 0 else number}")
+    return " ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -83,9 +174,8 @@ class Outcome:
 
     def as_json_object(self) -> dict[str, Any]:
         """Returns what was found, for --json."""
-        named = ("default", "best", "default_us", "best_us", "num_trials", "is_complete", "arch", "device")
-        values = asdict(self)
-        return {"max_num_tokens": self.workload.max_num_tokens} | {name: values[name] for name in named}
+        found = {name: value for name, value in asdict(self).items() if name != "workload"}
+        return {"max_num_tokens": self.workload.max_num_tokens} | found
 
 
 def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:
@@ -152,7 +242,7 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
     )
 
 
-def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None) -> Launches:
+def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tuned: TunedTables | None = None) -> Launches:
     """Returns the policy's launches for steps of M tokens: the analytic numbers, or those of tables.
 
     Numbers of tables are cut to the device and the work.
@@ -160,7 +250,7 @@ def chosen_launches(config: EpDispatchCombineConfig, num_sms: int, tables: Tuned
     size = config.max_num_inp_token_per_rank
     launches = {}
     for phase in (dispatch_phase(config, size), Phase.COMBINE):
-        launch = choose_launch(config, phase, size, size, num_sms, tables=tables)
+        launch = choose_launch(config, phase, size, size, num_sms, tables=tuned)
         launches[phase.value] = TunedLaunch(**{name: getattr(launch, name) for name in LAUNCH_FIELDS[phase.value]})
     return launches
 
@@ -181,8 +271,8 @@ def open_ended(config: EpDispatchCombineConfig, launches: Launches, num_sms: int
 
 def effect_of(config: EpDispatchCombineConfig, launches: Launches, num_sms: int) -> tuple[Any, ...]:
     """Returns the launches that the policy makes of these on a device; equal results need only one trial."""
-    size, tables = config.max_num_inp_token_per_rank, tables_of(config, launches)
-    chosen = [choose_launch(config, Phase(phase), size, size, num_sms, tables=tables) for phase in launches]
+    size, tuned = config.max_num_inp_token_per_rank, tables_of(config, launches)
+    chosen = [choose_launch(config, Phase(phase), size, size, num_sms, tables=tuned) for phase in launches]
     return tuple(replace(launch, reason="") for launch in chosen)
 
 
@@ -220,7 +310,7 @@ def search_point(context: RankContext, workload: Workload, settings: TimingSetti
         best, best_us = default, default_us
     best = open_ended(config, chosen_launches(config, num_sms, tables_of(config, best)), num_sms)
     session.close()
-    arch = arch_name((properties.major, properties.minor))
+    arch = tables.arch_name((properties.major, properties.minor))
     return Outcome(workload, default, best, default_us, best_us, search.num_trials, search.is_complete, arch, name)
 
 
@@ -247,7 +337,7 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
         gb_per_s=round(num_bytes / us / 1e3, 1),
         remote_rows=workload.busiest_remote_rows,
         device=outcome.device,
-        versions=_versions(),
+        versions={"torch": torch.__version__, "triton": version("triton")},
         date=datetime.now(UTC).date().isoformat(),
         note="; ".join(filter(None, (tried, note))),
     )
@@ -257,35 +347,26 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
     }
 
 
-def tune(
-    points: Sequence[Workload], settings: TimingSettings, budget_secs: float, output: Path
-) -> Iterator[Outcome | str]:
-    """Searches for each workload on GPUs and writes each result at once.
+def tune_point(workload: Workload, settings: TimingSettings, budget_secs: float, output: Path) -> Outcome | str:
+    """Searches for one workload on GPUs and writes the result.
 
     Args:
-        points: all of one number of ranks. settings: how a trial is timed.
-        budget_secs: seconds in which each search may begin trials.
-        output: folder of the tables; made where it does not exist.
+        workload: the size. settings: how a trial is timed.
+        budget_secs: seconds in which the search may begin trials.
+        output: folder of the tables.
 
-    Yields:
-        The outcome of each workload, or why there is none.
-
-    Raises:
-        UnsupportedError: there is no GPU. ConfigError: the folder cannot be written to.
+    Returns:
+        The outcome, or why there is none.
     """
-    check_can_tune(points[0].world_size)
-    check_folder(output)
-    for workload in points:
-        try:
-            with RankPool(workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS) as pool:
-                outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
-                note = pool.note
-        except RankFailure as failure:
-            yield f"max_num_tokens {workload.max_num_tokens}: {failure}"
-            continue
-        for phase, entry in entries_of(outcome, note).items():
-            write_table(output / table_name(outcome.arch, workload.world_size, phase), phase, [entry])
-        yield outcome
+    try:
+        with RankPool(workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS) as pool:
+            outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
+            note = pool.note
+    except RankFailure as failure:
+        return f"max_num_tokens {workload.max_num_tokens}: {failure}"
+    for phase, entry in entries_of(outcome, note).items():
+        tables.write_table(output / tables.table_name(outcome.arch, workload.world_size, phase), phase, [entry])
+    return outcome
 
 
 def check_can_tune(num_ranks: int) -> None:
@@ -303,7 +384,3 @@ def check_can_tune(num_ranks: int) -> None:
         )
     if num_ranks < 2:
         raise UnsupportedError("2 ranks at least", str(num_ranks), "Say --ranks; ranks may share a GPU.")
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "triton": version("triton")}

@@ -8,21 +8,20 @@ import statistics
 from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 
-from ep_a2a.commands import messages
+from ep_a2a.commands import messages, plots
 from ep_a2a.commands.files import whole_file
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
+from ep_a2a.commands.plots import TIME_UNITS, Caption, unit_for
 from ep_a2a.commands.ranks import call_ranks, joined_pool
-from ep_a2a.commands.trace.timeline import CPU_READING, last_step, plot_timeline
+from ep_a2a.commands.tables import new_table
 from ep_a2a.telemetry.profiler import StepProfiler
-from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES
+from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
 from ep_a2a.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from rich.console import Console
 
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.telemetry.spans import TraceSpan
@@ -33,6 +32,20 @@ WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")
 PICTURES = ("timeline.png", "timeline.dark.png")
 HOST_NAMES = ("dispatch", "combine")
 """Spans of the host: calls of the op."""
+NS_PER_US = 1000
+PUSHES, WAITS, WORK = range(3)
+COLOURS = {
+    "quant_and_put": PUSHES,
+    "count_put": PUSHES,
+    "copy_and_put": PUSHES,
+    "wait": WAITS,
+    "recv_wait": WAITS,
+    "postprocess": WORK,
+    "topk_reduce": WORK,
+}
+KEY = "Blue: pushes; orange: waits; green: work on own memory; grey: the host's calls"
+CPU_READING = "CPU, Triton's interpreter: the times say nothing about GPUs"
+GPU_READING = "stronger: more programs at once. Kernels that note times are slower than those that serve"
 
 
 def execute(
@@ -48,19 +61,17 @@ def execute(
         with whole_file(folder / name) as place:
             write_trace(some, place)
     if plot:
-        note = (
-            f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
-            f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}, {device} · ep-a2a trace"
-        ) + (f"\n{sharing}" if sharing else "")
+        shape = f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
+        shape += f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}"
+        note = f"{shape}, {device} · ep-a2a trace" + (f"\n{sharing}" if sharing else "")
         plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
     # Only now: an error before this line leaves what an earlier run has written.
     removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
     if as_json:
-        messages.print_json(
-            {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing, "spans": _summary(spans)}
-        )
+        about = {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing}
+        messages.print_json(about | {"spans": _summary(spans)})
     else:
-        _show(messages.output(), spans, device)
+        _show(spans, device)
     if removed:
         messages.note(f"removed from {folder}, of an earlier run: {', '.join(removed)}")
 
@@ -114,14 +125,62 @@ def _summary(spans: dict[int, list[TraceSpan]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _show(console: Console, spans: dict[int, list[TraceSpan]], device: str) -> None:
+def _show(spans: dict[int, list[TraceSpan]], device: str) -> None:
     """Prints a row for each name of the summary."""
-    table = Table("span", title=f"{len(spans)} ranks on {device}")
-    for heading in ("recorded", "median µs", "longest µs"):
-        table.add_column(heading, justify="right")
+    numbers = ("recorded", "median µs", "longest µs")
+    table = new_table(f"{len(spans)} ranks on {device}", ("span", *numbers), right=numbers)
     for name, row in _summary(spans).items():
         title = f"{name} (call on the host)" if name in HOST_NAMES else name
         table.add_row(title, str(row["recorded"]), f"{row['median_us']:.1f}", f"{row['longest_us']:.1f}")
-    console.print(table)
+    messages.output().print(table)
     if device == "cpu":
-        console.print(CPU_READING)
+        messages.output().print(CPU_READING)
+
+
+def plot_timeline(
+    spans_by_rank: Mapping[int, Sequence[TraceSpan]], path: Path, note: str = "", *, device: str = "cuda"
+) -> tuple[Path, Path]:
+    """Draws the given spans, from the first start on; the programs of a rank lie over each other.
+
+    Args:
+        spans_by_rank: of one step, or a few. path: *.png or *.svg. note: the parameters, for the footer.
+        device: "cpu" or "cuda", where the kernels ran.
+
+    Raises:
+        MissingPackageError, ConfigError: as ep_a2a.commands.plots.write.
+    """
+    times_ns = [time for spans in spans_by_rank.values() for each in spans for time in (each.start_ns, each.end_ns)]
+    first_ns, last_ns = min(times_ns, default=0), max(times_ns, default=0)
+    size, unit = unit_for((last_ns - first_ns) / NS_PER_US, TIME_UNITS)
+    rows = []
+    for rank, spans in spans_by_rank.items():
+        group = f"rank {rank}"
+        for name in ("host", *DISPATCH_NAMES, *COMBINE_NAMES):
+            bars = [
+                ((each.start_ns - first_ns) / NS_PER_US / size, (each.end_ns - each.start_ns) / NS_PER_US / size)
+                for each in spans
+                if _row_name(each) == name
+            ]
+            if bars:
+                rows.append((group, name, COLOURS.get(name), bars))
+                group = ""
+    reading = CPU_READING if device == "cpu" else GPU_READING
+    caption = Caption("What each rank does in the last step", f"{KEY}; {reading}", note)
+    return plots.write(path, plots.bars, rows, f"{unit} since the first bar", caption)
+
+
+def _row_name(span: TraceSpan) -> str:
+    return "host" if span.program == HOST else span.name
+
+
+def last_step(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[int, list[TraceSpan]]:
+    """Returns the spans of each rank's last step, and those of its host meanwhile."""
+    found = {}
+    for rank, spans in spans_by_rank.items():
+        last = max((each.step for each in spans if each.program != HOST), default=0)
+        chosen = [each for each in spans if each.program != HOST and each.step == last]
+        first_ns = min((each.start_ns for each in chosen), default=0)
+        last_ns = max((each.end_ns for each in chosen), default=0)
+        host = [each for each in spans if each.program == HOST and each.start_ns < last_ns and each.end_ns > first_ns]
+        found[rank] = [*host, *chosen]
+    return found

@@ -1,1 +1,0 @@
-"""`ep-a2a trace`: steps with recorded spans, and their picture."""
