@@ -20,9 +20,9 @@ import typer
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankPool
-from ep_a2a.testing.replay import CapturedStep
 from tests.cases.op_cases import Case, make_op
 from tests.multigpu.used_variants import compiled_when_used
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

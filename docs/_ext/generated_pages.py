@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 PROJECT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(PROJECT))
 RESULTS = PROJECT / "bench" / "results"
 MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:(?!<!-- generated).)*?^<!-- end -->$)?", re.MULTILINE | re.DOTALL)
 PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
@@ -176,7 +178,7 @@ def enumerations() -> str:
 
 def vllm_patches() -> str:
     """The table of what the plugin changes in vLLM."""
-    from ep_a2a.testing.patch_registry import PATCHES
+    from tests.vllm_contract.patch_registry import PATCHES
 
     rows = [(p.name, f"`{p.target.removeprefix('vllm.')}`", p.what, p.remove_when) for p in PATCHES]
     return table(("patch", "target in `vllm.`", "what", "until"), rows)

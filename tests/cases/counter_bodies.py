@@ -10,9 +10,9 @@ import torch
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
-from ep_a2a.testing.replay import CapturedStep
 from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, same_bits
 from tests.cases.op_checks import synchronize
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

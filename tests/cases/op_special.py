@@ -19,7 +19,6 @@ from ep_a2a.kernels.layout import Record, Region
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
 from ep_a2a.testing import RankContext
-from ep_a2a.testing.replay import CapturedStep
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import (
@@ -43,6 +42,7 @@ from tests.cases.op_checks import (
     synchronize,
 )
 from tests.cases.op_steps import STEP_BODIES
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,6 @@ from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
-from ep_a2a.testing.replay import CapturedStep
 from tests.cases.op_cases import (
     Case,
     Step,
@@ -24,6 +23,7 @@ from tests.cases.op_cases import (
     wire_rows,
 )
 from tests.cases.op_checks import raised, synchronize
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

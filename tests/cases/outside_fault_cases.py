@@ -21,7 +21,6 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
-from ep_a2a.testing.replay import CapturedStep
 from tests.cases.fault_cases import (
     LOCAL_SECS,
     SLACK_SECS,
@@ -35,6 +34,7 @@ from tests.cases.fault_cases import (
 )
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
 from tests.cases.op_checks import raised, synchronize
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

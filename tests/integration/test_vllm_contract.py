@@ -14,8 +14,8 @@ import pytest
 
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
-from ep_a2a.testing.patch_registry import PATCHES
 from tests.vllm_contract.config_checks import WITHOUT_CHOICE
+from tests.vllm_contract.patch_registry import PATCHES
 from tests.vllm_contract.program import CHOSEN
 from tests.vllm_contract.reports import require_passed
 from tests.vllm_contract.wheels import (

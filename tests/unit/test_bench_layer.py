@@ -25,7 +25,7 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external.flashinfer import row_alignment
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
-from ep_a2a.testing.offline_compile import compile_offline
+from tests.offline_compile import compile_offline
 
 HIDDEN, WIDTH, NUM_LOCAL, FIRST, TOPK = 384, 96, 5, 3, 4
 

@@ -19,8 +19,8 @@ from ep_a2a.kernels import compilation
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.portable import portable
-from ep_a2a.testing.offline_compile import compile_offline
 from tests.cases.configs import deepseek_v3
+from tests.offline_compile import compile_offline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

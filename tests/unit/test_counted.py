@@ -20,8 +20,8 @@ from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, Dispatc
 from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _variants
-from ep_a2a.testing.offline_compile import compile_offline
 from ep_a2a.tuning.policy import Phase, dispatch_phase
+from tests.offline_compile import compile_offline
 from tests.unit.test_config import config_of
 from tests.unit.test_device_rows import table_of
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from ep_a2a.errors import InputError
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
-from ep_a2a.testing.offline_compile import compile_offline
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
+from tests.offline_compile import compile_offline
 from tests.unit.test_reference import Case, cases, make_experts
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import triton
 from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
-from ep_a2a.testing.offline_compile import compile_offline, resources
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 from tests.cases.configs import deepseek_v3 as config_of
+from tests.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from ep_a2a.compat.combine_time_weights import exchange_variant
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.testing.offline_compile import compile_offline
+from tests.offline_compile import compile_offline
 
 
 def config_of(**changes: Any) -> Any:

@@ -15,9 +15,9 @@ from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
-from ep_a2a.testing.offline_compile import compile_offline, resources
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
+from tests.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.ops.staged import StagedEngine
-from ep_a2a.testing.offline_compile import compile_offline, resources
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
+from tests.offline_compile import compile_offline, resources
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -58,7 +58,7 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
         assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
     assert our_modules() == {"common", "plugin"}
     assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.plugin"])
-    from ep_a2a.testing.patch_registry import PATCHES
+    from tests.vllm_contract.patch_registry import PATCHES
 
     changed = {patch.name for patch in PATCHES if patch.name != "backend-name" and is_patched(patch.target)}
     assert changed == {"chosen-config"}, changed
