@@ -40,9 +40,8 @@ def run(options: SimpleNamespace) -> int:
 
     The exit code is 1 where they differ.
     """
-    from ep_a2a.commands.demo.command import execute
     from ep_a2a.commands.demo.model import read_text
-    from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
+    from ep_a2a.commands.demo.run import DemoSettings, execute
     from ep_a2a.commands.files import check_can_write, different_files
     from ep_a2a.commands.ranks import choose_device, default_ranks
 
@@ -58,7 +57,7 @@ def run(options: SimpleNamespace) -> int:
         options.topk,
         options.quant.value,
         options.gpus_per_node,
-        *choose_named_backend(options.backend),
+        *opt.named_backend(options.backend),
         **opt.given({"seed": options.seed}),
     )
     return execute(

@@ -40,9 +40,8 @@ NUM_WORDS_AND_MARKS = 20
 CORRUPT = """
 import sys
 from pathlib import Path
-from ep_a2a.commands.demo.command import execute
 from ep_a2a.commands.demo.model import read_text
-from ep_a2a.commands.demo.settings import DemoSettings
+from ep_a2a.commands.demo.run import DemoSettings, execute
 
 if __name__ == "__main__":
     settings = DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])

@@ -9,11 +9,10 @@ import torch
 
 from ep_a2a.commands import plots as plot
 from ep_a2a.commands.demo import model as demo_model
-from ep_a2a.commands.demo import settings as demo_settings
 from ep_a2a.commands.demo.model import embed, expert_weights, read_text, route
-from ep_a2a.commands.demo.settings import DemoSettings, choose_named_backend
+from ep_a2a.commands.demo.run import TOKEN_DTYPE, DemoSettings
 from ep_a2a.commands.messages import show_error
-from ep_a2a.commands.options import Quant
+from ep_a2a.commands.options import Quant, named_backend
 from ep_a2a.commands.ranks import choose_device, default_ranks
 from ep_a2a.config import DISPATCH_QUANT_TYPES
 from ep_a2a.errors import ConfigError, MissingPackageError, ShapeError, TopKError, UnsupportedError
@@ -118,14 +117,14 @@ def test_ranks_that_a_command_starts_by_itself(monkeypatch: pytest.MonkeyPatch) 
 def test_who_named_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    assert choose_named_backend(None) == ("ep_a2a", "the default")
+    assert named_backend(None) == ("ep_a2a", "the default")
     monkeypatch.setenv("EP_A2A_BACKEND", "naive")
-    assert choose_named_backend(None) == ("naive", "named by EP_A2A_BACKEND")
+    assert named_backend(None) == ("naive", "named by EP_A2A_BACKEND")
     path = tmp_path / "config.toml"
     path.write_text('all2all_backend = "allgather_reducescatter"')
     monkeypatch.setenv("EP_A2A_CONFIG", str(path))
-    assert choose_named_backend(None) == ("allgather_reducescatter", f"named by {path} (EP_A2A_CONFIG)")
-    assert choose_named_backend("naive") == ("naive", "named by --backend")
+    assert named_backend(None) == ("allgather_reducescatter", f"named by {path} (EP_A2A_CONFIG)")
+    assert named_backend("naive") == ("naive", "named by --backend")
 
 
 def test_casts_to_choose_from() -> None:
@@ -136,7 +135,7 @@ def test_handle_kwargs_of_uneven_experts() -> None:
     settings = DemoSettings(num_experts=6, gpus_per_node=2)
     assert [settings.handle_kwargs(rank)["num_local_experts"] for rank in range(4)] == [2, 2, 1, 1]
     assert settings.handle_kwargs(0)["gpu_per_node"] == 2
-    assert settings.handle_kwargs(0)["quant_dtype"] == demo_settings.TOKEN_DTYPE
+    assert settings.handle_kwargs(0)["quant_dtype"] == TOKEN_DTYPE
 
 
 def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def report_of(**changes: Any) -> dict[str, Any]:
             "max_change_by_cast": 0.0,
             "rows_as_routed": True,
         },
+        "steps": 3,
         "seconds": {"dispatch": 1e-5, "experts": 2e-3, "combine": 1e-5},
     }
     return report | changes

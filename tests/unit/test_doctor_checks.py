@@ -441,7 +441,7 @@ def test_who_chose_the_backend(monkeypatch, tmp_path):
     assert (chosen.backend, chosen.backend_reason) == ("allgather_reducescatter", f"named by {path}")
     assert chosen.kernel == "torch.distributed"
     named = choose(CPU_HOST, Request(backend="naive", config_file=str(path)))
-    assert (named.backend, named.backend_reason) == ("naive", "named on the command line")
+    assert (named.backend, named.backend_reason) == ("naive", "named by --backend")
 
 
 def test_a_backend_that_is_not_there_is_an_error():

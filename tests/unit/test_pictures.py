@@ -12,8 +12,7 @@ import pytest
 
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.picture import plot_bench
-from ep_a2a.commands.demo.picture import plot_traffic
-from ep_a2a.commands.demo.settings import DemoSettings
+from ep_a2a.commands.demo.view import plot_traffic
 from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
 from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import predictions
@@ -51,11 +50,10 @@ def self_test(device: str, num_ranks: int) -> SelfTest:
     return SelfTest(device, num_ranks, pairs | {(0, 1): PairResult(error="RankTimeoutError: late")})
 
 
+DEMO = {"backend": "ep_a2a", "tokens_per_rank": (96,), "topk": 4, "experts": 16}
 DRAWN = {
-    "traffic": lambda path: plot_traffic({"rows": [[9, 23], [2500, 0]], "backend": "ep_a2a"}, DemoSettings(2), path),
-    "traffic of many ranks": lambda path: plot_traffic(
-        {"rows": [[7] * 24] * 24, "backend": "ep_a2a"}, DemoSettings(24), path
-    ),
+    "traffic": lambda path: plot_traffic(DEMO | {"ranks": 2, "rows": [[9, 23], [2500, 0]]}, path),
+    "traffic of many ranks": lambda path: plot_traffic(DEMO | {"ranks": 24, "rows": [[7] * 24] * 24}, path),
     "bench": lambda path: plot_bench(
         [
             row

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ep_a2a.commands.demo.settings import SEED
 from ep_a2a.errors import ConfigError
 from ep_a2a.routing import softmax_topk
 
+SEED = 20240229
 INTERMEDIATE_DIM = 128
 """Rows of an expert's gate projection; small, since the demo is about the exchange."""
 POSITION_SHARE = 0.5

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a import env
 from ep_a2a.commands.doctor.machine import Choice
+from ep_a2a.commands.options import named_backend
 from ep_a2a.config.enums import picked_kernel
-from ep_a2a.config.file import DEFAULT_BACKEND, choose_backend, read_config_file
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import EpA2AError
-from ep_a2a.managers.registry import check_backend_name
 
 if TYPE_CHECKING:
     from ep_a2a.commands.doctor.machine import Machine, Request
@@ -28,7 +27,7 @@ def stands_on_library(backend: str) -> bool:
 def requested_backend(request: Request) -> str:
     """Returns the backend of a request; "" where there is no such backend, or no such config file."""
     try:
-        return _backend(request)[0]
+        return named_backend(request.backend, request.config_file)[0]
     except EpA2AError:
         return ""
 
@@ -38,22 +37,11 @@ def choose(machine: Machine, request: Request) -> Choice:
     ranks = request.ranks_per_node or (machine.torch.num_gpus or CPU_RANKS,)
     device = "cuda" if machine.torch.num_gpus else "cpu"
     try:
-        name, reason = _backend(request)
+        name, reason = named_backend(request.backend, request.config_file)
     except EpA2AError as error:
         found = f"expected {error.expected}; got {error.got}"
         return Choice(device=device, ranks_per_node=ranks, problem=found, remedy=error.remedy)
     return Choice(name, reason, *_kernel(name, machine, request, len(ranks)), device, ranks)
-
-
-def _backend(request: Request) -> tuple[str, str]:
-    path = request.config_file or env.CONFIG.get()
-    name = choose_backend(request.backend, request.config_file)
-    check_backend_name(name)
-    if request.backend:
-        return name, "named on the command line"
-    if path and read_config_file(path).all2all_backend:
-        return name, f"named by {path}"
-    return name, f"named by {env.BACKEND.name}" if env.BACKEND.get() else "the default"
 
 
 def _kernel(name: str, machine: Machine, request: Request, num_nodes: int) -> tuple[str, str]:

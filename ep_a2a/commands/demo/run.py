@@ -1,0 +1,376 @@
+"""Runs the demo: the ranks, the comparison with a dense model in one process, the report."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ep_a2a import __version__
+from ep_a2a.commands import messages
+from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, embed, expert_weights, route
+from ep_a2a.commands.demo.view import plot_traffic, show_report
+from ep_a2a.commands.files import give_json
+from ep_a2a.commands.options import check_topk
+from ep_a2a.commands.plots import check_can_plot
+from ep_a2a.commands.ranks import call_ranks, joined_pool
+from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.managers.collective import CollectiveAll2AllManager
+from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
+from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.reference import dense_moe
+from ep_a2a.routing import expert_ranges, owner_of_experts, traffic_matrix
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ep_a2a.commands.demo.model import DemoText
+    from ep_a2a.interface import DispatchResult
+    from ep_a2a.testing.worker import RankContext
+
+TOKEN_DTYPE = torch.bfloat16
+"""Dtype of the model's activations: of dispatch's input and of the rows that combine sums."""
+WAIT_SECS = 120.0
+"""Bound of a wait for other ranks: the interpreter is slow, and ranks have different numbers of tokens."""
+NUM_STEPS = 4
+"""Steps of a run. The first one warms up and is not timed."""
+PHASES = ("dispatch", "experts", "combine")
+"""Timed parts of a step."""
+POSITION_BYTES, INDEX_BYTES, WEIGHT_BYTES = 4, 4, 4
+BFLOAT16_ROUNDOFF = 2.0**-8
+"""Largest relative error of rounding to bfloat16, which keeps 8 significant bits."""
+FLOAT32_NOISE = 2.0**-16
+"""Bound, relative to a row's largest element, of the effect of another order of float32 sums."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Sizes and choices of a run, equal in the command's process and on all ranks.
+
+    Attributes:
+        num_ranks: processes. device: "cpu" or "cuda".
+        num_tokens: tokens over all ranks.
+        hidden_dim, num_experts, topk: of the MoE layer.
+        quant_type: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
+        gpus_per_node: ranks of a virtual node; None goes by the machine.
+        backend: name of the all-to-all backend. backend_reason: who chose it.
+        seed: of the model's weights and the tokens' vectors.
+    """
+
+    num_ranks: int = 4
+    device: str = "cpu"
+    num_tokens: int = 96
+    hidden_dim: int = 256
+    num_experts: int = 16
+    topk: int = 4
+    quant_type: str = "none"
+    gpus_per_node: int | None = None
+    backend: str = "ep_a2a"
+    backend_reason: str = "the default"
+    seed: int = SEED
+
+    @property
+    def tokens_per_rank(self) -> tuple[int, ...]:
+        """Tokens of each rank, unequal on purpose: rank r brings about r + 1 shares."""
+        ends = [self.num_tokens * r * (r + 1) // (self.num_ranks * (self.num_ranks + 1)) for r in range(self.num_ranks)]
+        return tuple(end - start for start, end in zip(ends, [*ends[1:], self.num_tokens]))
+
+    def handle_kwargs(self, rank: int) -> dict[str, Any]:
+        """Returns the arguments of a rank for its manager's `get_handle`."""
+        kwargs: dict[str, Any] = {
+            "rank": rank,
+            "num_ep_ranks": self.num_ranks,
+            "input_dtype": TOKEN_DTYPE,
+            "quant_dtype": TOKEN_DTYPE if self.quant_type == "none" else FP8_DTYPE,
+            "token_hidden_size": self.hidden_dim,
+            "max_num_tokens_per_dp_rank": max(self.tokens_per_rank),
+            "num_local_experts": num_owned_experts(self.num_experts, self.num_ranks, rank),
+            "num_experts": self.num_experts,
+            "num_experts_per_token": self.topk,
+            "quant_type": self.quant_type,
+            "timeout_secs": WAIT_SECS,
+        }
+        return kwargs if self.gpus_per_node is None else kwargs | {"gpu_per_node": self.gpus_per_node}
+
+    def check(self) -> None:
+        """Checks the settings before processes are started.
+
+        Raises:
+            TopKError: topk exceeds the experts.
+            ConfigError: a size that no op can have.
+        """
+        check_topk(self.topk, self.num_experts)
+        config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Result of a rank after its last step.
+
+    Attributes:
+        tokens: its embedded tokens `[T, H]`. weights, ids: their routing, `[T, K]`.
+        output: what combine returned for them, `[T, H]`.
+        rows_received: rows from each rank in the last step.
+        seconds: of each of PHASES, by timed step.
+        facts: what the report says of its manager, GPU and packages; see `make_report`.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    output: torch.Tensor
+    rows_received: list[int]
+    seconds: list[list[float]]
+    facts: dict[str, Any]
+
+
+def execute(
+    settings: DemoSettings,
+    text: DemoText,
+    *,
+    plot: Path | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
+    verbose: bool = False,
+    corrupt_rank: int | None = None,
+) -> int:
+    """Runs the demo, prints its report and returns the exit code.
+
+    Args:
+        settings: sizes and choices. text: settings.num_tokens tokens.
+        plot: where to write the heat map. output: where to write the report as JSON.
+        as_json: print the report as JSON.
+        verbose: print details behind the verdict and the traffic.
+        corrupt_rank: for tests: the rank that shall return a wrong row.
+    """
+    if plot is not None:
+        check_can_plot(plot)
+    settings.check()
+    # On stderr, whose ends the ranks share; shown only to somebody who watches both.
+    progress = messages.notices()
+    progress.quiet |= as_json or not (progress.is_interactive and sys.stdout.isatty())
+    with progress.status(f"starting {settings.num_ranks} processes") as status:
+        with joined_pool(settings.num_ranks, settings.device) as pool:
+            status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
+            results = call_ranks(pool, run_rank, settings, text.tokens, corrupt_rank)
+        status.update("comparing with the dense layer")
+        report = make_report(settings, text, pool.note, results)
+    if plot is not None:
+        plot_traffic(report, plot)
+    give_json(report, output, as_json=as_json)
+    if not as_json:
+        show_report(messages.output(), report, verbose=verbose)
+    return messages.EXIT_OK if report["matches"] else messages.EXIT_MISMATCH
+
+
+def run_rank(
+    context: RankContext, settings: DemoSettings, text_tokens: tuple[str, ...], corrupt_rank: int | None
+) -> RankResult:
+    """Runs NUM_STEPS steps of the layer on this rank. Collective.
+
+    Args:
+        settings: sizes and choices. text_tokens: tokens of all ranks, in order.
+        corrupt_rank: rank whose experts return one wrong row, to test that the comparison finds it.
+    """
+    rank, device, is_gpu = context.rank, context.device, context.device.type == "cuda"
+    init_dist_env(
+        1,
+        0,
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        local_rank=rank,
+        data_parallel_size=context.world_size,
+        data_parallel_rank=rank,
+        all2all_backend=settings.backend,
+    )
+    group = get_ep_group()
+    manager = group.device_communicator.all2all_manager
+    kwargs = settings.handle_kwargs(rank)
+    op = manager.get_handle(kwargs)
+    first = sum(settings.tokens_per_rank[:rank])
+    own = text_tokens[first : first + settings.tokens_per_rank[rank]]
+    tokens = embed(own, first, settings.hidden_dim, settings.seed).to(device)
+    weights, ids = route(tokens, settings.num_experts, settings.topk, settings.seed)
+    experts = range(*expert_ranges(settings.num_experts, settings.num_ranks)[rank])
+    projections = [each.to(device) for each in expert_weights(experts, settings.hidden_dim, settings.seed)]
+
+    def now() -> float:
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    steps = []
+    for _ in range(NUM_STEPS):
+        dist.barrier(group=group.cpu_group)
+        times = [now()]
+        received = op.dispatch(tokens, weights, None, ids)
+        times.append(now())
+        rows, row_weights, row_ids = _valid_rows(received, settings.quant_type)
+        returned = op.get_registered_combine_input_buffer(TOKEN_DTYPE, settings.hidden_dim)
+        returned[: rows.shape[0]] = dense_moe(rows, row_weights, row_ids - experts.start, *projections)
+        if rank == corrupt_rank:
+            returned[:1] += 1.0
+        times.append(now())
+        # Combine sums rows unweighted, so no weights travel back.
+        output, _ = op.combine(returned, None, ids)
+        times.append(now())
+        steps.append([end - start for start, end in itertools.pairwise(times)])
+    explained = manager.explain(settings.gpus_per_node, kwargs["max_num_tokens_per_dp_rank"])
+    facts = {
+        **{name: explained[name] for name in ("topology", "backend", "kernel", "kernel_reason")},
+        "device_name": torch.cuda.get_device_name(device) if is_gpu else "",
+        "gathers_all_tokens": isinstance(manager, CollectiveAll2AllManager),
+        "versions": {name: sys.modules[name].__version__ for name in ("torch", "triton") if name in sys.modules},
+    }
+    # The op's memory ends with the group, so the output is copied.
+    output = output[: tokens.shape[0]].clone()
+    result = RankResult(tokens, weights, ids, output, op.recv_counts.tolist(), steps[1:], facts)
+    destroy_dist_env()
+    return result
+
+
+def _valid_rows(received: DispatchResult, quant_type: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the received tokens without the cast, their weights and ids."""
+    rows, weights, scales, ids, total_recv = received
+    valid = slice(int(total_recv))
+    assert weights is not None
+    uncast = rows[valid] if scales is None else dequantize(rows[valid], scales[valid], quant_type)
+    return uncast, weights[valid], ids[valid]
+
+
+def compare(settings: DemoSettings, results: list[RankResult], *, rows_as_routed: bool) -> dict[str, Any]:
+    """Compares the ranks' output with a dense model that sees the whole batch in one process.
+
+    The dense model gets the experts' input: with a cast, the tokens cast to fp8 and back, bit for bit. Both compute
+    in float32, so they differ by bfloat16 roundings only: each rank's partial sum y_r is rounded once, and so is their
+    sum. Hence |error| <= u * sum |y_r| + u * (|y| + u * sum |y_r|), u = 2^-8, plus float32 noise.
+    Across nodes the sum of each node is rounded in between: u * sum |y_r| more.
+
+    Args:
+        settings, results: of the run.
+        rows_as_routed: whether each rank received from each rank as many rows as the routing says.
+
+    Returns:
+        max_error: largest absolute difference. tolerance: the bound that holds for that very element.
+        worst_share: the largest difference in shares of its own element's bound; a mismatch above 1.
+        max_output: largest magnitude of the dense model's output.
+        max_change_by_cast: how far the fp8 cast moves the dense model's output; 0 without a cast.
+        rows_as_routed: as given.
+        matches: whether rows are as routed and every element is within its bound.
+    """
+    tokens, weights, ids, output = (
+        torch.cat([getattr(result, name) for result in results]) for name in ("tokens", "weights", "ids", "output")
+    )
+    projections = expert_weights(range(settings.num_experts), settings.hidden_dim, settings.seed)
+    seen = tokens.to(torch.float32)
+    if settings.quant_type != "none":
+        seen = dequantize(*quantize(tokens, settings.quant_type), settings.quant_type)
+    expected = dense_moe(seen, weights, ids, *projections)
+    uncast = expected if settings.quant_type == "none" else dense_moe(tokens, weights, ids, *projections)
+
+    owners = owner_of_experts(ids, settings.num_experts, settings.num_ranks)
+    partial = torch.zeros_like(expected)
+    for rank in range(settings.num_ranks):
+        partial += dense_moe(seen, weights, torch.where(owners == rank, ids, -1), *projections).abs()
+    bound = BFLOAT16_ROUNDOFF * (partial + expected.abs() + BFLOAT16_ROUNDOFF * partial)
+    if settings.gpus_per_node is not None and settings.gpus_per_node < settings.num_ranks:
+        bound += BFLOAT16_ROUNDOFF * partial
+    bound += FLOAT32_NOISE * partial.amax(dim=1, keepdim=True)
+    # NaN counts as the largest number: it must not compare as equal, and JSON knows neither NaN nor infinity.
+    error = (output.to(torch.float32) - expected).abs().nan_to_num(nan=torch.finfo(torch.float32).max)
+    worst = int(error.argmax())
+    return {
+        "max_error": float(error.flatten()[worst]),
+        "tolerance": float(bound.flatten()[worst]),
+        "worst_share": float((error / bound).nan_to_num().max()),
+        "max_output": float(expected.abs().max()),
+        "max_change_by_cast": float((expected - uncast).abs().max()),
+        "rows_as_routed": rows_as_routed,
+        "matches": rows_as_routed and bool((error <= bound).all()),
+    }
+
+
+def make_report(settings: DemoSettings, text: DemoText, note: str, results: list[RankResult]) -> dict[str, Any]:
+    """Returns everything that `ep-a2a demo` prints, as plain values; `--json` prints it as it is.
+
+    Keys:
+        matches: whether the run is right.
+        text: where the tokens come from. tokens_available: words and marks in it.
+        tokens_per_rank: tokens that each rank brings.
+        ranks: processes. note: what times say where they share GPUs, else "".
+        device: "cpu" or "cuda". device_name: of rank 0's GPU, "" without.
+        hidden_dim, intermediate_dim, experts, topk, quant_type: the layer.
+        topology, backend, backend_reason, kernel, kernel_reason: the choices, and why.
+        gathers_all_tokens: whether the backend brings every token to every rank, wanted or not.
+        rows: rows sent, source by destination rank, each token once per rank that it is for.
+        row_bytes_dispatch, row_bytes_combine: bytes of such a row in each direction.
+        wire_bytes: between ranks, by the routing. wire_bytes_without_deduplication: with one copy per expert.
+        wire_bytes_gathered: a lower bound for a backend that gathers all tokens; None for others.
+        comparison: with the dense model; see `compare`.
+        seconds: per phase, of its slowest rank, the median over the timed steps; None on CPU, whose times say nothing.
+        steps: timed steps.
+        versions: of this package and of what the ranks have loaded.
+
+    Args:
+        settings, text: of the run. note: as above.
+        results: of each rank.
+    """
+    first, routing = results[0], ([result.ids for result in results], settings.num_experts, settings.num_ranks)
+    rows = torch.tensor([result.rows_received for result in results]).T
+    comparison = compare(settings, results, rows_as_routed=torch.equal(rows, traffic_matrix(*routing)))
+    gathered = torch.tensor(settings.tokens_per_rank)[:, None].expand_as(rows)
+    return {
+        "matches": comparison["matches"],
+        **first.facts,
+        "text": text.source,
+        "tokens_available": text.num_available,
+        "tokens_per_rank": settings.tokens_per_rank,
+        "ranks": settings.num_ranks,
+        "note": note,
+        "device": settings.device,
+        "hidden_dim": settings.hidden_dim,
+        "intermediate_dim": INTERMEDIATE_DIM,
+        "experts": settings.num_experts,
+        "topk": settings.topk,
+        "quant_type": settings.quant_type,
+        "backend_reason": settings.backend_reason,
+        "rows": rows.tolist(),
+        "row_bytes_dispatch": _row_bytes(settings, settings.topk)[0],
+        "row_bytes_combine": _row_bytes(settings, settings.topk)[1],
+        "wire_bytes": _wire_bytes(settings, rows, settings.topk),
+        "wire_bytes_without_deduplication": _wire_bytes(settings, traffic_matrix(*routing, deduplicate=False), 1),
+        "wire_bytes_gathered": _wire_bytes(settings, gathered, settings.topk)
+        if first.facts["gathers_all_tokens"]
+        else None,
+        "comparison": comparison,
+        "seconds": None if settings.device == "cpu" else _seconds(results),
+        "steps": NUM_STEPS - 1,
+        "versions": {"ep_a2a": __version__} | first.facts["versions"],
+    }
+
+
+def _seconds(results: list[RankResult]) -> dict[str, float]:
+    """Returns the median over the steps of each phase's slowest rank."""
+    slowest = torch.tensor([result.seconds for result in results]).amax(0)
+    return {name: statistics.median(times) for name, times in zip(PHASES, slowest.T.tolist())}
+
+
+def _row_bytes(settings: DemoSettings, num_slots: int) -> tuple[int, int]:
+    """Returns the bytes of a dispatched row (token, scales, `num_slots` ids and weights, position), and of one back."""
+    config = config_from_handle_kwargs(settings.handle_kwargs(0), topology_internode=False)
+    token_bytes = config.hidden_dim * config.wire_dtype.itemsize + config.num_scales * config.scale_bytes
+    there = token_bytes + num_slots * (INDEX_BYTES + WEIGHT_BYTES) + POSITION_BYTES
+    return there, settings.hidden_dim * TOKEN_DTYPE.itemsize
+
+
+def _wire_bytes(settings: DemoSettings, rows: torch.Tensor, num_slots: int) -> dict[str, int]:
+    """Returns the bytes between ranks for `rows` `[source, destination]`, each with `num_slots` expert ids."""
+    num_remote = int(rows.sum() - rows.diagonal().sum())
+    there, back = (num_remote * num_bytes for num_bytes in _row_bytes(settings, num_slots))
+    return {"dispatch": there, "combine": back, "total": there + back}
