@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -126,41 +127,24 @@ class Buffer(BufferBase):
             TooManyTokensError: more tokens than max_num_tokens_per_rank or num_worst_tokens allow.
         """
         self._require_open()
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        num_sms = self._num_sms(config)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InputError("neither topk_idx nor topk_weights with a handle", "at least one of them")
-            return self._dispatch_again(x, handle, self._num_sms(config), previous_event, async_finish)
-        if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
-            raise InputError("num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle", "less")
-        layout = TokenLayout(
-            is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-        )
-        return self._dispatch_by_layout(x, layout, self._num_sms(config), previous_event, async_finish)
-
-    def _dispatch_again(
-        self, x: Tokens, handle: NormalHandle, num_sms: int, previous_event: EventOverlap | None, async_finish: bool
-    ) -> tuple[Tokens, None, None, None, None, EventOverlap]:
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
-        received, event = self._stream.run(
-            lambda: self._normal.dispatch_again(tokens, scales, handle, num_sms),
-            (tokens, scales, handle.routing.ids),
-            previous_event,
-            async_finish,
-        )
-        return _pair(received.x, received.scales), None, None, None, None, event
-
-    def _dispatch_by_layout(
-        self, x: Tokens, layout: TokenLayout, num_sms: int, previous_event: EventOverlap | None, async_finish: bool
-    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
-        (received, per_expert, handle, _), event = self._stream.run(
-            lambda: self._normal.dispatch(tokens, scales, layout, num_sms),
-            (tokens, scales, layout),
-            previous_event,
-            async_finish,
-        )
-        x = _pair(received.x, received.scales)
-        return x, received.topk_idx, received.topk_weights, per_expert, handle, event
+            work = functools.partial(self._normal.dispatch_again, tokens, scales, handle, num_sms)
+            inputs: Any = (tokens, scales, handle.routing.ids)
+        else:
+            if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
+                raise InputError("num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle", "less")
+            layout = TokenLayout(
+                is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+            )
+            work = functools.partial(self._normal.dispatch, tokens, scales, layout, num_sms)
+            inputs = (tokens, scales, layout)
+        (received, per_expert, made, _), event = self._stream.run(work, inputs, previous_event, async_finish)
+        rows = _pair(received.x, received.scales)
+        return rows, received.topk_idx, received.topk_weights, per_expert, made, event
 
     def combine(
         self,

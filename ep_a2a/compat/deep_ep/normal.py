@@ -43,6 +43,9 @@ class Received(NamedTuple):
     topk_weights: torch.Tensor | None
 
 
+NormalResult = tuple[Received, list[int] | None, NormalHandle | None, torch.Tensor | None]
+
+
 class NormalMode:
     """Runs dispatch and combine of a buffer's normal mode on the current stream.
 
@@ -53,9 +56,7 @@ class NormalMode:
     def __init__(self, ops: Ops, steps: Steps) -> None:
         self._ops, self._steps = ops, steps
 
-    def dispatch(
-        self, x: torch.Tensor, scales: torch.Tensor | None, layout: TokenLayout, num_sms: int
-    ) -> tuple[Received, list[int], NormalHandle, torch.Tensor]:
+    def dispatch(self, x: torch.Tensor, scales: torch.Tensor | None, layout: TokenLayout, num_sms: int) -> NormalResult:
         """Dispatches by a new layout. The host waits for the ranks' counts, unless num_worst_tokens bounds them.
 
         Returns:
@@ -89,14 +90,14 @@ class NormalMode:
 
     def dispatch_again(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: NormalHandle, num_sms: int
-    ) -> Received:
-        """Dispatches other tokens by the routing of a handle. The host does not wait."""
+    ) -> NormalResult:
+        """Dispatches other tokens by the routing of a handle. The host does not wait. Returns the received tensors."""
         routing = handle.routing
         if x.shape[0] != routing.num_tokens:
             raise ShapeError(f"the {routing.num_tokens} tokens of the handle's dispatch", str(x.shape[0]))
         routing.step.displace()
         got = self._launch(routing, self._shape(routing, x, scales), x, scales, None, num_sms)
-        return self._received(routing, got, None)
+        return self._received(routing, got, None), None, None, None
 
     def combine(
         self, x: torch.Tensor, handle: NormalHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
