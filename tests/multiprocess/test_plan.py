@@ -11,7 +11,7 @@ from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs
+from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs
 from ep_a2a.managers.registry import create_manager
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def allocated_by_layer(context: RankContext) -> int:
     """What post_init_setup of a vLLM layer makes, whose GPU has vLLM round scales to powers of two."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
-        wire = WireFormat("fp8_per_1x128", "float32_power_of_two")
+        wire = TokenFormat("fp8_per_1x128", "float32_power_of_two")
         manager.get_handle(
             handle_kwargs(
                 wire,
@@ -132,7 +132,7 @@ def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | No
     """What the engine's log says of a layer's op on two nodes of two that share no memory: bytes of the manager."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
-        wire = WireFormat("fp8_per_1x128" if quantization else "none")
+        wire = TokenFormat("fp8_per_1x128" if quantization else "none")
         kwargs = handle_kwargs(
             wire,
             rank=context.rank,

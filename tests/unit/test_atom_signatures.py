@@ -179,7 +179,7 @@ def attributes_of(name: str, variable: str) -> set[str]:
         ("options", "config", "atom/config.py", "Config."),
         ("options", "config.parallel_config", "atom/config.py", "ParallelConfig."),
         ("prepare_finalize", "self._atom.modular_kernel", f"{FUSED}/modular_kernel.py", ""),
-        ("names", "ubatching", "atom/utils/tbo/ubatching.py", ""),
+        ("atom_modules", "ubatching", "atom/utils/tbo/ubatching.py", ""),
         (
             "manager",
             "communicator",

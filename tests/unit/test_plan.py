@@ -20,7 +20,7 @@ from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vl
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, EpA2AError, UnknownNameError, UnsupportedError
-from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs
+from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs
 from tests.unit.test_layout import every_config
 
 BF16 = {"torch_dtype": "bfloat16"}
@@ -277,7 +277,7 @@ def test_the_kwargs_of_vllms_layers():
     config = config_from_handle_kwargs(handle_kwargs(RAW, **sizes), topology_internode=False)
     assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
     assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
-    cast = WireFormat("fp8_per_1x128", "float32_power_of_two")
+    cast = TokenFormat("fp8_per_1x128", "float32_power_of_two")
     config = config_from_handle_kwargs(handle_kwargs(cast, **sizes), topology_internode=False)
     assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (FP8_DTYPE, torch.float16, 2)
     # what vLLM decides on the GPU, and a plan cannot know, does not change a byte

@@ -9,7 +9,7 @@ from ep_a2a.commands.plan.sizes import op_facts, plan_of
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.integrations.vllm.wire import WireFormat, handle_kwargs, tokens_per_rank, wire_format
+from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs, token_format_of, tokens_per_rank
 
 if TYPE_CHECKING:
     import torch
@@ -132,11 +132,11 @@ def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
-def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> WireFormat:
+def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> TokenFormat:
     if options.cast is not None:
-        return WireFormat(options.cast)
+        return TokenFormat(options.cast)
     # Scales that are powers of two take as many bytes as others.
-    return wire_format(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
+    return token_format_of(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
 
 
 def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:

@@ -3,6 +3,6 @@
 It imports nothing of ATOM or AITER before they import it themselves.
 """
 
-from ep_a2a.integrations.atom.switch import activate, register
+from ep_a2a.integrations.atom.activation import activate, register
 
 __all__ = ["activate", "register"]

@@ -15,8 +15,8 @@ from typing import Any
 
 from ep_a2a.compat import mori
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.atom.atom_modules import AtomModules
 from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
-from ep_a2a.integrations.atom.names import AtomNames
 from ep_a2a.integrations.atom.options import check_options, why_inactive
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 
@@ -75,7 +75,7 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     Raises:
         UnsupportedError: a setting of ATOM does not work with it; see check_options.
     """
-    atom = AtomNames.imported()
+    atom = AtomModules.imported()
     check_options(atom.get_config(), atom.envs)
     manager = install_manager(atom.get_ep_group().device_communicator)
     kwargs = handle_kwargs(moe, manager, atom.envs.ATOM_MORI_COMBINE_QUANT)
@@ -108,6 +108,6 @@ def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) ->
 
 @functools.cache
 def _warn_inactive() -> None:
-    config = AtomNames.imported().get_config()
+    config = AtomModules.imported().get_config()
     why = None if config is None else why_inactive(config)
     logger.warning("EP_A2A_BACKEND has no effect on ATOM's MoE layers: %s", why or "they exchange no tokens")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ep_a2a.compat.mori.ops import EpDispatchCombineOp
-    from ep_a2a.integrations.atom.names import AtomNames
+    from ep_a2a.integrations.atom.atom_modules import AtomModules
     from ep_a2a.interface import DispatchResult
 
 
@@ -28,7 +28,7 @@ class AtomPrepareAndFinalize:
         atom: ATOM's modules and functions.
     """
 
-    def __init__(self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], atom: AtomNames) -> None:
+    def __init__(self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], atom: AtomModules) -> None:
         self._op, self._ubatch_ops, self._atom = op, list(ubatch_ops), atom
 
     @property

@@ -12,7 +12,7 @@ import runpy
 import sys
 
 from ep_a2a.errors import ConfigError
-from ep_a2a.integrations.atom.switch import activate
+from ep_a2a.integrations.atom.activation import activate
 
 
 def main(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from ep_a2a.errors import StateError, TooManyTokensError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-from ep_a2a.integrations.vllm.wire import RAW, WireFormat, handle_kwargs, tokens_per_rank, wire_format
+from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs, token_format_of, tokens_per_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._moe = moe
         self._max_num_tokens = max_num_tokens
         self._combines_in_halves = manager.combines_in_halves
-        self._wire: WireFormat = RAW
+        self._format: TokenFormat = RAW
         self._op: EpDispatchCombineOp | None = None
         self._exchange: EpDispatchCombineOp | InstrumentedOp | None = None
 
@@ -122,7 +122,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
         moe = self._moe
-        self._wire = wire_format(
+        self._format = token_format_of(
             fused_experts.quant_config,
             moe.hidden_dim,
             expects_unquantized=fused_experts.expects_unquantized_inputs,
@@ -130,7 +130,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         )
         self._op = self._manager.get_handle(
             handle_kwargs(
-                self._wire,
+                self._format,
                 rank=self._manager.rank,
                 world_size=self._manager.world_size,
                 dtype=moe.in_dtype,
@@ -206,7 +206,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             expert_map: global to local ids; used on CPU only.
             apply_router_weight_on_input: multiply tokens by their weight first; K must be 1.
             quant_config: how received rows are quantised, where dispatch does not cast them.
-            defer_input_quant: vLLM's; the wire format says it already.
+            defer_input_quant: vLLM's; without effect: the token format says it already.
 
         Returns:
             (rows [W * t, H], their scales or None, None, ids [W * t, K] int32 global, weights [W * t, K]).
@@ -228,7 +228,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         )
         rows = tokens.flatten(0, 1)
         row_scales = None if scales is None else scales.flatten(0, 1)
-        if self._wire.quantize_after:
+        if self._format.quantize_after:
             with self._closing_op_on_error():
                 rows, row_scales = self._quantized(tokens, quant_config)
         row_ids, row_weights = ids.flatten(0, 1), cast("torch.Tensor", weights).flatten(0, 1)
@@ -245,7 +245,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         """Quantises received rows [W, t, H] by vLLM's helper; returns rows [W * t, ...] and their scales."""
         import torch
 
-        if self._wire.by_whole_tensor:
+        if self._format.by_whole_tensor:
             counts = cast("EpDispatchCombineOp", self._op).recv_counts
             is_token = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             tokens = torch.where(is_token[:, :, None], tokens, 0)

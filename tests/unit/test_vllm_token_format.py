@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.integrations.vllm.wire import RAW, WireFormat, wire_format
+from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, token_format_of
 
 HIDDEN = 7168
 SCALE = torch.ones(1)
@@ -35,12 +35,12 @@ class TransposableConfig(QuantConfig):
 
 PER_TOKEN = QuantConfig(FP8_DTYPE, per_act_token_quant=True)
 PER_BLOCK = QuantConfig(FP8_DTYPE, block_shape=[128, 128])
-AFTER = WireFormat("none", quantize_after=True)
-AFTER_BY_WHOLE_TENSOR = WireFormat("none", quantize_after=True, by_whole_tensor=True)
+AFTER = TokenFormat("none", quantize_after=True)
+AFTER_BY_WHOLE_TENSOR = TokenFormat("none", quantize_after=True, by_whole_tensor=True)
 
 
-def format_of(config: Any, hidden: int = HIDDEN, *, deferred: bool = False, powers_of_two: bool = False) -> WireFormat:
-    return wire_format(config, hidden, expects_unquantized=deferred, powers_of_two=powers_of_two)
+def format_of(config: Any, hidden: int = HIDDEN, *, deferred: bool = False, powers_of_two: bool = False) -> TokenFormat:
+    return token_format_of(config, hidden, expects_unquantized=deferred, powers_of_two=powers_of_two)
 
 
 @pytest.mark.parametrize("config", [None, QuantConfig(), QuantConfig(block_shape=[128, 128])])
@@ -61,7 +61,7 @@ def test_experts_that_quantise_themselves_get_tokens_as_they_are(config):
 def test_fp8_per_token_is_cast_inside_dispatch(powers_of_two):
     """vLLM rounds block scales only to powers of two."""
     found = format_of(PER_TOKEN, powers_of_two=powers_of_two)
-    assert found == WireFormat("fp8_per_token")
+    assert found == TokenFormat("fp8_per_token")
     assert found.scale_format == "float32"
     assert found.dtype == FP8_DTYPE
 
@@ -71,12 +71,12 @@ def test_fp8_per_token_takes_any_hidden_size():
 
 
 def test_fp8_per_block_is_cast_inside_dispatch():
-    assert format_of(PER_BLOCK) == WireFormat("fp8_per_1x128")
+    assert format_of(PER_BLOCK) == TokenFormat("fp8_per_1x128")
     assert format_of(PER_BLOCK).dtype == FP8_DTYPE
 
 
 def test_block_scales_are_rounded_where_vllm_rounds_them():
-    assert format_of(PER_BLOCK, powers_of_two=True) == WireFormat("fp8_per_1x128", "float32_power_of_two")
+    assert format_of(PER_BLOCK, powers_of_two=True) == TokenFormat("fp8_per_1x128", "float32_power_of_two")
 
 
 @pytest.mark.parametrize("config", [TransposableConfig(FP8_DTYPE, block_shape=[128, 128]), PER_BLOCK])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AtomNames:
+class AtomModules:
     """The modules and functions of ATOM and AITER that are used here.
 
     Attributes:
@@ -32,7 +32,7 @@ class AtomNames:
     tbo_current_ubatch_id: Callable[[], int]
 
     @classmethod
-    def imported(cls) -> AtomNames:
+    def imported(cls) -> AtomModules:
         """Imports them from the packages of this environment."""
         ubatching = importlib.import_module("atom.utils.tbo.ubatching")
         return cls(

@@ -1,4 +1,4 @@
-"""The wire format of a MoE layer's tokens, and the handle kwargs of its op. Imports nothing of vLLM."""
+"""The format in which a MoE layer's tokens travel, and the handle kwargs of its op. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WireFormat:
+class TokenFormat:
     """The casts of tokens before they travel, and their quantisation afterwards.
 
     Attributes:
@@ -33,11 +33,13 @@ class WireFormat:
         return None if self.cast == "none" else FP8_DTYPE
 
 
-RAW = WireFormat("none")
+RAW = TokenFormat("none")
 
 
-def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool, powers_of_two: bool) -> WireFormat:
-    """Returns the wire format for experts with this FusedMoEQuantConfig.
+def token_format_of(
+    quant_config: Any, hidden_dim: int, *, expects_unquantized: bool, powers_of_two: bool
+) -> TokenFormat:
+    """Returns the token format for experts with this FusedMoEQuantConfig.
 
     Args:
         quant_config: vLLM's; None is unquantised.
@@ -51,14 +53,14 @@ def wire_format(quant_config: Any, hidden_dim: int, *, expects_unquantized: bool
     if quant_config.quant_dtype == FP8_DTYPE and quant_config.a1_scale is None:
         block = quant_config.block_shape
         if block is None and quant_config.per_act_token_quant:
-            return WireFormat("fp8_per_token")
+            return TokenFormat("fp8_per_token")
         fits = block is not None and block[1] == FP8_GROUP_SIZE and hidden_dim % FP8_GROUP_SIZE == 0
         if fits and not transposed:
-            return WireFormat("fp8_per_1x128", "float32_power_of_two" if powers_of_two else "float32")
+            return TokenFormat("fp8_per_1x128", "float32_power_of_two" if powers_of_two else "float32")
     per_row = quant_config.per_act_token_quant or quant_config.block_shape is not None
     has_scale = quant_config.a1_scale is not None or quant_config.a1_gscale is not None
     grouped = isinstance(quant_config.quant_dtype, str)  # "nvfp4", "mxfp8", ...: a scale per group of a row
-    return WireFormat("none", quantize_after=True, by_whole_tensor=not (per_row or has_scale or grouped))
+    return TokenFormat("none", quantize_after=True, by_whole_tensor=not (per_row or has_scale or grouped))
 
 
 def tokens_per_rank(num_tokens: int, sequence_parallel_size: int) -> int:
@@ -67,7 +69,7 @@ def tokens_per_rank(num_tokens: int, sequence_parallel_size: int) -> int:
 
 
 def handle_kwargs(
-    wire: WireFormat,
+    token_format: TokenFormat,
     *,
     rank: int,
     world_size: int,
@@ -81,7 +83,7 @@ def handle_kwargs(
     """Returns the kwargs with which a layer, and `ep-a2a plan`, ask `get_handle` for their op.
 
     Args:
-        wire: how the layer's tokens travel.
+        token_format: how the layer's tokens travel.
         rank, world_size: of the expert-parallel group.
         dtype: of the layer's activations.
         hidden_dim: elements of a row as the experts want it, with vLLM's padding.
@@ -93,9 +95,9 @@ def handle_kwargs(
         "rank": rank,
         "num_ep_ranks": world_size,
         "input_dtype": dtype,
-        "quant_dtype": wire.dtype,
-        "quant_type": wire.cast,
-        "scale_format": wire.scale_format,
+        "quant_dtype": token_format.dtype,
+        "quant_type": token_format.cast,
+        "scale_format": token_format.scale_format,
         "token_hidden_size": hidden_dim,
         "max_num_tokens_per_dp_rank": max_num_tokens,
         "num_local_experts": num_local_experts,
