@@ -60,8 +60,8 @@ ROOMS: tuple[tuple[str, tuple[Box, ...]], ...] = (
         "engines",
         (
             Box(270, 230, "IntraNode", "stores inside a node", "", "2"),
-            Box(530, 210, "InterNode", "rings: stores or puts", "", "2"),
-            Box(790, 210, "Staged", "exchanges of the host", "", "2"),
+            Box(530, 210, "Ring", "between nodes: stores or puts", "", "2"),
+            Box(790, 210, "Staged", "between nodes: host exchanges", "", "2"),
         ),
     ),
     (
