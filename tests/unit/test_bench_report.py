@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from ep_a2a.commands.bench import report
-from ep_a2a.commands.bench.contenders import CONTENDERS, check_names, present_names
+from ep_a2a.commands.bench.contenders import CONTENDERS, check_names
 from ep_a2a.commands.bench.picture import choose_x, make_lines, plot_bench
 from ep_a2a.commands.bench.report import (
     CPU_NOTE,
@@ -316,10 +316,6 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
 def test_impossible_pictures_are_refused(tmp_path, name, text):
     with pytest.raises(ConfigError, match=text):
         plot_bench([], tmp_path / name, HEADER)
-
-
-def test_former_names_of_contenders_are_taken():
-    assert present_names(("nccl_agrs", "ep_a2a_rail", "ep_a2a_staged")) == ("nccl_agrs", "ep_a2a_staged")
 
 
 def test_unknown_contenders_are_refused():

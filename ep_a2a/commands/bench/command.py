@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ep_a2a.commands.bench.contenders import (
     OPS_AT_ONCE,
     SCHEDULES,
     check_names,
-    present_names,
 )
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
@@ -39,58 +38,52 @@ from ep_a2a.tuning.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import SimpleNamespace
 
     from ep_a2a.commands.bench.runner import Runner
 
     Record = dict[str, Any]
 
-DEFAULT_SHARED_RANKS = 2
-"""Ranks of --shared-gpu without --ranks."""
-DEFAULT_COMM_SMS = 24
-"""Multiprocessors of ops beside computation without --comm-sms."""
+DEFAULT_RANKS = 2
+"""On CPU, and with --shared-gpu."""
 LAYER_OPTIONS = ("schedules", "intermediate", "comm_sms", "traces")
 """Options that say nothing without --layer."""
-
-
-class Defaults(NamedTuple):
-    """Defaults of the options for one kind of device; num_ranks None takes all GPUs."""
-
-    num_ranks: int | None
-    contenders: tuple[str, ...]
-    num_tokens: tuple[int, ...]
-    hidden_dim: int
-    topk: int
-    num_experts: int
-    timing: TimingSettings
-    quant_type: str = "fp8_per_1x128"
-    layout: str = "compact"
-    intermediate_dim: int = 2048
-
 
 _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
 # In the interpreter a step of the op takes seconds, so its variants run only when named.
 _ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
 
-DEFAULTS = {
-    "cuda": Defaults(None, _ON_GPUS, (1, 16, 32, 128, 512, 4096), 7168, 8, 256, TimingSettings()),
-    "cpu": Defaults(2, _ON_CPU, (1, 4, 16), 256, 4, 16, TimingSettings(0, 2, 1, 0)),
+_ON_ALL = {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1, "comm_sms": 24}
+_DEEPSEEK_V3 = {"hidden": (7168,), "topk": (8,), "experts": (256,), "intermediate": (2048,)}
+_SMALL = {"hidden": (256,), "topk": (4,), "experts": (16,), "intermediate": (64,)}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {**_ON_ALL, **_DEEPSEEK_V3, "tokens": (1, 16, 32, 128, 512, 4096), "contenders": _ON_GPUS}
+    | {"warmups": 20, "iterations": 50, "layers": 10},
+    "cpu": {**_ON_ALL, **_SMALL, "tokens": (1, 4, 16), "contenders": _ON_CPU}
+    | {"warmups": 0, "iterations": 2, "layers": 1},
 }
-"""Defaults by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
-LAYER_DEFAULTS = {
-    "cuda": DEFAULTS["cuda"]._replace(num_tokens=(128, 512, 4096), timing=TimingSettings(5, 20, 10, 0, num_rounds=4)),
-    "cpu": DEFAULTS["cpu"]._replace(
-        num_tokens=(4,), intermediate_dim=64, timing=TimingSettings(0, 1, 1, 0, num_rounds=1)
-    ),
+"""Values of options by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"tokens": (128, 512, 4096), "warmups": 5, "iterations": 20, "rounds": 4},
+    "cpu": {"tokens": (4,), "iterations": 1},
 }
-"""The same with --layer."""
-
-
-def defaults_of(device: str, *, layer: bool) -> Defaults:
-    """Returns the defaults of round trips, or of layers."""
-    if not layer:
-        return DEFAULTS[device]
-    return LAYER_DEFAULTS[device]._replace(contenders=LAYERS, quant_type="none", layout="rank_major")
+"""What is other with --layer."""
+OPTIONS_OF_FIELDS = {
+    "world_size": "ranks",
+    "hidden_dim": "hidden",
+    "topk": "topk",
+    "num_experts": "experts",
+    "dtype": "dtype",
+    "quant_type": "quant",
+    "combine_quant": "combine_quant",
+    "layout": "layout",
+    "routing": "routing",
+    "gpus_per_node": "gpus_per_node",
+    "max_num_tokens": "max_tokens",
+    "num_tokens": "tokens",
+    "max_sms": "max_sms",
+}
+"""Options with the values of a workload's fields. The last ones vary fastest: rows of one size under several bounds are
+neighbours."""
 
 
 def run(options: SimpleNamespace) -> bool:
@@ -103,86 +96,87 @@ def run(options: SimpleNamespace) -> bool:
         EpA2AError: what is asked for cannot be measured or written.
     """
     kind = choose_device(options.device.value)
-    if options.shared_gpu:
-        require_shareable(kind, joined=dist.is_torchelastic_launched())
     if not options.layer:
         refuse({name: getattr(options, name) for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
-    defaults = defaults_of(kind, layer=options.layer)
-    names = names_of(options, defaults)
+    if options.schedules:
+        refuse({"contenders": options.contenders}, "with --schedules, which run this package's op", "Say one.")
+    options = with_defaults(options, kind)
+    names = names_of(options)
     plot = options.plot
     for path in (options.output, options.markdown):
         check_can_write(path)
     different_files(options.output, options.markdown, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)
-    given_runs = {
-        "num_warmups": options.warmups,
-        "num_runs": options.iterations,
-        "num_round_trips": options.layers,
-        "num_rounds": options.rounds,
-    }
-    settings = replace(defaults.timing, **given(given_runs), cold_cache=options.cold_cache)
+    settings = TimingSettings(
+        options.warmups,
+        options.iterations,
+        options.layers,
+        cold_cache=options.cold_cache,
+        num_rounds=options.rounds,
+    )
+    if options.shared_gpu:
+        require_shareable(kind, joined=dist.is_torchelastic_launched())
     with contextlib.closing(make_runner(kind, shared_gpu=options.shared_gpu)) as runner:
-        workloads = workloads_of(options, kind, runner.world_size)
+        options.ranks = ranks_of(options, kind, runner.world_size)
+        workloads = workloads_of(options)
         if kind == "cuda" and runner.world_size is None:
-            num_ranks = [workload.world_size for workload in workloads]
-            check_budgets([workload.max_sms for workload in workloads], num_ranks, runner.num_gpus, multiprocessors())
+            check_budgets(options.max_sms, options.ranks, runner.num_gpus, multiprocessors())
         return execute(runner, workloads, names, settings, kind, options)
 
 
-def names_of(options: SimpleNamespace, defaults: Defaults) -> tuple[str, ...]:
+def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
+    """Returns the options with values for those that are not given."""
+    values = vars(options) | DEFAULTS[device]
+    if any(options.gpus_per_node):
+        values["contenders"] += BETWEEN_NODES
+    if options.layer:
+        values |= LAYER_DEFAULTS[device] | {"quant": ("none",), "layout": ("rank_major",), "contenders": LAYERS}
+    return SimpleNamespace(**values | given(vars(options)))
+
+
+def names_of(options: SimpleNamespace) -> tuple[str, ...]:
     """Returns the contenders that are asked for.
 
     Raises:
         UnknownNameError: there is none of a name, or it does no layers.
     """
-    if options.schedules is not None:
+    if options.schedules:
         check_names(options.schedules, dict.fromkeys(name.partition("/")[0] for name in SCHEDULES), "schedules")
-        refuse({"contenders": options.contenders}, "with --schedules, which run this package's op", "Say one.")
         return tuple(name for each in options.schedules for name in SCHEDULES if name.startswith(f"{each}/"))
-    if options.contenders is None:
-        return defaults.contenders + (BETWEEN_NODES if any(options.gpus_per_node) else ())
-    names = present_names(options.contenders)
-    check_names(names, LAYERS if options.layer else CONTENDERS)
+    check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
+    names: tuple[str, ...] = options.contenders
     return names
 
 
-def workloads_of(options: SimpleNamespace, device: str, joined: int | None) -> list[Workload]:
-    """Returns the workloads of the command's options on a kind of device.
-
-    The number of tokens varies fast, and the bound on multiprocessors fastest: its rows are neighbours.
+def ranks_of(options: SimpleNamespace, device: str, joined: int | None) -> tuple[int, ...]:
+    """Returns the numbers of ranks: those of --ranks, else of torchrun's job, or one per GPU, or 2.
 
     Args:
-        options: as `run` takes them. device: "cpu" or "cuda". joined: ranks of torchrun's job, None without one.
+        options: as `run` takes them. device: "cpu" or "cuda". joined: ranks of the job, None without one.
+
+    Raises:
+        ConfigError: --ranks is not the number of ranks that torchrun has started, or one would share with nobody.
     """
-    defaults = defaults_of(device, layer=options.layer)
-    default_ranks = DEFAULT_SHARED_RANKS if options.shared_gpu else joined or defaults.num_ranks
-    ranks = requested_ranks(options.ranks, default_ranks, is_joined=joined is not None)
-    if options.shared_gpu:
-        require_several(ranks)
-    values: dict[str, Sequence[Any]] = {
-        "world_size": ranks,
-        "hidden_dim": options.hidden or (defaults.hidden_dim,),
-        "topk": options.topk or (defaults.topk,),
-        "num_experts": options.experts or (defaults.num_experts,),
-        "dtype": options.dtype,
-        "quant_type": options.quant or (defaults.quant_type,),
-        "combine_quant": options.combine_quant,
-        "layout": options.layout or (defaults.layout,),
-        "routing": options.routing,
-        "gpus_per_node": options.gpus_per_node,
-        "max_num_tokens": options.max_tokens,
-        "num_tokens": options.tokens or defaults.num_tokens,
-        "max_sms": options.max_sms,
-    }
+    usual = torch.cuda.device_count() if device == "cuda" and not options.shared_gpu else DEFAULT_RANKS
+    ranks: tuple[int, ...] = options.ranks or (joined or usual,)
+    if joined is not None and ranks != (joined,):
+        raise ConfigError(f"--ranks {joined}, which torchrun has started", str(ranks), "Leave --ranks out.")
+    if options.shared_gpu and min(ranks) < 2:
+        raise ConfigError("--ranks of 2 or more with --shared-gpu", str(min(ranks)), "Raise --ranks.")
+    return ranks
+
+
+def workloads_of(options: SimpleNamespace) -> list[Workload]:
+    """Returns the workloads of the command's options, which all have values."""
+    values = {field: getattr(options, name) for field, name in OPTIONS_OF_FIELDS.items()}
     if options.seed is not None:
         values["seed"] = (options.seed,)
     if not options.layer:
         return make_workloads(values)
-    values["intermediate_dim"] = options.intermediate or (defaults.intermediate_dim,)
-    comm_sms = DEFAULT_COMM_SMS if options.comm_sms is None else options.comm_sms
-    values |= {"comm_sms": (comm_sms if options.schedules else 0,), "traces": (options.traces,)}
-    return make_workloads(values, LayerWorkload)
+    of_layer = {"intermediate_dim": options.intermediate, "traces": (options.traces,)}
+    of_layer |= {"comm_sms": (options.comm_sms if options.schedules else 0,)}
+    return make_workloads(values | of_layer, LayerWorkload)
 
 
 def execute(
@@ -262,18 +256,6 @@ def multiprocessors() -> int:
     return min(int(torch.cuda.get_device_properties(gpu).multi_processor_count) for gpu in gpus)
 
 
-def requested_ranks(named: tuple[int, ...] | None, default: int | None, *, is_joined: bool) -> tuple[int, ...]:
-    """Returns the numbers of ranks to measure: those of --ranks, else of the job, or one per GPU.
-
-    Raises:
-        ConfigError: --ranks is not the number of ranks that torchrun has started.
-    """
-    requested = named or (default or torch.cuda.device_count(),)
-    if is_joined and requested != (default,):
-        raise ConfigError(f"--ranks {default}, which torchrun has started", str(named), "Leave --ranks out.")
-    return requested
-
-
 def require_shareable(device: str, *, joined: bool) -> None:
     """Checks that --shared-gpu can be had.
 
@@ -290,12 +272,6 @@ def require_shareable(device: str, *, joined: bool) -> None:
         raise ConfigError("no torchrun with --shared-gpu, which starts ranks itself", "ranks of torchrun", remedy)
 
 
-def require_several(num_ranks: Sequence[int]) -> None:
-    """Raises ConfigError where --shared-gpu has a rank that would share with nobody."""
-    if min(num_ranks) < 2:
-        raise ConfigError("--ranks of 2 or more with --shared-gpu", str(min(num_ranks)), "Raise --ranks.")
-
-
 def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: int, num_sms: int) -> None:
     """Checks that every number of ranks fits on the GPUs with every budget, where ranks share GPUs.
 
@@ -309,7 +285,7 @@ def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: in
     """
     for sharing in sorted({ranks_per_gpu(each, num_gpus) for each in num_ranks} - {0, 1}, reverse=True):
         most = share_of(num_sms, sharing, OPS_AT_ONCE)
-        wrong = [budget for budget in dict.fromkeys(budgets) if budget and not LEAST_PROGRAMS <= budget <= most]
+        wrong = [budget for budget in budgets if budget and not LEAST_PROGRAMS <= budget <= most]
         if wrong:
             raise ConfigError(
                 f"--max-sms from {LEAST_PROGRAMS} to {most}: {sharing} ranks share a GPU of {num_sms} multiprocessors",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,9 +48,6 @@ CONTENDERS = tuple(name for name in _MODULES if name not in SCHEDULES)
 LAYERS = (NATIVE, "flashinfer", "nccl_agrs")
 """Contenders that do a whole layer, too."""
 
-FORMER_NAMES = {"ep_a2a_rail": "ep_a2a_staged"}
-"""Present name by the name in older result files and command lines."""
-
 ON_SHARED_GPUS = frozenset((REFERENCE_PUSH, *OF_OP, *LOW_LATENCY, *BETWEEN_NODES[:4], *SCHEDULES))
 """Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
 
@@ -63,8 +59,6 @@ OPS_AT_ONCE = 1
 
 ONLY_WHEN_NAMED = (*LOW_LATENCY, "ep_a2a_nvshmem", "ep_a2a_nvshmem_ll", "deepep_low_latency")
 """Contenders that no default includes: interfaces on this package's op, NVSHMEM, another mode of a contender."""
-
-logger = logging.getLogger(__name__)
 
 
 def _always(workload: Workload, device: torch.device) -> str | None:
@@ -97,13 +91,6 @@ class Contender:
         if make is None:
             raise UnsupportedError(f"one of {', '.join(LAYERS if workload.is_layer else CONTENDERS)}", self.name)
         return make(workload, context)
-
-
-def present_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a choice of contenders under their present names; logs each former one."""
-    for name in FORMER_NAMES.keys() & set(names):
-        logger.warning("contender %s is now %s; use that name", name, FORMER_NAMES[name])
-    return tuple(dict.fromkeys(FORMER_NAMES.get(name, name) for name in names))
 
 
 def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option: str = "contenders") -> None:
