@@ -69,7 +69,7 @@ OPTIONS = (
     opt.numbers("intermediate", "Intermediate sizes of an expert; default: 2048 on GPUs.", panel=LAYERS),
     opt.names("schedules", "Communication beside computation: micro_batches, shared_expert.", panel=LAYERS),
     opt.number("comm_sms", COMM_SMS, opt.MOST_ITERATIONS, least=0, panel=LAYERS),
-    opt.Option("traces", Path, "Folder for Chrome traces of schedules.", limits={"file_okay": False}, panel=LAYERS),
+    opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
     opt.QUIET,
     opt.VERBOSE,
 )

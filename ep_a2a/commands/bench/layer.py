@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
 from ep_a2a.commands.measure.session import Session
+from ep_a2a.commands.measure.timing import Clock, capture
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
 from ep_a2a.errors import CheckFailedError, UnsupportedError
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ep_a2a.testing.worker import RankContext
 
 PAD_ID = -1
+NUM_TRACED = 3
+"""Layers in a trace."""
 WEIGHTS_SEED = 77
 MAX_CHECKED_TOKENS = 32
 """Tokens of each rank that are compared with the dense layer, which is slow."""
@@ -48,7 +51,7 @@ class LayerWorkload(Workload):
     Attributes:
         intermediate_dim: F, intermediate size of an expert.
         comm_sms: multiprocessors of ops where computation runs beside them; 0 = no bound.
-        traces: folder for Chrome traces of schedules; None for none.
+        traces: folder for Chrome traces, NAME_TOKENS.json.gz; None for none.
     """
 
     is_layer: ClassVar[bool] = True
@@ -158,8 +161,60 @@ class Received(NamedTuple):
     out: torch.Tensor
 
 
-class Layer(Session):
-    """A layer whose gate has fixed addresses, ready to run. Made collectively; graph-safe.
+class WholeLayer(Session):
+    """Something that runs a layer, gate to combine, with the same results however it does so. Graph-safe.
+
+    Args:
+        workload: shapes.
+        context: this rank and its group.
+    """
+
+    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+        super().__init__()
+        self.workload, self.context = workload, context
+
+    @abc.abstractmethod
+    def run(self) -> Any:
+        """Runs the layer; returns its result."""
+
+    @abc.abstractmethod
+    def computation(self) -> Callable[[], Any]:
+        """Returns the same computation without communication, on a copy of received rows. Collective."""
+
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns `layer_us`, and `compute_us` of the same computation alone."""
+        return {"layer_us": timer.median_us(self.run), "compute_us": timer.median_us(self.computation())}
+
+    def check_timed(self) -> None:
+        """Compares one more run with the dense layer."""
+        self.check()
+
+    def trace(self, name: str) -> None:
+        """Writes a Chrome trace of a few runs, on a GPU replayed from a CUDA graph, by rank 0 where it is asked for."""
+        from torch.profiler import ProfilerActivity, profile
+
+        folder, on_gpu = self.workload.traces, self.context.device.type == "cuda"
+        if folder is None:
+            return
+
+        def work() -> None:
+            for _ in range(NUM_TRACED):
+                self.run()
+
+        run = capture(work, work, Clock(self.context)).replay if on_gpu else work
+        run()
+        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+        if self.context.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{name.replace('/', '_')}_{self.workload.num_tokens}.json.gz"
+            profiler.export_chrome_trace(str(path))
+
+
+class Layer(WholeLayer):
+    """A layer whose gate has fixed addresses and whose parts follow one another.
 
     Args:
         workload: shapes.
@@ -170,8 +225,7 @@ class Layer(Session):
     def __init__(
         self, workload: LayerWorkload, context: RankContext, model: tuple[Gate, MoEWeights] | None = None
     ) -> None:
-        super().__init__()
-        self.workload, self.context = workload, context
+        super().__init__(workload, context)
         if model is None:
             weights = make_weights(workload, context)
             model = Gate(workload.inputs(context.rank, context.device).x, weights.router, workload.topk), weights
@@ -194,7 +248,7 @@ class Layer(Session):
         return self.combine()
 
     def computation(self) -> Callable[[], torch.Tensor]:
-        """Returns the same gate and experts without communication, on a copy of received rows. Collective."""
+        """Returns the same gate and experts on a copy of received rows. Collective."""
         self.gate()
         copy = Received(*(None if each is None else each.clone() for each in self.dispatch()))  # type: ignore[arg-type]
         self.combine()
@@ -210,14 +264,6 @@ class Layer(Session):
         """Compares a run with the dense layer."""
         result = self.run()
         require_rows(result, dense_layer(self.workload, self.gate, self.weights, self.context))
-
-    def check_timed(self) -> None:
-        """Compares one more run."""
-        self.check()
-
-    def measure(self, timer: Timer) -> dict[str, Any]:
-        """Returns `layer_us`, and `compute_us` of the same computation alone."""
-        return {"layer_us": timer.median_us(self.run), "compute_us": timer.median_us(self.computation())}
 
 
 class CastLayer(Layer):

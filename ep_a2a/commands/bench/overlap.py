@@ -20,26 +20,23 @@ from ep_a2a.commands.bench.layer import (
     Gate,
     LayerWorkload,
     Received,
+    WholeLayer,
     dense_layer,
     make_weights,
     require_rows,
     run_experts,
 )
 from ep_a2a.commands.bench.own import OpLayer, op_refusal
-from ep_a2a.commands.measure.session import OpVariant, Session
-from ep_a2a.commands.measure.timing import Clock, Timer, capture
+from ep_a2a.commands.measure.session import OpVariant
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 SHARED_SEED = 78
-NUM_TRACED = 3
-"""Layers in a trace."""
 
 
 class Lanes:
@@ -142,7 +139,7 @@ class SharedExpert:
         return result
 
 
-class Schedule(Session):
+class Schedule(WholeLayer):
     """A variant of a schedule, ready to run.
 
     Args:
@@ -153,9 +150,8 @@ class Schedule(Session):
     """
 
     def __init__(self, workload: LayerWorkload, context: RankContext, name: str, num_batches: int) -> None:
-        super().__init__()
-        self.workload, self.context = workload, context
-        self.schedule, self.variant = name.split("/")
+        super().__init__(workload, context)
+        self._variant = name.partition("/")[2]
         self.lanes = Lanes(context.device, workload.comm_sms)
         self._arena = Arena(context.group, context.device)
         weights = make_weights(workload, context)
@@ -169,24 +165,12 @@ class Schedule(Session):
 
     def run(self) -> Any:
         """Runs the variant."""
-        return getattr(self, self.variant)()
-
-    def check_timed(self) -> None:
-        """Compares one more run with the dense layer."""
-        self.check()
+        return getattr(self, self._variant)()
 
     def computation(self) -> Callable[[], Any]:
         """Returns the computation of the layer without communication. Collective."""
         computes = [batch.computation() for batch in self.batches]
         return lambda: [compute() for compute in computes]
-
-    def measure(self, timer: Timer) -> dict[str, Any]:
-        """Returns `layer_us`, and `compute_us` of the computation alone; writes the trace that is asked for."""
-        times = {"layer_us": timer.median_us(self.run), "compute_us": timer.median_us(self.computation())}
-        if self.workload.traces is not None:
-            name = f"{self.schedule}_{self.variant}_{self.workload.num_tokens}.json.gz"
-            write_trace(self.run, self.context, self.workload.traces / name)
-        return times
 
     def close(self) -> None:
         """Closes the ops and their arena."""
@@ -276,26 +260,6 @@ class BesideSharedExpert(Schedule):
             from_shared = self.shared()
             self.lanes.join()
         return result + from_shared
-
-
-def write_trace(layer: Callable[[], Any], context: RankContext, path: Path) -> None:
-    """Writes a Chrome trace of a few layers, replayed from a CUDA graph on a GPU, by rank 0. Collective."""
-    from torch.profiler import ProfilerActivity, profile
-
-    def work() -> None:
-        for _ in range(NUM_TRACED):
-            layer()
-
-    on_gpu = context.device.type == "cuda"
-    run = capture(work, work, Clock(context)).replay if on_gpu else work
-    run()
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-    if context.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
 
 
 def _refusal(num_batches: int, workload: Workload, device: torch.device) -> str | None:
