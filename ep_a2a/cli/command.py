@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.log import check_environment, set_up_logging
-from ep_a2a.commands.messages import EXIT_CODES, Verbosity
+from ep_a2a.commands.messages import EXIT_CODES, check_environment, set_up_logging
 from ep_a2a.commands.options import option_of_field
 from ep_a2a.errors import ConfigError, EpA2AError, MissingPackageError
 from ep_a2a.interrupts import interrupts_held
@@ -38,8 +37,7 @@ class Command(TyperCommand):
         quiet, verbose = (any(params.get(name) for params in given) for name in ("quiet", "verbose"))
         if quiet and verbose:
             ctx.fail("--quiet and --verbose exclude each other.")
-        level = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL
-        messages.begin(level)
+        messages.begin(quiet=quiet, verbose=verbose)
         if self.name != DOCTOR:
             check_packages()
             check_environment()

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MODEL = "Of a model in vLLM"
 OP = "Of any op"
 NODES = "Between nodes (predicted by a simulator)"
+EVERYWHERE = ("vllm", "nodes", "published", "gpus_per_node")
+"""Options that choose the kind of plan, or act in several; the others act in the kind that their panel names."""
 IS_THERE = {"exists": True}
 SHARED = "Tensor-parallel ranks share their replica's tokens; default: by model."
 FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
@@ -62,4 +64,9 @@ def run(options: SimpleNamespace) -> None:
     """
     from ep_a2a.commands.plan.command import execute
 
-    execute(vars(options))
+    values = vars(options)
+    groups = [
+        {each.name: values[each.name] for each in OPTIONS if each.panel == panel and each.name not in EVERYWHERE}
+        for panel in (MODEL, OP, NODES)
+    ]
+    execute(options, *groups)

@@ -10,9 +10,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from ep_a2a.commands.markdown import table_lines
-from ep_a2a.commands.tables import new_table
-from ep_a2a.commands.wide_tables import fitting_tables
+from ep_a2a.commands.tables import fitting_tables, new_table, table_lines
 from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.availability import problems
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 import errno
 import json
+import logging
 import os
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
+
+from ep_a2a import env
+from ep_a2a.errors import EnvironmentVariableError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,30 +33,12 @@ NARROW_COLUMNS = 50
 """Below this width an error is plain lines: a panel would hold a word or two per line."""
 
 
-class Verbosity(enum.IntEnum):
-    """How much a command says: results only; notes and progress, too; details, too."""
-
-    QUIET = 0
-    NORMAL = 1
-    VERBOSE = 2
+_invocation = SimpleNamespace(quiet=False, verbose=False)
 
 
-_invocation = SimpleNamespace(verbosity=Verbosity.NORMAL)
-
-
-def begin(verbosity: Verbosity) -> None:
-    """Notes how much the command that runs shall say."""
-    _invocation.verbosity = verbosity
-
-
-def is_quiet() -> bool:
-    """Whether only results and errors are to be printed: --quiet."""
-    return _invocation.verbosity is Verbosity.QUIET
-
-
-def is_verbose() -> bool:
-    """Whether details are to be printed: --verbose."""
-    return _invocation.verbosity is Verbosity.VERBOSE
+def begin(*, quiet: bool, verbose: bool) -> None:
+    """Notes how much the command that runs shall say: results only, or details, too."""
+    _invocation.quiet, _invocation.verbose = quiet, verbose
 
 
 class OutputConsole(Console):
@@ -73,7 +58,7 @@ def output() -> OutputConsole:
 
 def notices() -> OutputConsole:
     """Returns a console for notes and progress: stderr, silent with --quiet."""
-    return OutputConsole(stderr=True, quiet=is_quiet())
+    return OutputConsole(stderr=True, quiet=_invocation.quiet)
 
 
 def note(text: str, style: str = "dim") -> None:
@@ -116,3 +101,43 @@ def show_error(error: EpA2AError) -> None:
         # Text, not markup: error texts contain shapes in square brackets.
         grid.add_row(Text(label, style="bold"), Text(text))
     console.print(Panel(grid, title=type(error).__name__, title_align="left", border_style="red"))
+
+
+def log_level() -> str:
+    """Returns the level's name: EP_A2A_LOG_LEVEL's, else INFO with --verbose.
+
+    Raises:
+        EnvironmentVariableError: EP_A2A_LOG_LEVEL names no level.
+    """
+    level, known = env.LOG_LEVEL.get(), logging.getLevelNamesMapping()
+    if level not in known:
+        raise EnvironmentVariableError(f"{env.LOG_LEVEL.name} to be one of {', '.join(known)}", repr(level))
+    return "INFO" if _invocation.verbose and not env.other_variable(env.LOG_LEVEL.name) else level
+
+
+def set_up_logging(level: str | None = None) -> None:
+    """Sends the `ep_a2a` logger to stderr.
+
+    Args:
+        level: its name; None takes log_level().
+
+    Raises:
+        EnvironmentVariableError: as `log_level`.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s [%(process)d] %(levelname)s: %(message)s"))
+    logger = logging.getLogger("ep_a2a")
+    logger.setLevel(level or log_level())
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+
+
+def check_environment() -> None:
+    """Reads every variable of this package, so that one that cannot be used ends a command before it starts.
+
+    Raises:
+        EnvironmentVariableError: one cannot be used.
+    """
+    for variable in env.VARIABLES:
+        variable.get()
+    log_level()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.log import log_level, set_up_logging
+from ep_a2a.commands.messages import log_level, set_up_logging
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.testing.launch import RankFailure, RankPool
 

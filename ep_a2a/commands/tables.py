@@ -1,4 +1,4 @@
-"""Makes the tables that commands print."""
+"""Makes the tables that commands print or write in markdown, and writes numbers with the unit that keeps them short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Sequence
+
+UNITS = ("KiB", "MiB", "GiB", "TiB")
+COLUMN_MARGIN = 3
+"""Characters of a column beside its text: two spaces and a line."""
 
 
 def new_table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> Table:
@@ -20,3 +24,91 @@ def new_table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> 
     for column in columns:
         table.add_column(column, justify="right" if column in aligned else "left", overflow="fold")
     return table
+
+
+def fitting_tables(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_names: int,
+    width: int,
+    right: Collection[str] = (),
+) -> list[Table]:
+    """Returns tables no wider than a terminal, where the columns that name the rows leave room for another one.
+
+    Args:
+        title: above the first table.
+        headings, rows: of one table that may be too wide.
+        num_names: first columns, which name a row; every table begins with them.
+        width: characters of the terminal.
+        right: headings of right-aligned columns.
+    """
+    tables: list[Table] = []
+    for columns in columns_that_fit(headings, rows, num_names, width):
+        table = Table(title=None if tables else title, title_justify="left")
+        texts = [[headings[column], *(row[column] for row in rows)] for column in columns]
+        for column, chars in zip(columns, _widths(texts, width)):
+            is_right = headings[column] in right
+            table.add_column(headings[column], justify="right" if is_right else "left", width=chars, overflow="fold")
+        for row in rows:
+            table.add_row(*(row[column] for column in columns))
+        tables.append(table)
+    return tables
+
+
+def columns_that_fit(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], num_names: int, width: int
+) -> list[list[int]]:
+    """Returns the columns of each table, by number. Each has the first `num_names`, and one more at least."""
+    least = [COLUMN_MARGIN + _least_width(texts) for texts in zip(headings, *rows)]
+    names = list(range(num_names))
+    tables = [list(names)]
+    for column in range(num_names, len(headings)):
+        has_room = 1 + sum(least[each] for each in (*tables[-1], column)) <= width
+        if not has_room and len(tables[-1]) > num_names:
+            tables.append(list(names))
+        tables[-1].append(column)
+    return tables
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns the width of each column: its least, and what is left goes to the first that need more."""
+    widths = [_least_width(texts) for texts in columns]
+    left = width - 1 - sum(widths) - COLUMN_MARGIN * len(widths)
+    for number, (heading, *_) in enumerate(columns):
+        more = max(0, min(left, len(heading) - widths[number]))
+        widths[number] += more
+        left -= more
+    return widths
+
+
+def _least_width(texts: Sequence[str]) -> int:
+    """Returns the characters that a column needs: its cells stay whole, its heading may break between words."""
+    heading, *cells = texts
+    return max(map(len, [*heading.split(), *cells]), default=0)
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table; a bar in a cell becomes a slash, since bars divide cells."""
+    table = (headings, ("---",) * len(headings), *rows)
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
+
+
+def bytes_text(num_bytes: int) -> str:
+    """Returns a number of bytes as text, for example "1.5 MiB"."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    value, units = num_bytes / 1024, list(UNITS)
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.1f} {units[0]}"
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a time as text, for example "8.1 µs", "12.5 ms", "3.0 s"."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.1f} {unit}"
+    return f"{seconds * 1e6:.1f} µs"

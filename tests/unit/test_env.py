@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ep_a2a import env
-from ep_a2a.commands.log import set_up_logging
+from ep_a2a.commands.messages import set_up_logging
 from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError
 from ep_a2a.managers.registry import check_backend_name

@@ -15,8 +15,7 @@ from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.demo.view import plot_traffic
 from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
 from ep_a2a.commands.doctor.selftest_rank import PairResult
-from ep_a2a.commands.plan.nodes import predictions
-from ep_a2a.commands.plan.nodes_plot import plot_predictions
+from ep_a2a.commands.plan.nodes import plot_predictions, predictions
 from ep_a2a.commands.plots import DARK, LIGHT, THEMES, Caption, Panel, style_of, text_inches, wrap
 from ep_a2a.commands.trace import plot_timeline
 from ep_a2a.errors import ConfigError

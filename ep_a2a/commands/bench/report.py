@@ -16,9 +16,8 @@ import ep_a2a
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH, WITHOUT_EFFECT_ON_PUSH
 from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
-from ep_a2a.commands.markdown import table_lines
 from ep_a2a.commands.programs import command_output, package_version
-from ep_a2a.commands.wide_tables import fitting_tables
+from ep_a2a.commands.tables import fitting_tables, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

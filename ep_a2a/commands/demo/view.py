@@ -11,7 +11,7 @@ from rich.text import Text
 
 import ep_a2a
 from ep_a2a.commands import plots
-from ep_a2a.commands.units import bytes_text, duration_text
+from ep_a2a.commands.tables import bytes_text, duration_text
 
 if TYPE_CHECKING:
     from pathlib import Path

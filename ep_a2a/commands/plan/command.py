@@ -13,13 +13,13 @@ from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
-from ep_a2a.commands.units import bytes_text
+from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_DTYPE, QuantType, num_owned_experts, parse_enum
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from types import SimpleNamespace
 
     from ep_a2a.commands.plan.sizes import Plan
 
@@ -27,64 +27,46 @@ MAX_GPU_BYTES = 512 << 30
 """More than any GPU has."""
 
 
-FOR_MODEL = (
-    "data_parallel_size",
-    "tensor_parallel_size",
-    "max_num_batched_tokens",
-    "num_redundant_experts",
-    "sequence_parallel",
-)
-FOR_OP = (
-    "ranks",
-    "max_tokens",
-    "topk",
-    "experts",
-    "layout",
-    "combine_quant",
-    "scale_format",
-    "max_total_recv_tokens",
-    "flagged_max_tokens",
-)
-BETWEEN_NODES = ("nodes", "nic_gbps", "chunk_tokens", "credits", "markdown", "plot", "seed")
-"""Parameters of the command by what they are for."""
-
-
-def execute(options: dict[str, Any]) -> None:
+def execute(
+    options: SimpleNamespace, for_model: dict[str, Any], for_op: dict[str, Any], between: dict[str, Any]
+) -> None:
     """Prints and writes what is asked for.
 
     Args:
-        options: of `ep-a2a plan` by parameter, None where not given.
+        options: of `ep-a2a plan`, None where not given.
+        for_model, for_op, between: those that act only for a model, for an op of named sizes, between nodes.
 
     Raises:
         ConfigError: options exclude each other, or a size is impossible.
     """
-    for_model, for_op, between = ({name: options[name] for name in some} for some in (FOR_MODEL, FOR_OP, BETWEEN_NODES))
-    vllm, as_json, output = options["vllm"], options["as_json"], options["output"]
     for_both = {
-        "gpus_per_node": options["gpus_per_node"],
-        "hidden": options["hidden"],
-        "dtype": dtype_named(options["dtype"]),
-        "quant": options["quant"] and options["quant"].value,
+        "gpus_per_node": options.gpus_per_node,
+        "hidden": options.hidden,
+        "dtype": dtype_named(options.dtype),
+        "quant": options.quant and options.quant.value,
     }
-    check_can_write(output)
-    if options["nodes"] is not None or options["published"]:
+    check_can_write(options.output)
+    if options.nodes is not None or options.published:
         from ep_a2a.commands.plan.nodes import show_nodes
 
-        refuse({"vllm": vllm, **for_model}, "with --nodes or --published", "Leave it out.")
-        chosen = {**between, **for_op, **for_both, "output": output}
-        show_nodes(chosen, is_published=options["published"], as_json=as_json)
+        refuse({"vllm": options.vllm, **for_model}, "with --nodes or --published", "Leave it out.")
+        chosen = {"nodes": options.nodes, **between, **for_op, **for_both, "output": options.output}
+        show_nodes(chosen, is_published=options.published, as_json=options.as_json)
         return
     refuse(between, "without --nodes", "Say --nodes.")
-    if vllm is None:
+    if options.vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
         if for_both["quant"] in (None, QuantType.NONE.value):
-            refuse({"scale_format": for_op["scale_format"]}, "without --quant", "Name the cast that writes scales.")
-        plan, assumed = plan_op(**given(for_op), **given(for_both))
+            refuse({"scale_format": options.scale_format}, "without --quant", "Name the cast that writes scales.")
+        plan, assumed = plan_op(**given(for_op | for_both))
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        named = {"hidden_dim": for_both.pop("hidden"), "cast": for_both.pop("quant")}
-        plan, assumed = plan_model(vllm, {"data_parallel_size": 1, **given(for_model | for_both | named)})
-    show(plan, assumed, as_json=as_json, output=output, verbose=options["verbose"])
+        of_op = {"hidden_dim": for_both.pop("hidden"), "cast": for_both.pop("quant")}
+        vllm_options = VllmOptions(**{"data_parallel_size": 1, **given(for_model | for_both | of_op)})
+        model = read_model(options.vllm)
+        plan = vllm_plan(model, vllm_options)
+        assumed = assumptions(model, vllm_options, plan.config)
+    show(plan, assumed, options)
 
 
 def plan_op(
@@ -126,28 +108,17 @@ def plan_op(
     return plan_of(configs), [RINGS_ASSUMED] if across else []
 
 
-def plan_model(path: Path, options: dict[str, Any]) -> tuple[Plan, list[str]]:
-    """Returns the plan of a model in vLLM, and what it assumes."""
-    model, vllm_options = read_model(path), VllmOptions(**options)
-    plan = vllm_plan(model, vllm_options)
-    return plan, assumptions(model, vllm_options, plan.config)
-
-
-def show(plan: Plan, assumed: list[str], *, as_json: bool, output: Path | None = None, verbose: bool = False) -> None:
-    """Prints a plan, with `verbose` all regions.
-
-    Raises:
-        ConfigError: no GPU has so much memory.
-    """
+def show(plan: Plan, assumed: list[str], options: SimpleNamespace) -> None:
+    """Prints and writes a plan as the options say; raises ConfigError where no GPU has so much memory."""
     if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
         raise ConfigError(
             f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}",
             bytes_text(num_bytes),
             "Lower the tokens per rank, the hidden size or the number of ranks.",
         )
-    give_json({**plan.as_json_object(), "assumed": assumed}, output, as_json=as_json)
-    if not as_json:
-        messages.output().print(view_of(plan, assumed, verbose=verbose))
+    give_json({**plan.as_json_object(), "assumed": assumed}, options.output, as_json=options.as_json)
+    if not options.as_json:
+        messages.output().print(view_of(plan, assumed, verbose=options.verbose))
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

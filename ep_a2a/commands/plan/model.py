@@ -232,5 +232,4 @@ def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: 
 
 
 def _names(keys: tuple[str, ...]) -> str:
-    # In quotes: these are words of config.json, which the command line does not replace by its options.
     return ", ".join(map(repr, keys))

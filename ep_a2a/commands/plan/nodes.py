@@ -1,24 +1,79 @@
-"""Predicts exchanges between nodes, for `ep-a2a plan --nodes` and `--published`."""
+"""Predicts exchanges between nodes, for `ep-a2a plan --nodes` and `--published`: tables, markdown and a picture."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands import messages
+import ep_a2a
+from ep_a2a.commands import messages, plots
 from ep_a2a.commands.files import check_can_write, different_files, give_json, write_text
 from ep_a2a.commands.options import given, refuse
+from ep_a2a.commands.simulation import cluster as constants
+from ep_a2a.commands.simulation import published
+from ep_a2a.commands.simulation.cluster import Cluster
+from ep_a2a.commands.simulation.predict import predict
+from ep_a2a.commands.simulation.traffic import Copies, Shape
+from ep_a2a.commands.tables import fitting_tables, table_lines
 from ep_a2a.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
     from ep_a2a.commands.simulation.predict import Prediction
+    from ep_a2a.commands.simulation.published import Compared
 
 GPUS_PER_NODE = 8
 CASTS = ("none", "fp8_per_1x128")
 """Casts of dispatch that the simulator knows; combine's rows are bf16."""
+OPTIONS = {
+    **{name: name for name in ("nodes", "ranks", "gpus_per_node", "max_tokens", "hidden", "topk", "experts", "quant")},
+    **{name: name for name in ("seed", "nic_gbps", "chunk_tokens")},
+    "credits": "num_credits",
+}
+"""Arguments of `predictions` by option."""
+
+MIB, MB = 1 << 20, 1e6
+PREDICTED = "PREDICTED by a simulator, not measured; kernels between nodes have not run over a network."
+CONSTANTS = (
+    f"Constants: start {constants.START_US} µs, NVLink {constants.NVLINK_GB_PER_S:g} GB/s and "
+    f"{constants.NVLINK_HOP_US} µs, NIC {constants.NIC_LATENCY_US} µs and {constants.NIC_EFFICIENCY:.1%} of its rate, "
+    f"end {constants.FINISH_US} µs; simulation/cluster.py says where they come from."
+)
+COLUMNS: dict[str, Callable[[Prediction], str]] = {
+    "GPUs": lambda each: str(each.cluster.num_ranks),
+    "nodes": lambda each: str(each.cluster.num_nodes),
+    "copy per": lambda each: each.copies.value,
+    "dispatch µs": lambda each: f"{each.dispatch_us:.1f}",
+    "combine µs": lambda each: f"{each.combine_us:.1f}",
+    "copies to other nodes": lambda each: f"{each.remote_copies:.3f}",
+    "NIC MB dispatch": lambda each: f"{each.nic_dispatch_bytes / MB:.2f}",
+    "NIC MB combine": lambda each: f"{each.nic_combine_bytes / MB:.2f}",
+    "buffers MiB": lambda each: f"{each.buffer_bytes / MIB:,.0f}",
+    "experts' rows MiB": lambda each: f"{each.expert_rows_bytes / MIB:,.0f}",
+}
+COMPARED_COLUMNS: dict[str, Callable[[Compared], str]] = {
+    "library": lambda each: each.published.source,
+    "machines": lambda each: each.published.machine,
+    "GPUs": lambda each: str(each.published.num_ranks),
+    "tokens": lambda each: str(each.published.shape.num_tokens),
+    "copy per": lambda each: each.published.copies.value,
+    "phase": lambda each: each.phase.value,
+    "published µs": lambda each: f"{each.published_us:.1f}",
+    "predicted µs": lambda each: f"{each.predicted_us:.1f}",
+    "error %": lambda each: f"{each.error_percent:+.1f}",
+}
+STYLES = {"node": "-", "rank": "--", "expert": ":"}
+COLOURS = {"dispatch": plots.DISPATCH, "combine": plots.COMBINE, "buffers": plots.BUFFERS}
 
 
 def predictions(
-    nodes: tuple[int, ...],
+    nodes: Sequence[int],
     *,
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
@@ -40,10 +95,6 @@ def predictions(
         ConfigError: numbers are impossible, or ranks is not nodes times gpus_per_node.
         UnsupportedError: the simulator does not know this cast.
     """
-    from ep_a2a.commands.simulation.cluster import Cluster
-    from ep_a2a.commands.simulation.predict import predict
-    from ep_a2a.commands.simulation.traffic import Copies, Shape
-
     if quant not in CASTS:
         raise UnsupportedError(f"{' or '.join(CASTS)} with --nodes", quant, "Choose one of these.", field="quant")
     shape = Shape(max_tokens, hidden, topk, experts, casts=quant != "none")
@@ -51,22 +102,15 @@ def predictions(
     for cluster in clusters:
         if ranks not in (None, cluster.num_ranks):
             raise ConfigError(
-                f"--ranks {cluster.num_ranks}, which is --nodes {cluster.num_nodes} x --gpus-per-node {gpus_per_node}",
+                f"{cluster.num_ranks}, which is --nodes {cluster.num_nodes} x --gpus-per-node {gpus_per_node}",
                 str(ranks),
                 "Leave --ranks out, or make them agree.",
+                field="ranks",
             )
     return [predict(cluster, shape, copies, seed) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 
-FIELDS = {
-    **{name: name for name in ("nodes", "ranks", "gpus_per_node", "max_tokens", "hidden", "topk", "experts", "quant")},
-    **{name: name for name in ("seed", "nic_gbps", "chunk_tokens")},
-    "credits": "num_credits",
-}
-"""Arguments of `predictions` by option."""
-
-
-def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) -> None:
+def show_nodes(options: Mapping[str, Any], *, is_published: bool, as_json: bool) -> None:
     """Prints and writes predictions, or published times of other libraries beside the simulator's.
 
     Args:
@@ -76,31 +120,143 @@ def show_nodes(options: dict[str, Any], *, is_published: bool, as_json: bool) ->
     Raises:
         ConfigError: as `predictions`, or an option is given that has no effect.
     """
-    from ep_a2a.commands.plan.nodes_plot import plot_predictions
-    from ep_a2a.commands.plan.nodes_view import report_of, report_of_published
-    from ep_a2a.commands.plots import check_can_plot
-    from ep_a2a.commands.simulation.published import compare, published_tables
-
-    known, when, why = (*FIELDS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
+    known, when, why = (*OPTIONS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
     if is_published:
         known, when, why = ("markdown", "output"), "--published", "the published tables decide it."
     refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
-    markdown, plot = options["markdown"], options["plot"]
-    different_files(markdown, plot, options["output"])
+    markdown, plot, output = options["markdown"], options["plot"], options["output"]
+    different_files(markdown, plot, output)
     check_can_write(markdown)
     if plot is not None:
-        check_can_plot(plot)
+        plots.check_can_plot(plot)
     if is_published:
-        compared = [each for published in published_tables() for each in compare(published)]
+        compared = [each for line in published.published_tables() for each in published.compare(line)]
         report, values = report_of_published(compared), {"compared": [each.as_json_object() for each in compared]}
     else:
-        found = predictions(**given({field: options[name] for name, field in FIELDS.items()}))
+        found = predictions(**given({field: options[name] for name, field in OPTIONS.items()}))
         report, values = report_of(found), {"predictions": [each.as_json_object() for each in found]}
         if plot is not None:
             plot_predictions(found, plot)
     if markdown is not None:
         write_text(markdown, report.as_markdown())
-    give_json(values, options["output"], as_json=as_json)
+    give_json(values, output, as_json=as_json)
     if not as_json:
         console = messages.output()
         console.print(report.as_tables(console.width))
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table with a title above and notes below.
+
+    Attributes:
+        title, headings, rows, notes: its texts.
+        num_group_columns: first columns, by which a terminal's tables are grouped; their texts are the tables' titles.
+        num_names: columns behind those that name a row.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    notes: tuple[str, ...]
+    num_group_columns: int
+    num_names: int
+
+    def as_tables(self, width: int) -> RenderableType:
+        """Returns the report for a terminal of `width` characters: a table for each group of rows."""
+        from rich.console import Group
+        from rich.text import Text
+
+        first = self.num_group_columns
+        headings = self.headings[first:]
+        tables = []
+        for group, rows in groupby(self.rows, key=lambda row: row[:first]):
+            cells = [row[first:] for row in rows]
+            right = {heading for heading, text in zip(headings, cells[0]) if text[-1:].isdigit()}
+            title = ", ".join(group)
+            tables += fitting_tables(title, headings, cells, num_names=self.num_names, width=width, right=right)
+        title_text = Text(self.title, style="italic")
+        return Group(Text(PREDICTED, style="bold yellow"), title_text, *tables, *(Text(note) for note in self.notes))
+
+    def as_markdown(self) -> str:
+        """Returns the report as markdown."""
+        lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *table_lines(self.headings, self.rows), ""]
+        return "\n".join([*lines, *(f"- {note}" for note in self.notes)]) + "\n"
+
+
+def report_of(found: Sequence[Prediction]) -> Report:
+    """Returns the table of predictions, a row for each."""
+    cluster, shape = found[0].cluster, found[0].shape
+    title = (
+        f"{shape.num_tokens} tokens per GPU, hidden size {shape.hidden_dim}, top-{shape.topk} of {shape.num_experts} "
+        f"experts, dispatch {'cast to fp8 (1x128)' if shape.casts else 'bf16'}, combine bf16, {cluster.gpus_per_node} "
+        f"GPUs per node, NICs of {cluster.nic_gbps:g} Gb/s"
+    )
+    notes = (
+        f"copy per node: InterNodeV1, chunks of {cluster.chunk_tokens} tokens, {cluster.num_credits} credits",
+        "copy per rank: each row goes straight to its rank, without dedup by node",
+        "times until the last GPU is done, one uniform routing; bytes and copies by exact formula, per GPU",
+        "buffers: what crossing needs. experts' rows: what experts read, at worst all tokens of all ranks",
+        "with more GPUs than experts each expert has as many copies as it takes to fill them",
+        CONSTANTS,
+    )
+    rows = [tuple(text(each) for text in COLUMNS.values()) for each in found]
+    return Report(title, tuple(COLUMNS), rows, notes, num_group_columns=0, num_names=3)
+
+
+def report_of_published(found: Sequence[Compared]) -> Report:
+    """Returns the table of published times beside predicted ones, a row for dispatch and one for combine."""
+    errors = [each.error_percent for each in found]
+    by_library: dict[str, list[float]] = {}
+    for each in found:
+        by_library.setdefault(each.published.source, []).append(each.error_percent)
+    notes = (
+        f"error: predicted over published, less 1; median {median(errors):+.1f} %, "
+        f"of absolute values {median(map(abs, errors)):.1f} %, {len(errors)} rows",
+        "median by library: " + ", ".join(f"{name} {median(some):+.1f} %" for name, some in by_library.items()),
+        "published: the authors' claims; where they give logical GB/s the time follows from the rows they count",
+        "no constant is fitted to a row; NVLink of H800 and links of MI300X and MI355X are the same documents'",
+        CONSTANTS,
+    )
+    title = "Published times between nodes beside the simulator's"
+    rows = [tuple(text(each) for text in COMPARED_COLUMNS.values()) for each in found]
+    return Report(title, tuple(COMPARED_COLUMNS), rows, notes, num_group_columns=2, num_names=4)
+
+
+def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Path]:
+    """Writes a picture of three panels: times, bytes through a NIC, buffers; a line for each number of copies.
+
+    Args:
+        found: of one shape. path: *.png or *.svg.
+
+    Raises:
+        MissingPackageError, ConfigError: as ep_a2a.commands.plots.write.
+    """
+    ticks = {count: str(count) for count in sorted({each.cluster.num_ranks for each in found})}
+    copies = list(dict.fromkeys(each.copies for each in found))
+    panels = []
+    for label, units, fields in (
+        ("time", plots.TIME_UNITS, {"dispatch": "dispatch_us", "combine": "combine_us"}),
+        ("sent by a GPU's NIC", plots.BYTE_UNITS, {"dispatch": "nic_dispatch_bytes", "combine": "nic_combine_bytes"}),
+        ("buffers of a GPU", plots.BINARY_UNITS, {"buffers": "buffer_bytes"}),
+    ):
+        size, unit = plots.unit_for(max(getattr(each, field) for each in found for field in fields.values()), units)
+        panel = plots.Panel("GPUs (EP size)", f"{label} ({unit})", ticks)
+        for name, field in fields.items():
+            for kind in copies:
+                of_kind = [each for each in found if each.copies == kind]
+                points = [(each.cluster.num_ranks, getattr(each, field) / size) for each in of_kind]
+                style = {"color": f"C{COLOURS[name]}", "linestyle": STYLES[kind], "marker": "o"}
+                panel.lines.append((f"{name}, a copy per {kind}", points, style))
+        panels.append(panel)
+    key: list[tuple[str, dict[str, Any]]] = [(name, {"color": f"C{colour}"}) for name, colour in COLOURS.items()]
+    key += [(f"a copy per {kind}", {"linestyle": STYLES[kind]}) for kind in copies]
+    shape, cluster = found[0].shape, found[0].cluster
+    caption = plots.Caption(
+        "Predicted, not measured: time, traffic and memory of an exchange between nodes",
+        "A simulator's values. Solid: a token crosses once to each node; dashed: once to each rank",
+        f"{shape.num_tokens} tokens per GPU, hidden {shape.hidden_dim}, top-{shape.topk} of {shape.num_experts} "
+        f"experts, dispatch {'fp8' if shape.casts else 'bf16'}; {cluster.gpus_per_node} GPUs per node, a NIC of "
+        f"{cluster.nic_gbps:g} Gb/s per GPU · ep_a2a {ep_a2a.__version__}, ep-a2a plan --nodes",
+    )
+    return plots.write(path, plots.lines, panels, caption, key)

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.layout import Field
 
 WEIGHT_BYTES = 4
-PARTS: dict[str, tuple[Region, ...]] = {
-    "dispatch_rows": (Region.TOKENS,),
-    "scales_and_weights": (Region.SCALES, Region.WEIGHTS),
-    "flagged_region": (Region.FLAGGED_ROWS, Region.FLAGGED_SIDES),
-    "control": (),
-    "combine_rows": (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS),
-    "result": (Region.RESULT, Region.RESULT_WEIGHTS),
-    "expert_rows": (Region.EXPERT_ROWS, Region.EXPERT_SCALES, Region.EXPERT_WEIGHTS),
-    "reduced_rows": (Region.EXPERT_SLOTS, Region.REDUCED_ROWS),
-    "rings": (Region.CHUNKS, Region.CHUNKS_BACK, Region.STAGED_CHUNKS, Region.CHUNKS_SENT_BACK),
-    "lines_sent": (Region.STAGED_CHUNKS,),
-    "lines_received": (Region.CHUNKS,),
-    "sums_between_nodes": (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK),
-    "local": (),
-}
-"""Regions of each part, in the order of the table; those of no part belong to their block's, control or local."""
-RINGS, LINES = frozenset({"rings"}), frozenset({"lines_sent", "lines_received", "sums_between_nodes"})
-"""Parts without their counterparts: LINES where the host moves chunks between nodes, all of a step; else RINGS."""
 OWN_PARTS = frozenset({"flagged_region", "control", "local"})
 """Parts that an op shares with no other."""
 
@@ -116,15 +98,14 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
             allocated later.
     """
     config, layout = configs[0], OpLayout.of(configs[0])
-    absent = RINGS if Rings.of(config).by_host else LINES
-    part_of = {region: name for name, regions in PARTS.items() if name not in absent for region in regions}
-    made_of: dict[str, list[Field]] = {name: [] for name in PARTS}
+    table = _parts(config, layout)
+    part_of = {region: name for name, (_, regions) in table.items() for region in regions}
+    made_of: dict[str, list[Field]] = {name: [] for name in table}
     for block in ("control", "dispatch", "combine", "result", "expert", "local"):
         for field in getattr(layout, block).fields:
             made_of[part_of.get(field.region, block)].append(field)
-    holds = _descriptions(config, layout)
     parts = tuple(
-        Part(name, num_bytes, holds[name], name not in OWN_PARTS, tuple(fields))
+        Part(name, num_bytes, table[name][0], name not in OWN_PARTS, tuple(fields))
         for name, fields in made_of.items()
         if (num_bytes := sum(field.padded_bytes for field in fields))
     )
@@ -150,28 +131,48 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
     }
 
 
-def _descriptions(config: EpDispatchCombineConfig, layout: OpLayout) -> dict[str, str]:
-    """Returns the content of each of PARTS, in words."""
+def _parts(config: EpDispatchCombineConfig, layout: OpLayout) -> dict[str, tuple[str, tuple[Region, ...]]]:
+    """Returns, by part in the order of the table, its content in words and its regions.
+
+    Regions of no part belong to their block's, control or local. Between nodes an op has lines for all tokens of a step
+    where the host moves them, else rings.
+    """
     scales = f"{config.num_scales} scales and " if config.num_scales else ""
     combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
     by_source = " of every rank" if config.world_size > 1 else ""
-    rings = Rings.of(config)
-    slots = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
-    lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
+    few = f"steps of at most {config.flagged_tokens} tokens{by_source}"
+    combine_rows = f"{rows_of(layout.combine[Region.COMBINE_ROWS])}{combine_scales}, with weights"
+    result = f"{rows_of(layout.result[Region.RESULT])}, with weights"
+    reduced = f"{rows_of(layout.expert[Region.REDUCED_ROWS])}, the experts' sums"
+    by_expert = f"{rows_of(layout.expert[Region.EXPERT_ROWS])}, by expert"
     return {
-        "dispatch_rows": rows_of(layout.dispatch[Region.TOKENS]),
-        "scales_and_weights": f"{scales}{config.topk} weights for each",
-        "flagged_region": f"steps of at most {config.flagged_tokens} tokens{by_source}",
-        "control": "and source positions, of received rows",
-        "combine_rows": f"{rows_of(layout.combine[Region.COMBINE_ROWS])}{combine_scales}, with weights",
-        "result": f"{rows_of(layout.result[Region.RESULT])}, with weights",
-        "expert_rows": f"{rows_of(layout.expert[Region.EXPERT_ROWS])}, by expert",
-        "reduced_rows": f"{rows_of(layout.expert[Region.REDUCED_ROWS])}, the experts' sums",
-        "rings": f"{slots} of {rings.chunk_tokens} tokens, to experts and back",
-        "lines_sent": f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes",
-        "lines_received": f"{lines}, of {rings.num_nodes} nodes",
-        "sums_between_nodes": f"{lines}, sent back and received, with weights",
-        "local": "counters and the routing record",
+        "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), (Region.TOKENS,)),
+        "scales_and_weights": (f"{scales}{config.topk} weights for each", (Region.SCALES, Region.WEIGHTS)),
+        "flagged_region": (few, (Region.FLAGGED_ROWS, Region.FLAGGED_SIDES)),
+        "control": ("and source positions, of received rows", ()),
+        "combine_rows": (combine_rows, (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS)),
+        "result": (result, (Region.RESULT, Region.RESULT_WEIGHTS)),
+        "expert_rows": (by_expert, (Region.EXPERT_ROWS, Region.EXPERT_SCALES, Region.EXPERT_WEIGHTS)),
+        "reduced_rows": (reduced, (Region.EXPERT_SLOTS, Region.REDUCED_ROWS)),
+        **_between_nodes(Rings.of(config)),
+        "local": ("counters and the routing record", ()),
+    }
+
+
+def _between_nodes(rings: Rings) -> dict[str, tuple[str, tuple[Region, ...]]]:
+    if not rings.by_host:
+        slots = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
+        regions = (Region.CHUNKS, Region.CHUNKS_BACK, Region.STAGED_CHUNKS, Region.CHUNKS_SENT_BACK)
+        return {"rings": (f"{slots} of {rings.chunk_tokens} tokens, to experts and back", regions)}
+    lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
+    sent = f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes"
+    return {
+        "lines_sent": (sent, (Region.STAGED_CHUNKS,)),
+        "lines_received": (f"{lines}, of {rings.num_nodes} nodes", (Region.CHUNKS,)),
+        "sums_between_nodes": (
+            f"{lines}, sent back and received, with weights",
+            (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK),
+        ),
     }
 
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from ep_a2a.commands.plan.sizes import PARTS, op_facts, rows_of
-from ep_a2a.commands.tables import new_table
-from ep_a2a.commands.units import bytes_text
+from ep_a2a.commands.plan.sizes import op_facts, rows_of
+from ep_a2a.commands.tables import bytes_text, new_table
 from ep_a2a.compat.deep_ep_sizes import known_ranks
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LOW_LATENCY_MAX_TOKENS = 256
 """DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
-TITLES = {name: name.replace("_", " ") for name in PARTS} | {
+TITLES = {
     "control": "flags, counts, ids",
     "expert_rows": "rows by expert",
     "lines_sent": "lines to nodes",
@@ -32,6 +31,7 @@ TITLES = {name: name.replace("_", " ") for name in PARTS} | {
     "combine_rows_copy": "copy of the rows",
     "combine_weights_copy": "copy of the weights",
 }
+"""Parts by name, where the table says more than the name."""
 
 
 def view_of(plan: Plan, assumed: Iterable[str], *, verbose: bool = False) -> RenderableType:
@@ -115,7 +115,12 @@ def _deep_ep_table(plan: Plan) -> Table:
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
-    return TITLES[part.name], _mib(part.num_bytes), part.holds, "yes" if part.is_shared else "no"
+    return (
+        TITLES.get(part.name, part.name.replace("_", " ")),
+        _mib(part.num_bytes),
+        part.holds,
+        "yes" if part.is_shared else "no",
+    )
 
 
 def _mib(num_bytes: int) -> str:

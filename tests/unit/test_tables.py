@@ -1,12 +1,13 @@
-"""Tables that stay within a terminal."""
+"""Tables that stay within a terminal, and numbers with their units."""
 
 from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from ep_a2a.commands.wide_tables import columns_that_fit, fitting_tables
+from ep_a2a.commands.tables import bytes_text, columns_that_fit, duration_text, fitting_tables
 
 HEADINGS, ROWS = ["T", "contender", "aa", "bb", "cc"], [["1", "x" * 9, "1", "2", "3"]]
 
@@ -34,3 +35,18 @@ def test_nothing_is_cut_and_words_stay_whole() -> None:
             assert set(text.split()) <= set(words)
         assert words.count("title") == 1
     assert len(printed(80, headings, rows, 1)) < len(printed(24, headings, rows, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")],
+)
+def test_bytes(num_bytes: int, text: str) -> None:
+    assert bytes_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.12e-6, "8.1 µs"), (0.001, "1.0 ms"), (0.0125, "12.5 ms"), (3.04, "3.0 s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
