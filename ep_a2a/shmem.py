@@ -49,7 +49,10 @@ def _find_group(name: str) -> ProcessGroup:
     except RuntimeError as error:
         if name == DEFAULT_GROUP and distributed_c10d.is_initialized():
             return distributed_c10d._get_default_group()
-        remedy = "Call torch.distributed.init_process_group() first, and pass 'default' for all ranks."
+        remedy = (
+            "Pass 'default' for all ranks, after torch.distributed.init_process_group(); any other group is registered "
+            "by torch._C._distributed_c10d._register_process_group(name, group)."
+        )
         raise UnknownNameError(f"a process group registered as {name!r}", str(error), remedy) from error
     return group
 

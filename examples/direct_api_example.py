@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from ep_a2a import ops, shmem
+from ep_a2a import ops
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.routing import num_distinct_ranks
 from ep_a2a.testing import RankContext, positive, rank_count, refused_in_one_line, run_ranks
@@ -24,9 +24,6 @@ QUANT_TYPE = "fp8_per_1x128"
 
 def run_rank(context: RankContext, options: argparse.Namespace) -> float:
     """Returns the largest error on this rank."""
-    torch._C._distributed_c10d._register_process_group("default", context.group)
-    shmem.shmem_torch_process_group_init("default", context.device)
-
     torch.manual_seed(context.rank)
     num_experts = options.experts_per_rank * context.world_size
     hidden_states = torch.randn(options.tokens, options.hidden).to(context.device, torch.bfloat16)
@@ -46,7 +43,7 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
         num_experts_per_rank=options.experts_per_rank,
         num_experts_per_token=options.topk,
     )
-    with ops.EpDispatchCombineOp(config) as op:
+    with ops.EpDispatchCombineOp(config, group=context.group) as op:
         received, _, received_scales, _, num_received = op.dispatch(tokens, topk_weights, scales, topk_ids)
         count = int(num_received)
         expert_rows = torch.empty(received.shape, dtype=torch.bfloat16, device=context.device)
@@ -58,9 +55,7 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
         num_ranks = num_distinct_ranks(topk_ids, num_experts, context.world_size)[:, None]
         kept = dequantize(tokens, scales, QUANT_TYPE, torch.bfloat16)
         expected = (kept.float() * num_ranks).to(torch.bfloat16)
-        error = (combined[: options.tokens].float() - expected.float()).abs().max().item()
-    shmem.shmem_finalize()
-    return error
+        return (combined[: options.tokens].float() - expected.float()).abs().max().item()
 
 
 def main() -> None:

@@ -30,8 +30,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, rendezvous, rank=rank, world_size=world_size)
 
-    # MORI finds the process group by its registered name. The device argument is this package's addition.
-    torch._C._distributed_c10d._register_process_group("default", dist.group.WORLD)
+    # "default" is torch's default group. The device argument is this package's addition.
     mori.shmem.shmem_torch_process_group_init("default", device)
 
     config = mori.ops.EpDispatchCombineConfig(

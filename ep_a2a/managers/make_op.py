@@ -14,15 +14,15 @@ from ep_a2a.managers.native import NativeAll2AllManager
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
 
-OWN_NAMES = {
+ARGUMENT_OF_KWARG = {
     "token_hidden_size": "hidden_size",
     "num_experts_per_token": "topk",
     "max_num_tokens_per_dp_rank": "max_tokens",
     "dispatch_quant_type": "quant",
     "input_dtype": "dtype",
-    "the handle kwarg": "the argument of make_op",
+    "num_local_experts": "num_experts",
 }
-"""What handle kwargs are called here."""
+"""make_op's argument that sets a handle kwarg of another name."""
 
 
 def make_op(
@@ -90,12 +90,8 @@ def make_op(
     try:
         op: EpDispatchCombineOp = manager.get_handle(kwargs)
     except ConfigError as error:
-        raise type(error)(*map(_in_own_names, (error.expected, error.got, error.remedy))) from None
+        error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
+        error.remedy = "Correct the argument of make_op."
+        raise
     op.close_after = manager.destroy
     return op
-
-
-def _in_own_names(text: str) -> str:
-    for name, own in OWN_NAMES.items():
-        text = text.replace(name, own)
-    return text

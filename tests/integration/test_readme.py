@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAM = next(iter(re.findall(r"```python\n(import os.*?)```", README, re.DOTALL)))
+PROGRAM = next(iter(re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)))
 COMMANDS = re.findall(r"^ep-a2a ([a-z].*)$", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
 GUIDES = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("deepep", "mori", "triton_distributed"))
 IMPORTS = re.findall(r"^(?:from|import) ep_a2a\.compat.*$", GUIDES, re.MULTILINE)
 NUM_RANKS = 4
 MAX_WORDS = 1100
-MAX_PROGRAM_LINES = 15
+MAX_PROGRAM_LINES = 12
 MODEL = '{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_experts": 64, '
 MODEL += '"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 4, "torch_dtype": "bfloat16"}'
 

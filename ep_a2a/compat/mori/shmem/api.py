@@ -45,10 +45,10 @@ ALLOCATION_ALIGNMENT_BYTES = 256
 
 
 def shmem_torch_process_group_init(group_name: str, *, device: torch.device | str | None = None) -> int:
-    """Makes the world from a process group registered under `group_name`. Collective.
+    """Make the symmetric world from a torch process group. Collective.
 
     Args:
-        group_name: name given to torch._C._distributed_c10d._register_process_group.
+        group_name: "default" is torch's default group, all ranks, unless a group is registered under this name.
         device: where memory lies; None is the current CUDA device, or CPU without one. Not MORI's.
 
     Returns:
