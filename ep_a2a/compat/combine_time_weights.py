@@ -74,7 +74,7 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
                 "Pass this rank's topk_weights [T, K], float32.",
             )
         call = super()._prepare_combine(step, given._replace(weights=None))
-        self._exchange.run(given.weights, call.num_tokens, call.max_num_tokens)
+        self._exchange.run(given.weights, call.num_tokens, call.step_tokens)
         return call
 
     @property

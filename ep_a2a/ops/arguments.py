@@ -43,7 +43,7 @@ class StepInputs(NamedTuple):
     Attributes:
         tokens: [T, H] of data_type, or of wire_dtype where they have been cast.
         weights: float32 [T, K] or None. scales: [T, S] or None. ids: int32 [T, K].
-        max_num_tokens: the step's, equal on all ranks. pad_id: id of rows without a token.
+        step_tokens: the step's, equal on all ranks. pad_id: id of rows without a token.
         counts_experts: local_expert_count is asked for.
         biases: what combine adds; known then.
     """
@@ -52,7 +52,7 @@ class StepInputs(NamedTuple):
     weights: torch.Tensor | None
     scales: torch.Tensor | None
     ids: torch.Tensor
-    max_num_tokens: int
+    step_tokens: int
     pad_id: int
     counts_experts: bool
     biases: Biases = NO_BIASES
@@ -76,12 +76,12 @@ class CombineInputs(NamedTuple):
 class DispatchArguments(NamedTuple):
     """The operands of one dispatch launch; bulk_dispatch_kernel has their shapes."""
 
-    x: torch.Tensor
+    tokens: torch.Tensor
     scales: torch.Tensor | None
     weights: torch.Tensor | None
     ids: torch.Tensor
     num_tokens: int
-    max_num_tokens: int
+    step_tokens: int
     wire_word: int
     pad_id: int
     row_limit: int
@@ -89,12 +89,12 @@ class DispatchArguments(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are given."""
-        return tuple(each for each in (self.x, self.scales, self.weights, self.ids) if each is not None)
+        return tuple(each for each in (self.tokens, self.scales, self.weights, self.ids) if each is not None)
 
     def copied(self) -> DispatchArguments:
         """The same with copies of the tensors."""
         scales, weights = (None if each is None else each.clone() for each in (self.scales, self.weights))
-        return self._replace(x=self.x.clone(), scales=scales, weights=weights, ids=self.ids.clone())
+        return self._replace(tokens=self.tokens.clone(), scales=scales, weights=weights, ids=self.ids.clone())
 
 
 class CombineArguments(NamedTuple):
@@ -115,7 +115,7 @@ class CombineArguments(NamedTuple):
     ids: torch.Tensor | None
     result: torch.Tensor
     num_tokens: int
-    max_num_tokens: int
+    step_tokens: int
     expert_rows: torch.Tensor | None = None
     biases: Biases = NO_BIASES
     copies: Copies = ()

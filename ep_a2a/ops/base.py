@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
 
 
-def num_rows(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+def num_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
     """R, rows that dispatch returns for a step's max_num_tokens."""
-    return min(config.world_size * max_num_tokens, config.max_num_recv_tokens)
+    return min(config.world_size * step_tokens, config.max_num_recv_tokens)
 
 
 class OpSizes:
@@ -43,13 +43,13 @@ class OpSizes:
         return self.config.max_num_recv_tokens
 
 
-def leads(config: EpDispatchCombineConfig, max_num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def leads(config: EpDispatchCombineConfig, step_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading sizes of what a step's dispatch returns: of the received ids, and of the rows for the experts.
 
     (R,) in layout compact, else (W, max_num_tokens); the rows of layout expert_major have (E, R).
     """
-    most_rows = num_rows(config, max_num_tokens)
-    lead = (most_rows,) if config.layout == Layout.COMPACT else (config.world_size, max_num_tokens)
+    most_rows = num_rows(config, step_tokens)
+    lead = (most_rows,) if config.layout == Layout.COMPACT else (config.world_size, step_tokens)
     return lead, (config.num_local_experts, most_rows) if config.layout == Layout.EXPERT_MAJOR else lead
 
 

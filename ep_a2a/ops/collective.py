@@ -72,7 +72,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
 
     def _send(self, step: StepInputs) -> DispatchResult:
-        limit, weights, scales = step.max_num_tokens, step.weights, step.scales
+        limit, weights, scales = step.step_tokens, step.weights, step.scales
         counts = self._agree(step.num_tokens, wire_word(limit, weights is not None, scales is not None))
         gather = functools.partial(self._exchange.gather_rows, counts=counts)
 

@@ -50,9 +50,9 @@ class Engine(Protocol):
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Kernels that such calls can launch, with stand-in arguments."""
 
-    def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
+    def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
-        self.kernels.count_local_experts(counts, max_num_tokens)
+        self.kernels.count_local_experts(counts, step_tokens)
 
     def limit_sms(self, max_sms: int, whose: str = "caller") -> None:
         """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name."""

@@ -81,7 +81,7 @@ class ExpertMajorKernels:
         }
         return constants(Expand, values)
 
-    def expand(self, max_num_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
+    def expand(self, step_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
         """Launches what writes rows by expert from the rows that have been received.
 
         Args:
@@ -91,16 +91,16 @@ class ExpertMajorKernels:
             max_sms: most programs that move rows, 0 = as many as keep all multiprocessors busy. The launch that numbers
                 rows has one short program for each expert in any case.
         """
-        values, num_experts = self._values(max_num_tokens), self.config.num_local_experts
+        values, num_experts = self._values(step_tokens), self.config.num_local_experts
         # a rank without experts receives nothing, and a launch needs a program
         self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self.device)
         expand = self._expand[has_scales]
-        self._run(expand, (*values, num_experts), self._num_row_blocks, max_num_tokens, num_sms, max_sms)
+        self._run(expand, (*values, num_experts), self._num_row_blocks, step_tokens, num_sms, max_sms)
 
-    def reduce(self, rows: torch.Tensor, max_num_tokens: int, num_sms: int, max_sms: int) -> None:
+    def reduce(self, rows: torch.Tensor, step_tokens: int, num_sms: int, max_sms: int) -> None:
         """Launches what weighs and adds the experts' rows, [E, W * max_num_tokens, H], into REDUCED_ROWS."""
-        values = (rows, *self._values(max_num_tokens))
-        self._run(self._reduce, values, self._num_sum_blocks, max_num_tokens, num_sms, max_sms)
+        values = (rows, *self._values(step_tokens))
+        self._run(self._reduce, values, self._num_sum_blocks, step_tokens, num_sms, max_sms)
 
     def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
@@ -110,15 +110,15 @@ class ExpertMajorKernels:
             yield expand, (*values, num_experts)
         yield self._reduce, (torch.empty(16, dtype=self.config.combined_dtype, device=self.device), *values)
 
-    def _values(self, max_num_tokens: int) -> tuple[Any, ...]:
-        return self.table, max_num_tokens, self.config.rank
+    def _values(self, step_tokens: int) -> tuple[Any, ...]:
+        return self.table, step_tokens, self.config.rank
 
     def _run(
         self,
         variant: CompiledKernel,
         values: tuple[Any, ...],
         num_blocks: int,
-        max_num_tokens: int,
+        step_tokens: int,
         num_sms: int,
         max_sms: int,
     ) -> None:
@@ -126,4 +126,4 @@ class ExpertMajorKernels:
         most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
         if 0 < max_sms < num_sms:
             most = max_sms  # the GPU spreads programs over all it has
-        variant.run(min(self.config.world_size * max_num_tokens * num_blocks, most), values, self.device)
+        variant.run(min(self.config.world_size * step_tokens * num_blocks, most), values, self.device)

@@ -186,21 +186,21 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
     """Checks all that the host can see of dispatch's arguments; ValidatedOp.dispatch says what they must be."""
-    tokens, weights, scales, indices, max_num_tokens, pad_id, *_ = step
+    tokens, weights, scales, indices, step_tokens, pad_id, *_ = step
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
-    check_integer("max_num_tokens", max_num_tokens)
+    check_integer("max_num_tokens", step_tokens)
     check_integer("pad_id", pad_id)
-    if max_num_tokens < 1:
-        raise InputError("max_num_tokens of at least 1", str(max_num_tokens))
-    if max_num_tokens > config.max_num_inp_token_per_rank:
+    if step_tokens < 1:
+        raise InputError("max_num_tokens of at least 1", str(step_tokens))
+    if step_tokens > config.max_num_inp_token_per_rank:
         raise TooManyTokensError(
-            f"max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(max_num_tokens)
+            f"max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(step_tokens)
         )
-    if num_tokens > max_num_tokens:
-        raise TooManyTokensError(f"at most {max_num_tokens} tokens (max_num_tokens)", str(num_tokens))
+    if num_tokens > step_tokens:
+        raise TooManyTokensError(f"at most {step_tokens} tokens (max_num_tokens)", str(num_tokens))
     check_tensor("indices", indices, (torch.int32,), device)
     _check_topk("indices", indices, num_tokens, config.topk)
     if weights is not None:

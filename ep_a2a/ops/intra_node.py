@@ -91,8 +91,8 @@ class IntraNodeEngine(Engine):
         kernels = self.kernels
         key = (
             args.num_tokens,
-            args.max_num_tokens,
-            args.x.dtype,
+            args.step_tokens,
+            args.tokens.dtype,
             args.scales is None,
             args.weights is None,
             stages,
@@ -101,8 +101,8 @@ class IntraNodeEngine(Engine):
         )
         found = kernels.plans.get(key)
         if found is None:
-            phase = dispatch_phase(kernels.config, args.max_num_tokens)
-            launch = self.launch_of(phase, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+            phase = dispatch_phase(kernels.config, args.step_tokens)
+            launch = self.launch_of(phase, args.num_tokens, args.step_tokens, block_num, warp_per_block)
             plan = make_plan(
                 kernels,
                 phase,
@@ -125,7 +125,7 @@ class IntraNodeEngine(Engine):
         key = (
             Phase.COMBINE,
             args.num_tokens,
-            args.max_num_tokens,
+            args.step_tokens,
             args.weights is None,
             args.ids is None,
             args.biases[0] is None,
@@ -136,7 +136,7 @@ class IntraNodeEngine(Engine):
         )
         plan = kernels.plans.get(key)
         if plan is None:
-            launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.max_num_tokens, block_num, warp_per_block)
+            launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.step_tokens, block_num, warp_per_block)
             plan = make_plan(
                 kernels,
                 Phase.COMBINE,
@@ -152,7 +152,7 @@ class IntraNodeEngine(Engine):
         return launches
 
     def launch_of(
-        self, phase: Phase, num_tokens: int, max_num_tokens: int, block_num: int = -1, warp_per_block: int = -1
+        self, phase: Phase, num_tokens: int, step_tokens: int, block_num: int = -1, warp_per_block: int = -1
     ) -> Launch:
         """Launch numbers of a call."""
         kernels = self.kernels
@@ -160,7 +160,7 @@ class IntraNodeEngine(Engine):
             kernels.config,
             phase,
             num_tokens,
-            max_num_tokens,
+            step_tokens,
             kernels.num_sms,
             block_num,
             warp_per_block,
@@ -168,7 +168,7 @@ class IntraNodeEngine(Engine):
             kernels.max_sms,
         )
         if kernels.tables is not None:
-            kernels.tables.log_source(kernels.config, phase.value, max_num_tokens, launch.reason)
+            kernels.tables.log_source(kernels.config, phase.value, step_tokens, launch.reason)
         return launch
 
     def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
@@ -190,12 +190,12 @@ class IntraNodeEngine(Engine):
         combines = list(warmup_combines(config, kernels.device))
         for phase, tokens, launch in shapes:
             for args in dispatches if phase is not Phase.COMBINE else ():
-                sized = args._replace(max_num_tokens=tokens)
+                sized = args._replace(step_tokens=tokens)
                 kernel = dispatch_kernel(kernels, sized, phase, launch, stages)
                 yield kernel, dispatch_values(kernels, sized, phase, launch)
         for phase, tokens, launch in shapes:
             for combine in combines if phase is Phase.COMBINE else ():
-                back = combine._replace(max_num_tokens=tokens)
+                back = combine._replace(step_tokens=tokens)
                 kernel = self._combine_kernel(back, launch, stages, in_place=stages == WHOLE)
                 yield kernel, self._combine_values(back, launch)
 
@@ -258,7 +258,7 @@ class IntraNodeEngine(Engine):
             *args.biases,
             kernels.table,
             args.num_tokens,
-            args.max_num_tokens,
+            args.step_tokens,
             config.max_num_inp_token_per_rank,
             config.rank,
             launch.num_senders,
@@ -282,13 +282,13 @@ def dispatch_kernel(
     dependent = launch.dependent and kernels.can_depend
     key = (
         phase,
-        args.x.dtype,
+        args.tokens.dtype,
         args.scales is None,
         args.weights is None,
         launch.num_warps,
         launch.sparse_polls,
         dependent,
-        args.max_num_tokens <= MAX_COUNTED_ALONE,
+        args.step_tokens <= MAX_COUNTED_ALONE,
         stages,
         kernels.spans,
     )
@@ -310,7 +310,7 @@ def dispatch_kernel(
 
 
 def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
-    config, casts, threads = kernels.config, kernels.casts(args.x), 32 * launch.num_warps
+    config, casts, threads = kernels.config, kernels.casts(args.tokens), 32 * launch.num_warps
     row = row_constants(config, casts=casts)
     block_words = max(min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS), threads)
     low_latency = {
@@ -331,11 +331,11 @@ def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: 
 
 def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
     config, threads = kernels.config, 32 * launch.num_warps
-    row = row_constants(config, casts=kernels.casts(args.x))
+    row = row_constants(config, casts=kernels.casts(args.tokens))
     bulk = {
         "BLOCK_TOKENS": BLOCK_TOKENS,
         "MANY_TOKENS": max(MANY_TOKENS, threads),
-        "COUNTS_ALONE": args.max_num_tokens <= MAX_COUNTED_ALONE,
+        "COUNTS_ALONE": args.step_tokens <= MAX_COUNTED_ALONE,
         "FORWARDED": config.uses_rings,
         "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
         "COUNT_LANES": _count_lanes(config.world_size, threads),
@@ -360,7 +360,7 @@ def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, l
     values = (
         *row_operands(kernels, args, width),
         args.num_tokens,
-        args.max_num_tokens,
+        args.step_tokens,
         args.wire_word,
         args.pad_id,
         args.row_limit,
@@ -373,8 +373,8 @@ def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, l
 
 def row_operands(kernels: OpKernels, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
     """(tokens, scales, weights, ids, address table) as kernels take them: in words, `absent` for None."""
-    casts = kernels.config.casts_in_dispatch and args.x.dtype != FP8_DTYPE
-    tokens = args.x if casts else elements_of(args.x, torch.int32)
+    casts = kernels.config.casts_in_dispatch and args.tokens.dtype != FP8_DTYPE
+    tokens = args.tokens if casts else elements_of(args.tokens, torch.int32)
     scales = weights = kernels.absent
     if args.scales is not None:
         scales = elements_of(args.scales, torch.int32 if scale_width_bytes % WORD_BYTES == 0 else torch.uint8)
@@ -388,6 +388,6 @@ def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> tuple[Compi
 
     It reads no row, so one kernel serves rows of every kind.
     """
-    plain = args._replace(x=args.ids, scales=None, weights=None)
-    kernel = dispatch_kernel(kernels, plain._replace(max_num_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
+    plain = args._replace(tokens=args.ids, scales=None, weights=None)
+    kernel = dispatch_kernel(kernels, plain._replace(step_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
     return kernel, dispatch_values(kernels, plain, Phase.DISPATCH, RECEIVING), 1

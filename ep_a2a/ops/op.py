@@ -130,8 +130,8 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
         """Checks a dispatch, and takes the memory that ops of this index share."""
-        tokens, weights, scales, ids, max_num_tokens, pad_id, counts_experts, _ = step
-        key = (max_num_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
+        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts, _ = step
+        key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:
             checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
@@ -144,7 +144,7 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
             weights,
             ids,
             checked.num_tokens,
-            max_num_tokens,
+            step_tokens,
             checked.wire_word,
             pad_id,
             checked.row_limit,
@@ -162,7 +162,7 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
             self.memory.acquired.slot.leave(self)
             raise
         if counts_experts:
-            self.engine.count_local_experts(self.local_expert_count, args.max_num_tokens)
+            self.engine.count_local_experts(self.local_expert_count, args.step_tokens)
         if stages.receive:
             return OpenStep(checked, checked.received)
         if self.engine.sends_late:
@@ -214,7 +214,7 @@ class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, Combine
             ids,
             result,
             num_tokens,
-            checked.max_num_tokens,
+            checked.step_tokens,
             None if self._reduced_rows is None else rows,
             biases,
             copies,

@@ -61,12 +61,12 @@ class OpBuffers:
         self.indices.index_copy_(0, slots, ids)
 
     def dispatched(
-        self, num_rows: int, max_num_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
+        self, num_rows: int, step_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
     ) -> DispatchResult:
         """Views of the outputs in the op's layout; no scales without a scale_dtype."""
         lead: tuple[int, ...] = (num_rows,)
         if self._config.layout == Layout.RANK_MAJOR:
-            lead = (self._config.world_size, max_num_tokens)
+            lead = (self._config.world_size, step_tokens)
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:num_rows].view(*lead, tensor.shape[1])

@@ -112,18 +112,18 @@ class OpKernels:
         """Launches the copy of received rows to a block per expert; only for layout expert_major."""
         if self.by_expert is not None:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self.by_expert.expand(args.max_num_tokens, has_scales, self.num_sms, self.max_sms)
+            self.by_expert.expand(args.step_tokens, has_scales, self.num_sms, self.max_sms)
 
     def prepare_rows(self, args: CombineArguments) -> None:
         """Launches what comes before a combine: copies, and the weighed sums of experts' rows in expert_major."""
         for target, source in args.copies:
             target.copy_(source)
         if self.by_expert is not None and args.expert_rows is not None:
-            self.by_expert.reduce(args.expert_rows, args.max_num_tokens, self.num_sms, self.max_sms)
+            self.by_expert.reduce(args.expert_rows, args.step_tokens, self.num_sms, self.max_sms)
 
-    def count_local_experts(self, counts: torch.Tensor, max_num_tokens: int) -> None:
+    def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launches the count of received slots per local expert into `counts`, int32 [E]."""
-        values = (self.table, self.config.rank, max_num_tokens, self.config.first_expert, counts)
+        values = (self.table, self.config.rank, step_tokens, self.config.first_expert, counts)
         self.count.run(counts.numel(), values, self.device)
 
     def local_variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:

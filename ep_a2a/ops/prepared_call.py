@@ -32,7 +32,7 @@ class CheckedDispatch(NamedTuple):
     """
 
     num_tokens: int
-    max_num_tokens: int
+    step_tokens: int
     wire_word: int
     row_limit: int
     scales_travel: bool
@@ -53,7 +53,7 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     Raises:
         InputError: an argument does not fit.
     """
-    config, limit = memory.config, step.max_num_tokens
+    config, limit = memory.config, step.step_tokens
     inputs.check_dispatch(config, device, step)
     scales = inputs.travelling_scales(config, step.tokens, step.scales)
     has_weights, has_scales = step.weights is not None, config.casts_in_dispatch or scales is not None
@@ -69,10 +69,10 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
 
 
 def _result_views(
-    memory: BoundMemory, max_num_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
+    memory: BoundMemory, step_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
 ) -> DispatchResult:
     config, view = memory.config, memory.view
-    lead, expert_lead = leads(config, max_num_tokens)
+    lead, expert_lead = leads(config, step_tokens)
     tokens, scales = Region.TOKENS, Region.SCALES
     weights, weights_shape = Region.WEIGHTS, (*lead, config.topk)
     if config.layout == Layout.EXPERT_MAJOR:
@@ -92,6 +92,6 @@ def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:
     positions = memory.view(Region.SOURCE_POSITIONS)
     if memory.config.layout == Layout.COMPACT:
         return positions[: sum(counts)]
-    max_num_tokens = int(memory.view(Region.STATE)[State.LAST_STRIDE])
-    starts = [source * max_num_tokens for source in range(len(counts))]
+    step_tokens = int(memory.view(Region.STATE)[State.LAST_STRIDE])
+    starts = [source * step_tokens for source in range(len(counts))]
     return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])

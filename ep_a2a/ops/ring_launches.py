@@ -102,8 +102,8 @@ class RingLaunches:
 
         rows = kernels.result_rows(args.rows)
         words = kernels.absent if args.weights is None else args.weights.view(torch.int32)
-        values = (rows, words, kernels.table, args.num_tokens, args.max_num_tokens, config.rank)
-        most_rows = config.world_size * args.max_num_tokens
+        values = (rows, words, kernels.table, args.num_tokens, args.step_tokens, config.rank)
+        most_rows = config.world_size * args.step_tokens
         num_programs = self.num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
         return kernels.get(("offer", args.weights is None), make), values, num_programs
 
@@ -115,7 +115,7 @@ class RingLaunches:
 
     def line_constants(self, args: DispatchArguments) -> dict[str, Any]:
         """Of kernels that write or read the lines of tokens."""
-        config, rings, casts = self.config, self.rings, self.kernels.casts(args.x)
+        config, rings, casts = self.config, self.rings, self.kernels.casts(args.tokens)
         row = row_constants(config, casts=casts)
         num_bytes = config.num_scales * config.scale_bytes if casts else self.kernels.scale_bytes(args.scales)
         # scales that are made here are stored one by one

@@ -159,12 +159,12 @@ class RingEngine(Engine):
         values = (
             *row_operands(kernels, args, kernels.scale_bytes(args.scales)),
             args.num_tokens,
-            args.max_num_tokens,
+            args.step_tokens,
             args.row_limit,
             config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )
-        key = "exchange", args.x.dtype, args.scales is None, args.weights is None, stages
+        key = "exchange", args.tokens.dtype, args.scales is None, args.weights is None, stages
         return kernels.get(key, make), values, self.num_channel_programs
 
     def _return(self, args: CombineArguments) -> tuple[CompiledKernel, tuple[Any, ...], int]:

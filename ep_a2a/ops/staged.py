@@ -80,7 +80,7 @@ class StagedEngine(Engine):
             if stages.send:
                 self._between.require_open()
                 self._run(self._packing(args, block_num))
-                self._running = self._begin(args.max_num_tokens, back=False)
+                self._running = self._begin(args.step_tokens, back=False)
             if stages.receive:
                 self._end()
                 self._run(self._forwarding(args, block_num))
@@ -97,7 +97,7 @@ class StagedEngine(Engine):
             if stages.receive:
                 self._between.require_open()
                 self._run(self._packing_sums(args, block_num))
-                self._running = self._begin(args.max_num_tokens, back=True)
+                self._running = self._begin(args.step_tokens, back=True)
                 self._end(back=True)
                 self._run(self._adding(args, block_num))
 
@@ -118,9 +118,9 @@ class StagedEngine(Engine):
             own = GivenUp(error.missing_ranks, began=True)
             raise with_verdict(error, self._memory.agreement.verdict(own, bound_secs, left_secs)) from error
 
-    def _begin(self, max_num_tokens: int, *, back: bool) -> Exchange:
+    def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
         rings = self._ring.rings
-        num_words = rings.node_words(max_num_tokens, back=back)
+        num_words = rings.node_words(step_tokens, back=back)
         regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
         received, sent = (self._memory.view(region, (rings.num_nodes, num_words)) for region in regions)
         return self._between.begin(received, sent, self._bound_secs(back=back))
@@ -173,57 +173,57 @@ class StagedEngine(Engine):
 
     def _packing(self, args: DispatchArguments, block_num: int) -> Launches:
         kernels, ring = self.kernels, self._ring
-        key = "pack", args.x.dtype, args.scales is None, args.weights is None
+        key = "pack", args.tokens.dtype, args.scales is None, args.weights is None
         kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
         operands = row_operands(kernels, args, kernels.scale_bytes(args.scales))
-        values = (*operands, args.num_tokens, ring.rings.chunks_of_step(args.max_num_tokens), kernels.config.rank)
+        values = (*operands, args.num_tokens, ring.rings.chunks_of_step(args.step_tokens), kernels.config.rank)
         yield ring.numbering(args, block_num, finishes=False)
-        yield kernel, values, self._programs(args.max_num_tokens, block_num)
+        yield kernel, values, self._programs(args.step_tokens, block_num)
 
     def _forwarding(self, args: DispatchArguments, block_num: int) -> Launches:
         config, ring = self.kernels.config, self._ring
-        yield from self._passing_on(args.max_num_tokens, back=False, has_weights=False)
+        yield from self._passing_on(args.step_tokens, back=False, has_weights=False)
         values = (
             self.kernels.table,
-            ring.rings.chunks_of_step(args.max_num_tokens),
-            args.max_num_tokens,
+            ring.rings.chunks_of_step(args.step_tokens),
+            args.step_tokens,
             args.row_limit,
             config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )
-        key = "forward", args.x.dtype, args.scales is None, args.weights is None
+        key = "forward", args.tokens.dtype, args.scales is None, args.weights is None
         # left alone, ptxas aims at fewer registers and puts words on the stack
         kernel = self._kernel(
             key, forward_kernel, lambda: ring.line_constants(args) | ring.wait_lanes, CHANNEL_REGISTERS
         )
-        yield kernel, values, self._programs(args.max_num_tokens, block_num)
+        yield kernel, values, self._programs(args.step_tokens, block_num)
         yield receiving_launch(self.kernels, args)
 
     def _packing_sums(self, args: CombineArguments, block_num: int) -> Launches:
         # ids are compared where nodes are added
         key = "pack sums", args.weights is None
         kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(args._replace(ids=None)))
-        num_chunks = self._ring.rings.chunks_of_step(args.max_num_tokens)
+        num_chunks = self._ring.rings.chunks_of_step(args.step_tokens)
         values = (self.kernels.table, num_chunks, self.kernels.config.rank)
-        yield kernel, values, self._programs(args.max_num_tokens, block_num)
+        yield kernel, values, self._programs(args.step_tokens, block_num)
 
     def _adding(self, args: CombineArguments, block_num: int) -> Launches:
         kernels = self.kernels
-        yield from self._passing_on(args.max_num_tokens, back=True, has_weights=args.weights is not None)
+        yield from self._passing_on(args.step_tokens, back=True, has_weights=args.weights is not None)
         values = (
             args.result,
             kernels.absent if args.ids is None else args.ids,
             *args.biases,
             kernels.table,
             args.num_tokens,
-            self._ring.rings.chunks_of_step(args.max_num_tokens),
+            self._ring.rings.chunks_of_step(args.step_tokens),
             kernels.config.rank,
         )
         key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
         kernel = self._kernel(key, sum_nodes_kernel, lambda: self._ring.sum_constants(args))
-        yield kernel, values, self._programs(args.max_num_tokens, block_num, num_nodes=1)
+        yield kernel, values, self._programs(args.step_tokens, block_num, num_nodes=1)
 
-    def _passing_on(self, max_num_tokens: int, *, back: bool, has_weights: bool) -> Launches:
+    def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Launches:
         ring, num_nodes = self._ring, self._ring.rings.num_nodes
         if num_nodes == 1:
             return
@@ -233,7 +233,7 @@ class StagedEngine(Engine):
             "HAS_WEIGHTS": has_weights,
         }
         kernel = self._kernel(("pass on", back, has_weights), pass_on_kernel, lambda: given)
-        values = (self.kernels.table, ring.rings.chunks_of_step(max_num_tokens), self.kernels.config.rank)
+        values = (self.kernels.table, ring.rings.chunks_of_step(step_tokens), self.kernels.config.rank)
         yield kernel, values, num_nodes - 1
 
     def _failing(self, poison: int, phase: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
@@ -263,8 +263,8 @@ class StagedEngine(Engine):
         tokens = self.kernels.config.max_num_inp_token_per_rank
         return self._programs(tokens, block_num, num_nodes), 0, RING_WARPS
 
-    def _programs(self, max_num_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
+    def _programs(self, step_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""
         rings = self._ring.rings
-        num_chunks = rings.chunks_of_step(max_num_tokens) * (rings.num_nodes if num_nodes is None else num_nodes)
+        num_chunks = rings.chunks_of_step(step_tokens) * (rings.num_nodes if num_nodes is None else num_nodes)
         return self._ring.num_programs(num_chunks, block_num, PROGRAMS_PER_SM)

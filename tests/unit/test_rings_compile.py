@@ -113,7 +113,7 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     most = config.max_num_inp_token_per_rank
     launches = [
         *engine._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),
-        *engine._combine_launches(combine._replace(max_num_tokens=most), WHOLE, -1, -1),
+        *engine._combine_launches(combine._replace(step_tokens=most), WHOLE, -1, -1),
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {

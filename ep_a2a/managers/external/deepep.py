@@ -155,7 +155,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
             topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
-            num_worst_tokens=0 if self._internode else self.num_rows(step.max_num_tokens),
+            num_worst_tokens=0 if self._internode else self.num_rows(step.step_tokens),
         )
         recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
         counts = received_rows.counts_from_prefix(self._prefix())
@@ -317,13 +317,13 @@ class DeepEPV2Op(DeepEPOp):
 
     def _exchange_rows(self, step: StepInputs) -> Arrived:
         config = self.config
-        self._max_num_tokens = step.max_num_tokens
+        self._max_num_tokens = step.step_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
             x=step.tokens if step.scales is None else (step.tokens, step.scales),
             topk_idx=self._ids_for_native(step.ids),
             topk_weights=step.weights,
             num_experts=config.total_experts,
-            num_max_tokens_per_rank=step.max_num_tokens,
+            num_max_tokens_per_rank=step.step_tokens,
             num_sms=config.max_sms,
             do_cpu_sync=False,
         )
@@ -331,7 +331,7 @@ class DeepEPV2Op(DeepEPOp):
         # DeepEP's ids and sources past the received rows hold anything
         row = torch.arange(tokens.shape[0], device=self.device)
         total = self._native_handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
-        sources = torch.where(row < total, self._global_tokens() // step.max_num_tokens, -1)
+        sources = torch.where(row < total, self._global_tokens() // step.step_tokens, -1)
         ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
         ids = received_rows.padded_ids(ids, total, step.pad_id)
         return Arrived(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))

@@ -237,7 +237,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._workspace_rows: torch.Tensor | None = None
 
     def _exchange_rows(self, step: StepInputs) -> Arrived:
-        config, limit = self.config, step.max_num_tokens
+        config, limit = self.config, step.step_tokens
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:
             sent["weights"] = step.weights
@@ -259,7 +259,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         in_place = self._is_registered(rows)
         fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
         # a cast in place would destroy the rows
-        self._exchange.combine(rows, step.max_num_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
+        self._exchange.combine(rows, step.step_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
         self._workspace_rows = None
         named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
         return CombineResult(result.masked_fill_(~named, 0), None)
@@ -273,7 +273,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         inputs = self._open_inputs
         if inputs is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
-        self._workspace_rows = self._exchange.combine_rows(inputs.max_num_tokens, self.config.hidden_dim, dtype)
+        self._workspace_rows = self._exchange.combine_rows(inputs.step_tokens, self.config.hidden_dim, dtype)
         return self._workspace_rows.flatten(0, 1)
 
     def _positions(self) -> torch.Tensor:
@@ -340,7 +340,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
             scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
             expert_statics=None,
             workspace=self._prepare_workspace,
-            max_token_count_per_rank=step.max_num_tokens,
+            max_token_count_per_rank=step.step_tokens,
             ep_rank=config.rank,
             ep_size=config.world_size,
             expert_count=experts,

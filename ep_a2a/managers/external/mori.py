@@ -66,7 +66,7 @@ class MoriOp(LibraryDispatchCombineOp):
             input=step.tokens, weights=weights, scales=step.scales, indices=self._native_ids
         )
         # MORI sizes its outputs for M tokens of each rank; at most this many rows have come
-        rows = self.num_rows(step.max_num_tokens)
+        rows = self.num_rows(step.step_tokens)
         ids, weights = ids[:rows], weights[:rows]
         if self._fills_slots:
             ids, weights = received_rows.unmarked(ids, weights)
