@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import CombineArguments, CombineInputs, StepInputs
-    from ep_a2a.ops.front import OpenStep
+    from ep_a2a.ops.base_op import OpenStep
+    from ep_a2a.ops.checked_dispatch import CheckedDispatch
     from ep_a2a.ops.op import PreparedDispatch
-    from ep_a2a.ops.prepared_call import CheckedDispatch
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 EXCHANGE_WARPS = 4

@@ -12,7 +12,7 @@ from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.use_order import StreamOrder, is_capturing
 from ep_a2a.ops.arguments import StepInputs
-from ep_a2a.ops.front import OpenStep, ValidatedOp
+from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
 from ep_a2a.quantization import quantize
@@ -51,7 +51,7 @@ class AdapterStep(NamedTuple):
     num_writes: int | None
 
 
-class AdapterOp(ValidatedOp[StepInputs, AdapterStep, RowsBack]):
+class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     """An op whose rows travel by other means than kernels of this package.
 
     A subclass moves rows in `_send` and `_bring_back`; whatever can be checked on the host has been checked before.

@@ -185,7 +185,7 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
-    """Checks all that the host can see of dispatch's arguments; ValidatedOp.dispatch says what they must be."""
+    """Checks all that the host can see of dispatch's arguments; BaseOp.dispatch says what they must be."""
     tokens, weights, scales, indices, step_tokens, pad_id, *_ = step
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)

@@ -25,14 +25,14 @@ from ep_a2a.ops.arguments import (
     add_to_cache,
 )
 from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.base_op import BaseOp, OpenStep
+from ep_a2a.ops.checked_dispatch import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.failures import Failure, error_of
-from ep_a2a.ops.front import OpenStep, ValidatedOp
-from ep_a2a.ops.gpu_share import agree_on_share, share_gpu
 from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.memory import BoundMemory
-from ep_a2a.ops.prepared_call import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.rings import RingEngine
+from ep_a2a.ops.sm_share import agree_on_share, share_gpu
 from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.timeouts import Timeouts
 
@@ -54,7 +54,7 @@ class PreparedDispatch(NamedTuple):
     counts_experts: bool
 
 
-class EpDispatchCombineOp(ValidatedOp[PreparedDispatch, CheckedDispatch, CombineArguments]):
+class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArguments]):
     """Dispatch and combine of one MoE layer's tokens among the ranks of a group.
 
     Construction is collective: all ranks build the op with an equal config at the same time. dispatch and combine

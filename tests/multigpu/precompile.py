@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
-from ep_a2a.ops.gpu_share import share_of
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
+from ep_a2a.ops.sm_share import share_of
 from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases

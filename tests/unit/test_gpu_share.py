@@ -11,7 +11,7 @@ import torch
 from ep_a2a.commands.bench.runner import JoinedRunner, Runner
 from ep_a2a.errors import ConfigError, GpuLostError, UnsupportedError
 from ep_a2a.memory import gpu_ranks
-from ep_a2a.ops.gpu_share import share_of
+from ep_a2a.ops.sm_share import share_of
 from ep_a2a.testing import RankPool, launch, worker
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps
 from ep_a2a.topology.gpu_share import gpu_of, ranks_per_gpu, sharing_note

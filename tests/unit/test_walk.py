@@ -10,7 +10,7 @@ from tools import walk
 
 def test_a_warm_dispatch_enters_six_files(ranks):
     found = ranks(walk.walk_of, 1, "dispatch")[0]
-    assert found.files[0] == "ops/front.py"
+    assert found.files[0] == "ops/base_op.py"
     assert found.files[-1] == "kernels/compiled_kernel.py"
     assert len(found.files) <= 6, walk.report("dispatch", found)
     assert found.num_calls <= 36, walk.report("dispatch", found)
@@ -28,7 +28,7 @@ def test_a_new_op_is_built(ranks):
 
 def test_managers_reach_the_same_launch(ranks):
     found = ranks(walk.walk_of, 2, "manager")[0]
-    assert {"managers/base.py", "ops/front.py", "kernels/compiled_kernel.py"} <= set(found.files)
+    assert {"managers/base.py", "ops/base_op.py", "kernels/compiled_kernel.py"} <= set(found.files)
     assert len(found.files) <= 8, walk.report("manager", found)
 
 

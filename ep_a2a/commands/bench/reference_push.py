@@ -18,7 +18,7 @@ from ep_a2a.commands.measure.timing import Timer, TimingSettings
 from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.ops.gpu_share import share_of
+from ep_a2a.ops.sm_share import share_of
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.workload import Workload

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
     from ep_a2a.ops.adapter import AdapterStep
     from ep_a2a.ops.arguments import StepInputs
-    from ep_a2a.ops.front import OpenStep
+    from ep_a2a.ops.base_op import OpenStep
 
 
 class Arrived(NamedTuple):

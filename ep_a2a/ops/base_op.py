@@ -59,7 +59,7 @@ class OpenStep(Generic[Facts]):
     combined: CombineResult = field(init=False)
 
 
-class ValidatedOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
+class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
 
     Args:
