@@ -5,6 +5,7 @@ Engines between nodes end a dispatch by the same receiving stage (`receiving_lau
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ from ep_a2a.tuning.policy import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
@@ -89,28 +90,13 @@ class IntraNodeEngine(Engine):
         self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Launches:
         kernels = self.kernels
-        key = (
-            args.num_tokens,
-            args.step_tokens,
-            args.tokens.dtype,
-            args.scales is None,
-            args.weights is None,
-            stages,
-            block_num,
-            warp_per_block,
-        )
+        key = args.num_tokens, args.step_tokens, dispatch_form(args), stages, block_num, warp_per_block
         found = kernels.plans.get(key)
         if found is None:
             phase = dispatch_phase(kernels.config, args.step_tokens)
             launch = self.launch_of(phase, args.num_tokens, args.step_tokens, block_num, warp_per_block)
-            plan = make_plan(
-                kernels,
-                phase,
-                launch,
-                stages,
-                lambda part: dispatch_kernel(kernels, args, phase, launch, part),
-                dispatch_values(kernels, args, phase, launch),
-            )
+            kernel_of = functools.partial(dispatch_kernel, kernels, args, phase, launch)
+            plan = make_plan(kernels, phase, launch, stages, kernel_of, dispatch_values(kernels, args, phase, launch))
             found = add_to_cache(kernels.plans, key, (phase, plan))
         phase, plan = found
         launches = []
@@ -121,31 +107,14 @@ class IntraNodeEngine(Engine):
     def _combine_launches(
         self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
     ) -> Launches:
-        kernels = self.kernels
-        key = (
-            Phase.COMBINE,
-            args.num_tokens,
-            args.step_tokens,
-            args.weights is None,
-            args.ids is None,
-            args.biases[0] is None,
-            args.biases[1] is None,
-            stages,
-            block_num,
-            warp_per_block,
-        )
-        plan = kernels.plans.get(key)
+        plans = self.kernels.plans
+        key = Phase.COMBINE, args.num_tokens, args.step_tokens, combine_form(args), stages, block_num, warp_per_block
+        plan = plans.get(key)
         if plan is None:
             launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.step_tokens, block_num, warp_per_block)
-            plan = make_plan(
-                kernels,
-                Phase.COMBINE,
-                launch,
-                stages,
-                lambda part: self._combine_kernel(args, launch, part, in_place=stages == WHOLE),
-                self._combine_values(args, launch),
-            )
-            add_to_cache(kernels.plans, key, plan)
+            kernel_of = functools.partial(self._combine_kernel, args, launch, in_place=stages == WHOLE)
+            values = self._combine_values(args, launch)
+            plan = add_to_cache(plans, key, make_plan(self.kernels, Phase.COMBINE, launch, stages, kernel_of, values))
         launches = []
         for kernel, launch, num_programs in plan:
             launches.append((kernel, self._combine_values(args, launch), num_programs))
@@ -202,21 +171,8 @@ class IntraNodeEngine(Engine):
     def _combine_kernel(
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
     ) -> CompiledKernel:
-        key = (
-            Phase.COMBINE,
-            args.weights is None,
-            args.ids is None,
-            args.biases[0] is None,
-            args.biases[1] is None,
-            launch.num_warps,
-            launch.send_elements,
-            launch.add_elements,
-            launch.read_ahead,
-            launch.dependent,
-            stages,
-            in_place,
-            self.kernels.spans,
-        )
+        shape = launch.num_warps, launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent
+        key = Phase.COMBINE, combine_form(args), shape, stages, in_place, self.kernels.spans
 
         def make() -> CompiledKernel:
             given = self._combine_constants(args, launch, stages, in_place)
@@ -267,6 +223,16 @@ class IntraNodeEngine(Engine):
         )
 
 
+def dispatch_form(args: DispatchArguments) -> Hashable:
+    """The part of the arguments on which kernels depend: the dtype, and which tensors there are."""
+    return args.tokens.dtype, args.scales is None, args.weights is None
+
+
+def combine_form(args: CombineArguments) -> Hashable:
+    """The part of the arguments on which kernels depend: which tensors there are."""
+    return args.weights is None, args.ids is None, args.biases[0] is None, args.biases[1] is None
+
+
 def dispatch_kernel(
     kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
 ) -> CompiledKernel:
@@ -280,18 +246,8 @@ def dispatch_kernel(
         stages: what the launch does.
     """
     dependent = launch.dependent and kernels.can_depend
-    key = (
-        phase,
-        args.tokens.dtype,
-        args.scales is None,
-        args.weights is None,
-        launch.num_warps,
-        launch.sparse_polls,
-        dependent,
-        args.step_tokens <= MAX_COUNTED_ALONE,
-        stages,
-        kernels.spans,
-    )
+    shape = launch.num_warps, launch.sparse_polls, dependent, args.step_tokens <= MAX_COUNTED_ALONE
+    key = phase, dispatch_form(args), shape, stages, kernels.spans
 
     def make() -> CompiledKernel:
         given = {

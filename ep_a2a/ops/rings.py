@@ -16,7 +16,7 @@ from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.ops.arguments import SEND, WHOLE
 from ep_a2a.ops.engine import Engine
-from ep_a2a.ops.intra_node import receiving_launch, row_operands
+from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, OFFERING_PROGRAMS_PER_SM, RING_WARPS, RingLaunches
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
@@ -164,7 +164,7 @@ class RingEngine(Engine):
             config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )
-        key = "exchange", args.tokens.dtype, args.scales is None, args.weights is None, stages
+        key = "exchange", dispatch_form(args), stages
         return kernels.get(key, make), values, self.num_channel_programs
 
     def _return(self, args: CombineArguments) -> tuple[CompiledKernel, tuple[Any, ...], int]:
@@ -176,7 +176,7 @@ class RingEngine(Engine):
 
         ids = kernels.absent if args.ids is None else args.ids
         values = (args.result, ids, *args.biases, kernels.table, args.num_tokens, kernels.config.rank)
-        key = "return", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
+        key = "return", combine_form(args)
         return kernels.get(key, make), values, self.num_channel_programs
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:

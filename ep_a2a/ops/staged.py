@@ -23,7 +23,7 @@ from ep_a2a.ops.agreement import with_verdict
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
-from ep_a2a.ops.intra_node import receiving_launch, row_operands
+from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, RingLaunches
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
@@ -173,7 +173,7 @@ class StagedEngine(Engine):
 
     def _packing(self, args: DispatchArguments, block_num: int) -> Launches:
         kernels, ring = self.kernels, self._ring
-        key = "pack", args.tokens.dtype, args.scales is None, args.weights is None
+        key = "pack", dispatch_form(args)
         kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
         operands = row_operands(kernels, args, kernels.scale_bytes(args.scales))
         values = (*operands, args.num_tokens, ring.rings.chunks_of_step(args.step_tokens), kernels.config.rank)
@@ -191,7 +191,7 @@ class StagedEngine(Engine):
             config.world_size * config.max_num_inp_token_per_rank,
             config.rank,
         )
-        key = "forward", args.tokens.dtype, args.scales is None, args.weights is None
+        key = "forward", dispatch_form(args)
         # left alone, ptxas aims at fewer registers and puts words on the stack
         kernel = self._kernel(
             key, forward_kernel, lambda: ring.line_constants(args) | ring.wait_lanes, CHANNEL_REGISTERS
@@ -219,7 +219,7 @@ class StagedEngine(Engine):
             self._ring.rings.chunks_of_step(args.step_tokens),
             kernels.config.rank,
         )
-        key = "sum nodes", args.weights is None, args.ids is None, *(bias is None for bias in args.biases)
+        key = "sum nodes", combine_form(args)
         kernel = self._kernel(key, sum_nodes_kernel, lambda: self._ring.sum_constants(args))
         yield kernel, values, self._programs(args.step_tokens, block_num, num_nodes=1)
 
