@@ -1,10 +1,24 @@
-"""The contract of every op: what `manager.get_handle` returns, whichever backend, transport or number of nodes.
+"""The contract of every op that `make_op` or `manager.get_handle` returns, whatever moves the tokens.
 
-An op moves the tokens of one MoE layer between W ranks. A rank brings T tokens of H elements, 0 <= T <= M; each token
-names K of the W * E experts. `dispatch` sends a token once to every distinct rank that owns one of its experts.
-`combine` brings the experts' results back and adds them. Calls run on the caller's current stream, after the op's
-previous call, and return at once; later work on that stream may overwrite inputs. What a backend leaves out raises
-UnsupportedError; its manager's `capabilities` list it.
+An op moves the tokens of one MoE layer between the W ranks of a group. Each step has two calls:
+
+1. `dispatch` sends each token of a rank once to every distinct rank that owns one of the token's experts.
+2. `combine` sends the experts' results back and adds them for each token.
+
+| symbol | meaning |
+|---|---|
+| W | ranks of the group |
+| T | tokens of this rank in this step, 0 <= T <= max_num_tokens |
+| M | the most tokens that a rank may bring to any step, `config.max_num_inp_token_per_rank` |
+| H | elements of a token (hidden size) |
+| K | experts that each token names (top-k) |
+| E | experts that this rank owns |
+| S | scales of a token whose elements are quantised |
+| R | rows that a rank may receive in this step: W * max_num_tokens, in layout compact at most the config's cap |
+
+Every call runs on the caller's current stream, after the op's previous call, and returns without waiting for the GPU.
+Work that is launched later on that stream may overwrite the call's inputs. A feature that a backend lacks raises
+UnsupportedError; the `capabilities` of its manager list the features.
 """
 # ruff: noqa: A002  MORI's names
 
@@ -20,31 +34,54 @@ if TYPE_CHECKING:
 
 
 class DispatchResult(NamedTuple):
-    """Rows for this rank's experts, ascending by (source rank, source token), at fixed addresses until `combine`.
+    """The rows that this rank's experts work on, ascending by (source rank, source token).
 
-    R = W * max_num_tokens, with layout compact at most the cap; S scales per token. *rows is [R] in compact (dense),
-    [W, max_num_tokens] in rank_major (dense per source), [E, R] in expert_major (dense per expert).
+    The tensors keep their addresses for the life of the op, and are valid until this rank calls `combine`. Their
+    leading dimensions depend on the layout:
+
+    | layout | tokens, weights, scales | indices |
+    |---|---|---|
+    | compact | [R], the received rows first | [R] |
+    | rank_major | [W, max_num_tokens], each source's rows first | [W, max_num_tokens] |
+    | expert_major | [E, R], each expert's rows first | [W, max_num_tokens] |
+
+    Attributes:
+        tokens: [..., H] of data_type, or fp8 after a cast. Rows without a token hold arbitrary values.
+        weights: [..., K] float32, in expert_major [E, R]. None if dispatch was given none.
+        scales: [..., S], float32, uint8 (ue8m0) or the dtype that was given. None without scales.
+        indices: [..., K] int32: all K global expert ids of the row's token; pad_id in rows without a token.
+        total_recv: [1] int32: the rows received from all sources.
     """
 
-    tokens: Tensor  # [*rows, H] of data_type, or fp8 after a cast; rows without a token hold anything
-    weights: Tensor | None  # [*rows, K] float32, expert_major [E, R]; None if dispatch was given none
-    scales: Tensor | None  # [*rows, S] float32, uint8 (ue8m0) or the dtype given; None without scales
-    indices: Tensor  # int32 global ids, all K of a token, pad_id in rows without: compact [R, K], else [W, R / W, K]
-    total_recv: Tensor  # [1] int32, rows received from all sources
+    tokens: Tensor
+    weights: Tensor | None
+    scales: Tensor | None
+    indices: Tensor
+    total_recv: Tensor
 
 
 class CombineResult(NamedTuple):
-    """Sums for this rank's own tokens, at fixed addresses until the next combine."""
+    """The sums for this rank's own tokens. The op's own tensors keep their addresses; the next combine overwrites them.
 
-    tokens: Tensor  # [M, H] of combine_dtype, the first T rows count; or `out`
-    weights: Tensor | None  # [M, K] float32, sums of combine's weights; None if it was given none
+    Attributes:
+        tokens: [M, H] of combine_dtype, of which the first T rows belong to this step; or the `out` that was given.
+        weights: [M, K] float32: the sums of combine's weights. None if combine was given none.
+    """
+
+    tokens: Tensor
+    weights: Tensor | None
 
 
 class DispatchCombineOp(Protocol):
-    """One layer's dispatch and combine, which alternate. All ranks make the same calls, whole or split.
+    """Dispatch and combine of one layer. The calls alternate, and all ranks make the same ones, whole or in halves.
 
-    InputError and AlternationError come before anything is sent; the call can be repeated. What only the device sees
-    (a late rank, ranks that disagree, too many rows) is raised by a later call; then `reset` mends the op.
+    InputError and AlternationError are raised before anything is sent, so the call can be repeated. An error that only
+    the device can see (a late rank, ranks that disagree, too many rows) is raised by a later call. `reset` on every
+    rank then makes the op usable again.
+
+    Attributes:
+        config: shapes and choices.
+        device: where the op's tensors live.
     """
 
     config: EpDispatchCombineConfig
@@ -64,10 +101,26 @@ class DispatchCombineOp(Protocol):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """Sends input [T, H] with weights [T, K] float32, scales [T, S] and indices [T, K] int32, ids of experts.
+        """Send each token once to every distinct rank that owns one of its experts; return the rows received.
 
-        Other ids are dropped slots. Weights and scales come from all ranks or from none. max_num_tokens, default M and
-        equal on all ranks, bounds every rank's T in this step. The op chooses launch numbers that are -1."""
+        Args:
+            input: [T, H] of data_type; with a cast inside dispatch also fp8 tokens that are cast already.
+            weights: [T, K] float32, given by all ranks or by none. They travel with the tokens; only combine in layout
+                expert_major, which requires them, multiplies by them.
+            scales: [T, S], given by all ranks or by none: the scales of tokens that are quantised already.
+            indices: [T, K] int32 global expert ids. An id outside [0, num_experts) is a dropped slot.
+            block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
+            rdma_block_num: without effect.
+            call_local_expert_count: also fill `local_expert_count`.
+            max_num_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
+            pad_id: the id in the returned indices of rows without a token.
+
+        Raises:
+            InputError: an argument does not fit; nothing was sent.
+            AlternationError: the step before has not been combined.
+            ConfigMismatchError, CapacityError, RankTimeoutError: ranks disagree, a rank would receive more rows than
+                the cap, a rank did not come. Only ops that wait on the host raise these here.
+        """
 
     def dispatch_send(
         self,
@@ -79,10 +132,13 @@ class DispatchCombineOp(Protocol):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """The first half: sends. dispatch_recv fills the tensors that it returns."""
+        """Begin a dispatch: send the tokens. Arguments and errors are those of `dispatch`.
+
+        Returns the tensors that dispatch_recv fills. A backend without halves does all of the dispatch here.
+        """
 
     def dispatch_recv(self) -> DispatchResult:
-        """The second half: waits for the rows of all ranks."""
+        """End a dispatch: wait on the GPU for the rows of all ranks."""
 
     def combine(
         self,
@@ -99,11 +155,27 @@ class DispatchCombineOp(Protocol):
         bias_0: Tensor | None = None,
         bias_1: Tensor | None = None,
     ) -> CombineResult:
-        """Adds the rows that distinct ranks return for a token, in float32; a token without an expert becomes zeros.
+        """Add the rows that the distinct ranks return for each token, in float32, and round once.
 
-        input: the experts' results, combine_dtype, in shape and order of DispatchResult.tokens, weighed by the router
-        (expert_major: combine weighs). weights: [*rows, K] to sum. indices: None, or this rank's own. out: [T, H] to
-        write to. bias_0, bias_1: [T, H], added before rounding. The other arguments are MORI's."""
+        A token without a valid expert becomes zeros, or the sum of its biases.
+
+        Args:
+            input: the experts' results, combine_dtype, in the shape and order of DispatchResult.tokens. A row is the
+                sum over this rank's experts, multiplied by the router's weights. In layout expert_major a row is one
+                expert's result without weights: combine multiplies and adds. Rows without a token may hold anything.
+            weights: None, or weights in the shape and order of DispatchResult.weights, to be summed per token. Must be
+                None in layout expert_major.
+            indices: None, or the ids that this rank gave to dispatch; others are an error.
+            block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
+            rdma_block_num, use_external_inp_buf, call_reset: MORI's arguments, without effect.
+            out: [T, H] of combine_dtype to write the sums to.
+            bias_0, bias_1: [T, H] of combine_dtype, added in this order before rounding.
+
+        Raises:
+            InputError, ForeignIndicesError: an argument does not fit; nothing was sent.
+            AlternationError: there is no dispatch to combine.
+            RankTimeoutError: a rank did not come. Only ops that wait on the host raise it here.
+        """
 
     def combine_send(
         self,
@@ -115,36 +187,39 @@ class DispatchCombineOp(Protocol):
         bias_0: Tensor | None = None,
         bias_1: Tensor | None = None,
     ) -> CombineResult:
-        """The first half: sends rows back. Later work may overwrite `input`, but no bias."""
+        """Begin a combine: send the rows back. Arguments and errors are those of `combine`.
+
+        Later work on the stream may overwrite `input` and `weights`; `out` and the biases only after combine_recv.
+        """
 
     def combine_recv(self) -> CombineResult:
-        """The second half: waits for this rank's rows and adds them."""
+        """End a combine: wait on the GPU for this rank's rows and add them."""
 
     @property
     def recv_counts(self) -> Tensor:
-        """[W] int32, rows received per source in the last dispatch."""
+        """[W] int32: the rows received from each source in the last dispatch."""
 
     @property
     def local_expert_count(self) -> Tensor:
-        """[E] int32, received slots per expert, where dispatch was asked for it."""
+        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
 
     @property
     def expert_recv_count(self) -> Tensor:
-        """[E] int32, rows per expert in layout expert_major."""
+        """[E] int32: the rows per expert of this rank, in layout expert_major."""
 
     @property
     def has_open_step(self) -> bool:
-        """Whether a call has begun a step that no call has ended."""
+        """Whether a step has begun and not ended; also one whose call was interrupted."""
 
     @property
     def closed(self) -> bool:
         """Whether `close` has been called."""
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> Tensor:
-        """Memory for combine's input, [R, H] for M tokens, expert_major [E * R, H]."""
+        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens."""
 
     def get_dispatch_src_token_pos(self) -> Tensor:
-        """[total_recv] int32: source rank * (W * M) + token. Host waits."""
+        """[total_recv] int32: source rank * (W * M) + source token of each received row. The host waits for the GPU."""
 
     def get_launch_config(
         self,
@@ -153,22 +228,22 @@ class DispatchCombineOp(Protocol):
         rdma_block_num: int = -1,
         warp_per_block: int = -1,
     ) -> tuple[int, int, int]:
-        """(programs, those between nodes, warps per program) of a call with M tokens."""
+        """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Bounds multiprocessors; 0 = all; equal on all ranks."""
+        """Bound the multiprocessors that the op's launches use; 0 = all. Must be equal on all ranks."""
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds waits from now on, of replayed graphs, too."""
+        """Bound the waits of calls and of graph replays from now on."""
 
     def warmup_split(self) -> None:
-        """Makes the split calls ready to be captured in a graph."""
+        """Compile the kernels of split calls, so that a graph can capture them."""
 
     def check(self) -> None:
-        """Raises what has gone wrong so far, without waiting."""
+        """Raise the first error that the kernels have recorded; never blocks."""
 
     def reset(self) -> None:
-        """Drops the open step and mends the op after an error. Collective."""
+        """Drop the open step and make the op usable again after an error. Collective."""
 
     def close(self) -> None:
-        """Ends the use of the op; idempotent."""
+        """End the use of the op; a second call does nothing. Close an op that owns its memory on every rank."""

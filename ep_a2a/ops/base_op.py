@@ -1,7 +1,7 @@
-"""The front of every op: the calls and their signatures, in which order they may be made, and sizes from the config.
+"""BaseOp: the public calls of every op, and the order in which they may be made.
 
-An op fills in how arguments are checked (`_prepare_dispatch`, `_prepare_combine`) and what moves the rows
-(`_run_dispatch`, `_run_combine`). `interface.DispatchCombineOp` is the contract that callers see.
+A subclass checks the arguments of a call (`_prepare_dispatch`, `_prepare_combine`) and moves the rows (`_run_dispatch`,
+`_run_combine`). `ep_a2a.interface.DispatchCombineOp` is the contract for callers.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ DispatchCall = TypeVar("DispatchCall")
 CombineCall = TypeVar("CombineCall")
 """A checked combine, ready to be launched."""
 Facts = TypeVar("Facts")
-"""What combine needs to know of the dispatch."""
+"""The facts about a dispatch that its combine needs."""
 
 OWN_LAUNCH = (-1, -1, -1)
-"""Launch numbers of a call that leaves them to the op."""
+"""Launch numbers of a call that lets the op choose them."""
 
 
 def _nothing_to_finish() -> None:
-    """The second half of a call whose first half has done all of it."""
+    """Do nothing: the first half of the call has done all of it."""
 
 
 @dataclass(slots=True)
 class OpenStep(Generic[Facts]):
-    """All that an op keeps of a step between two calls.
+    """The state of a step between two calls; an op without one expects a dispatch.
 
     Attributes:
-        facts: what combine needs to know of the dispatch.
+        facts: the facts about the dispatch that combine needs.
         dispatched: the dispatch's result.
-        next_call: "combine", or the second half of a split call: "dispatch_recv" or "combine_recv".
-        finish: launches that second half.
-        combined: what combine_send has returned; not set before.
+        next_call: the call that must come next: "combine", "dispatch_recv" or "combine_recv".
+        finish: launches the second half of a split call.
+        combined: the result of combine_send; unset before.
     """
 
     facts: Facts
@@ -60,12 +60,12 @@ class OpenStep(Generic[Facts]):
 
 
 class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
-    """Base of the ops: a config, a device, and what follows from them. Usable as a context manager that closes it.
+    """Base of all ops. As a context manager it closes the op at the end.
 
     Args:
-        config: shapes and choices. W, M, K, E, H are as in EpDispatchCombineConfig.
+        config: shapes and choices.
         device: where the op's tensors live.
-        streams: orders the op's calls behind each other, whatever streams they are made on.
+        streams: makes each call wait for the one before, on whichever stream that was.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device, streams: StreamOrder) -> None:
@@ -79,12 +79,12 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has ended the use of this op."""
+        """Whether `close` has been called."""
         return self._closed
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises what has gone wrong so far, without waiting; every call begins with it.
+        """Raise the first error that has been recorded; never blocks. Every call begins with it.
 
         Raises:
             ClosedError: the op has been closed.
@@ -92,27 +92,27 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
 
     @abc.abstractmethod
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
-        """Raises where launch numbers cannot be used, or warns that they have no effect."""
+        """Raise if the launch numbers cannot be used; warn if they have no effect."""
 
     @abc.abstractmethod
     def _prepare_dispatch(self, step: StepInputs) -> DispatchCall:
-        """Checks the arguments of a dispatch. Launches nothing."""
+        """Check the arguments of a dispatch; launch nothing."""
 
     @abc.abstractmethod
     def _run_dispatch(
         self, call: DispatchCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> OpenStep[Facts]:
-        """Launches a dispatch, or its first half, and returns the step that it opens."""
+        """Launch a dispatch, or its first half, and return the open step."""
 
     @abc.abstractmethod
     def _prepare_combine(self, step: OpenStep[Facts], given: CombineInputs) -> CombineCall:
-        """Checks the arguments of a combine of the open step. Launches nothing of the combine itself."""
+        """Check the arguments of a combine of the open step; launch nothing of the combine."""
 
     @abc.abstractmethod
     def _run_combine(
         self, step: OpenStep[Facts], call: CombineCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> CombineResult:
-        """Launches a combine; or its first half, and sets the step's `finish`."""
+        """Launch a combine; or its first half, and set the step's `finish`."""
 
     def dispatch(
         self,
@@ -128,34 +128,9 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """Sends each token once to every distinct rank that owns one of its experts.
+        """Send each token once to every distinct rank that owns one of its experts; return the rows received.
 
-        Args:
-            input: [T, H] of data_type, T <= max_num_tokens; or, with a fused cast, fp8 tokens that are cast already.
-            weights: [T, K] float32, or None on all ranks. They travel; nothing multiplies by them, but for combine in
-                layout expert_major, which needs them.
-            scales: [T, S] of scale_type_size bytes for tokens that are quantised already, else None.
-            indices: [T, K] int32 global expert ids; ids outside [0, num_experts) are dropped slots.
-            block_num, warp_per_block: launch numbers when > 0. rdma_block_num has no effect: see the config. Where a
-                library launches, none has an effect, and a warning says so once.
-            call_local_expert_count: also fill `local_expert_count`.
-            max_num_tokens: bound on every rank's T this step, equal on all ranks; default M. Sets R and the strides.
-            pad_id: id that rows without a token carry in the returned indices.
-
-        Returns:
-            (tokens, weights or None, scales or None, indices, total_recv). Layout compact: [R, ·], rows dense in
-            (source rank, source token) order, R = W * max_num_tokens or the cap. rank_major: [W, max_num_tokens, ·].
-            expert_major: tokens [E, R, H], weights [E, R], scales [E, R, S], one row for each token that names the
-            expert, `expert_recv_count` rows of each; indices as in rank_major, [W, max_num_tokens, K].
-            total_recv is int32 [1]; `recv_counts` [W] has the rows per source. Indices are global ids, all K of the
-            token. Everything has a fixed address and is valid until this rank calls combine. What another project's
-            library does not return, its backend's capabilities say.
-
-        Raises:
-            InputError: an argument does not fit; nothing was launched.
-            AlternationError: the step before has not been combined.
-            ConfigMismatchError, CapacityError, RankTimeoutError: where the op finds out on the host: ranks disagree, a
-                rank would receive too much, a rank did not come.
+        `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments, results and errors.
         """
         # before the step begins: a call that is refused must not hold the memory against other ops
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
@@ -174,22 +149,20 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         max_num_tokens: int | None = None,
         pad_id: int = -1,
     ) -> DispatchResult:
-        """The first half of `dispatch`: sends, and waits for no rank (with layout compact and a
-        max_num_tokens above config.flagged_tokens, for the other ranks' counts). Arguments and errors are those of
-        `dispatch`.
+        """Begin a dispatch: send the tokens, and return the tensors that dispatch_recv fills.
 
-        Ranks may mix whole and split calls. The halves are compiled when first used: use them before a capture.
-        Returns what dispatch_recv will; before it, nothing in these tensors means anything. An op whose steps cannot be
-        halved does all of it here.
+        It waits for no other rank, but for their counts in layout compact beyond config.flagged_tokens. Ranks may mix
+        whole and split calls. Make a split call once, or call `warmup_split`, before a graph captures one.
+        `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         return self._dispatch("dispatch_send", StepInputs(input, weights, scales, indices, limit, pad_id, False), SEND)
 
     def dispatch_recv(self) -> DispatchResult:
-        """The second half of `dispatch`: waits for the rows of all ranks and returns them.
+        """End a dispatch: wait on the GPU for the rows of all ranks, and return them.
 
         Raises:
-            AlternationError: there is no `dispatch_send` to finish.
+            AlternationError: there is no `dispatch_send` to end.
         """
         step = self._expect("dispatch_recv", "dispatch_recv")
         self._finish("dispatch_recv", step)
@@ -212,32 +185,9 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         bias_0: torch.Tensor | None = None,
         bias_1: torch.Tensor | None = None,
     ) -> CombineResult:
-        """Sums, for each of this rank's tokens, the rows of the distinct ranks it went to, unweighted, in float32.
+        """Add, for each of this rank's tokens, the rows of the distinct ranks that it went to, in float32.
 
-        Args:
-            input: one row per row that dispatch returned, of combine_dtype, in the same order: the sum of this
-                rank's experts for that row, already multiplied by the router's weights; what rows past the received
-                ones hold has no effect. It is sent from where it lies. With a combine quant_type rows are cast to fp8:
-                fp8_blockwise with a scale per 128 elements, fp8_direct_cast without, saturating at 448.
-                Layout expert_major: [E, R, H], each expert's rows as they are; they are multiplied by the dispatched
-                weights and added in ascending order of a token's ids here, before they travel.
-            weights: None, or [R, K] float32 in the order of the received rows; their sums are returned as well. None in
-                layout expert_major.
-            indices: None, or this rank's own ids as given to dispatch; others are an error.
-            block_num, warp_per_block: launch numbers when > 0.
-            use_external_inp_buf, call_reset: MORI's, without effect: only what dispatch returned is copied.
-            out: [T, H] of combine_dtype to write into instead of the op's own result.
-            bias_0, bias_1: [T, H] of combine_dtype to be added to the sums, in this order, before they are rounded;
-                with other projects' libraries, to sums that have been rounded.
-
-        Returns:
-            (result [M, H], of which the first T rows are this step's, or `out`; weight sums [M, K] or None). A token
-            without a valid expert becomes zeros, or its biases. The op's own result is valid until the next combine.
-
-        Raises:
-            InputError, ForeignIndicesError: an argument does not fit; nothing was launched, combine can be repeated.
-            AlternationError: there is no dispatch to combine.
-            RankTimeoutError: where the op finds out on the host: a rank did not come.
+        `DispatchCombineOp.combine` in ep_a2a/interface.py has the arguments, results and errors.
         """
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             self._check_launch(block_num, rdma_block_num, warp_per_block)
@@ -254,18 +204,17 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         bias_0: torch.Tensor | None = None,
         bias_1: torch.Tensor | None = None,
     ) -> CombineResult:
-        """The first half of `combine`: sends the rows back and waits for no rank. Arguments are those of `combine`.
+        """Begin a combine: send the rows back, and return the tensors that combine_recv fills. It waits for no rank.
 
-        `input` and `weights` may be overwritten by work that is launched after this, biases and `out` after
-        combine_recv. Returns what combine_recv will.
+        `DispatchCombineOp.combine_send` in ep_a2a/interface.py says which arguments may be overwritten when.
         """
         return self._combine("combine_send", CombineInputs(input, weights, indices, out, (bias_0, bias_1)), SEND)
 
     def combine_recv(self) -> CombineResult:
-        """The second half of `combine`: waits for this rank's rows, adds them and returns what `combine` does.
+        """End a combine: wait on the GPU for this rank's rows, add them, and return the sums.
 
         Raises:
-            AlternationError: there is no `combine_send` to finish.
+            AlternationError: there is no `combine_send` to end.
         """
         step = self._expect("combine_recv", "combine_recv")
         self._finish("combine_recv", step)
@@ -275,7 +224,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     def _dispatch(
         self, name: str, given: StepInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> DispatchResult:
-        """Checks and launches a dispatch, or its first half; opens a step."""
+        """Check and launch a dispatch, or its first half; open a step."""
         self._require_ready()
         if self._step is not None:
             raise AlternationError(f"{self._step.next_call} next", name)
@@ -293,7 +242,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     def _combine(
         self, name: str, given: CombineInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
     ) -> CombineResult:
-        """Checks and launches a combine, which ends the step, or its first half."""
+        """Check and launch a combine, which ends the step, or its first half."""
         step = self._expect("combine", name)
         call = self._prepare_combine(step, given)
         self.streams.follow(self.device)
@@ -311,7 +260,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         return combined
 
     def _finish(self, name: str, step: OpenStep[Facts]) -> None:
-        """Launches the second half of a split call. The caller clears `_interrupted` once it has noted that."""
+        """Launch the second half of a split call. The caller clears `_interrupted` when it has updated the step."""
         self.streams.follow(self.device)
         self._interrupted = name
         try:
@@ -321,9 +270,9 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             raise
 
     def _require_ready(self) -> None:
-        """Raises what has gone wrong so far.
+        """Raise if no call may be made: in a forked child, after an interrupted call, after a recorded error.
 
-        `_interrupted` names a call that something else than an error of this package has broken off.
+        `_interrupted` names a call that an exception from outside this package, or Ctrl-C, has interrupted.
         """
         self._process.require("the op")
         if self._interrupted:
@@ -335,7 +284,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         self.check()
 
     def _expect(self, next_call: str, name: str) -> OpenStep[Facts]:
-        """The open step, which must wait for `next_call`; else raises what has gone wrong, or AlternationError."""
+        """Return the open step; raise AlternationError unless it waits for `next_call`."""
         self._require_ready()
         step = self._step
         if step is None or step.next_call != next_call:
@@ -343,31 +292,31 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         return step
 
     def _end_step(self) -> None:
-        """Makes dispatch the next call."""
+        """Close the step, so that the next call is dispatch."""
         self._step = None
         self._interrupted = None
 
     @property
     def has_open_step(self) -> bool:
-        """Whether a call has begun a step that no call has ended, also one that was interrupted."""
+        """Whether a step has begun and not ended; also one whose call was interrupted."""
         return self._interrupted is not None or self._step is not None
 
     def num_rows(self, max_num_tokens: int) -> int:
-        """R, rows that dispatch returns for a step's max_num_tokens."""
+        """R: the rows that dispatch returns for this max_num_tokens."""
         return num_rows(self.config, max_num_tokens)
 
     @property
     def num_own_bytes(self) -> int:
-        """Bytes of the op's buffers on its device that are not an arena's."""
+        """Bytes on the device that the op holds beside its arena."""
         return 0
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
-        """(programs, those of channels between nodes, warps per program) that a full-sized call would use.
+        """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens.
 
         Raises:
-            UnsupportedError: something else than our kernels moves the rows.
+            UnsupportedError: kernels of another project move the rows.
         """
         raise UnsupportedError(
             "an op that chooses launches",
@@ -376,19 +325,19 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         )
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on; 0 = all. Without effect where a library launches."""
+        """Bound the multiprocessors of launches from now on; 0 = all. No effect where a library launches."""
 
     def warmup_split(self) -> None:
-        """Compiles the split calls, so that they can be captured. Without effect where nothing is left to compile."""
+        """Compile the kernels of split calls, so that a graph can capture them."""
 
     def record_spans(self) -> None:
-        """Takes kernels that note times from now on; UnsupportedError where there are none."""
+        """Launch kernels that note times from now on; UnsupportedError where there are none."""
         raise UnsupportedError(
             "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
         )
 
     def close(self) -> None:
-        """Ends the use of the op; local and idempotent."""
+        """End the use of the op; local, and a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
