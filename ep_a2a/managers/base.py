@@ -16,7 +16,7 @@ from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, StateError, Unsu
 from ep_a2a.managers import registry
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
-from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:

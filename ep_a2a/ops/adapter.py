@@ -1,4 +1,4 @@
-"""Ops that are no kernels of this package: their checks, casts and the routing record, written once."""
+"""AdapterOp: checks, casts and the record of the dispatched ids for ops without kernels of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.use_order import StreamOrder, is_capturing
-from ep_a2a.ops.arguments import StepInputs
+from ep_a2a.ops.arguments import NO_BIASES, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
@@ -20,30 +20,34 @@ from ep_a2a.quantization import quantize
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import CombineInputs, Stages
+    from ep_a2a.ops.arguments import Biases, CombineInputs, Stages
 
 
 class RowsBack(NamedTuple):
-    """The arguments of a combine, after all checks.
+    """The checked arguments of a combine.
 
     Attributes:
-        rows: the experts' rows, of the shape that dispatch returned. weights: float32 to sum, or None.
-        step: what the dispatch was given, with the biases of this combine.
+        rows: the experts' rows, in the shape of dispatch's tokens.
+        weights: float32 [..., K] to sum, or None.
+        step: the arguments of the dispatch, as they travelled.
         out: [T, H] to write to, or None.
+        biases: bias_0 and bias_1, [T, H] or None.
     """
 
     rows: torch.Tensor
     weights: torch.Tensor | None
     step: StepInputs
     out: torch.Tensor | None
+    biases: Biases = NO_BIASES
 
 
 class AdapterStep(NamedTuple):
-    """What combine needs to know of a dispatch.
+    """The facts about a dispatch that its combine needs.
 
     Attributes:
-        inputs: as they travelled; `ids` are a copy.
-        ids: as they were given. num_writes: how often they had been written to then.
+        inputs: the arguments as they travelled, with a copy of the ids.
+        ids: the caller's tensor.
+        num_writes: torch's count of writes to `ids` at the dispatch; None if torch does not count them.
     """
 
     inputs: StepInputs
@@ -52,22 +56,21 @@ class AdapterStep(NamedTuple):
 
 
 class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
-    """An op whose rows travel by other means than kernels of this package.
+    """An op whose rows are moved by collectives or by another project's library.
 
-    A subclass moves rows in `_send` and `_bring_back`; whatever can be checked on the host has been checked before.
-    The first half of a split call does all of it, and the second returns the result.
-    Launch numbers and fields of the config that kernels of this package go by are without effect, but for those that a
-    subclass takes; a warning says so once.
+    A subclass moves rows in `_send` and `_bring_back`, after all checks on the host. The first half of a split call
+    does the whole call; the second half returns the result. Launch numbers, and config fields of this package's kernels
+    that are not in `takes`, have no effect; a warning says so once.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """Names out of KERNEL_FIELDS that the op goes by."""
+    """Names in KERNEL_FIELDS that have an effect on this op."""
 
     adds_biases = False
-    """Whether `_bring_back` adds the step's biases to its sums before it rounds them."""
+    """Whether `_bring_back` adds the biases, before it rounds the sums; else they are added to rounded sums."""
 
     casts_inside = False
-    """Whether `_send` gets tokens before the config's cast."""
+    """Whether `_send` casts the tokens itself."""
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         super().__init__(config, device, StreamOrder())
@@ -75,11 +78,11 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
 
     @abc.abstractmethod
     def _send(self, step: StepInputs) -> DispatchResult:
-        """Brings the rows there; the result of dispatch. A step is open only if this returns."""
+        """Move the rows to the experts' ranks and return dispatch's result."""
 
     @abc.abstractmethod
     def _bring_back(self, given: RowsBack) -> CombineResult:
-        """Brings the experts' rows back and adds them; the result of combine."""
+        """Move the experts' rows back, add them, and return combine's result."""
 
     def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
         warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
@@ -101,11 +104,11 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
 
     @property
     def _open_inputs(self) -> StepInputs | None:
-        """What the dispatch of the open step sent; None between two steps."""
+        """The arguments of the open step's dispatch, as they travelled; None between two steps."""
         return None if self._step is None else self._step.facts.inputs
 
     def _cast(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and scales as they travel: cast by torch where the config says so."""
+        """The tokens and scales to send; torch casts them where the config asks for a cast."""
         config = self.config
         if config.casts_in_dispatch and tokens.dtype != FP8_DTYPE:
             return quantize(tokens, config.dispatch_quant, config.scale_format)
@@ -130,7 +133,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         check_biases(self.config, self.device, biases, inputs.num_tokens)
         rows = rows.view(*lead, rows.shape[-1])
         weights = None if weights is None else weights.view(*lead, -1)
-        return RowsBack(rows, weights, inputs._replace(biases=biases), out)
+        return RowsBack(rows, weights, inputs, out, biases)
 
     def _run_combine(
         self,
@@ -143,14 +146,14 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         # whatever comes of it, the step is over
         self._end_step()
         combined = self._bring_back(call)
-        for bias in call.step.biases:
+        for bias in call.biases:
             if bias is not None and not self.adds_biases:
                 total = combined.tokens[: call.step.num_tokens]
                 total.copy_(total.float() + bias)
         return combined
 
     def _check_own(self, indices: torch.Tensor | None, given: AdapterStep) -> None:
-        """Raises ForeignIndicesError unless indices are what dispatch was given, by identity or by value."""
+        """Raise ForeignIndicesError unless `indices` is None, or the dispatched tensor, or equal to it."""
         if indices is None:
             return
         is_same = indices.data_ptr() == given.ids.data_ptr()
@@ -166,23 +169,23 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
 
     def _check_weights(self, weights: torch.Tensor | None) -> None:
-        """Raises where combine cannot add weights."""
+        """Raise if combine cannot sum weights."""
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
-        """Whether `rows` are the registered combine buffer, of which combine takes the beginning."""
+        """Whether `rows` is the registered combine buffer; combine then takes its first rows."""
         return False
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Without effect; a warning says so once."""
+        """Without effect, which a warning says once."""
         warn_of_max_sms(type(self).__name__, max_sms)
 
     def check(self) -> None:
-        """Raises ClosedError after close; all other errors are raised by the call that meets them."""
+        """Raise ClosedError after close. All other errors are raised by the call that causes them."""
         if self._closed:
             raise ClosedError("an open op", "a closed one")
 
     def reset(self) -> None:
-        """Makes the op usable again after an unfinished step; to be called on every rank."""
+        """Make the op usable again after an unfinished step. Must be called on every rank."""
         self.check()
         step = self._step
         self._end_step()
@@ -190,13 +193,13 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
             self._abandon(step)
 
     def _abandon(self, step: OpenStep[AdapterStep]) -> None:
-        """Undoes what an unfinished step has left behind; nothing where rows only pass through."""
+        """Undo the effects of an unfinished step; a subclass without state has none."""
 
     def close(self) -> None:
-        """Ends the use of the op; local and idempotent. Its tensors live as long as somebody holds them."""
+        """End the use of the op; local, and a second call does nothing. Its tensors stay valid."""
         self._closed = True
 
 
 def _num_writes(tensor: torch.Tensor) -> int | None:
-    """Changes with every write into the tensor; None for inference tensors, whose writes are not counted."""
+    """Torch's count of writes to the tensor; None for inference tensors, whose writes torch does not count."""
     return None if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The arguments of a dispatch or combine: as the caller gives them, and as launches take them."""
+"""Arguments of a dispatch and a combine: StepInputs and CombineInputs as given, the others as engines take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CACHED = 4096
-"""Shapes of calls that a cache holds before it starts anew."""
+"""Entries that a cache holds at most; it is emptied when it is full."""
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Stages(NamedTuple):
     """The halves of a call that a launch does.
 
-    The interpreter runs programs in turn, so that it takes two launches where programs wait for rows.
+    The interpreter runs programs one after another. Where programs wait for rows it needs a launch for each half.
     """
 
     send: bool
@@ -38,14 +38,16 @@ NO_BIASES: Biases = (None, None)
 
 
 class StepInputs(NamedTuple):
-    """The arguments of a dispatch, and after the checks those that travel.
+    """The arguments of a dispatch. Adapter ops replace tokens and scales by their cast.
 
     Attributes:
-        tokens: [T, H] of data_type, or of wire_dtype where they have been cast.
-        weights: float32 [T, K] or None. scales: [T, S] or None. ids: int32 [T, K].
-        step_tokens: the step's, equal on all ranks. pad_id: id of rows without a token.
-        counts_experts: local_expert_count is asked for.
-        biases: what combine adds; known then.
+        tokens: [T, H] of data_type, or of wire_dtype after a cast.
+        weights: [T, K] float32, or None.
+        scales: [T, S], or None.
+        ids: [T, K] int32 global expert ids.
+        step_tokens: the step's bound, equal on all ranks.
+        pad_id: the id of rows without a token.
+        counts_experts: whether dispatch fills local_expert_count.
     """
 
     tokens: torch.Tensor
@@ -55,7 +57,6 @@ class StepInputs(NamedTuple):
     step_tokens: int
     pad_id: int
     counts_experts: bool
-    biases: Biases = NO_BIASES
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +65,7 @@ class StepInputs(NamedTuple):
 
 
 class CombineInputs(NamedTuple):
-    """The arguments of a combine; `interface.DispatchCombineOp.combine` has their shapes."""
+    """The arguments of a combine; `DispatchCombineOp.combine` in ep_a2a/interface.py has their shapes."""
 
     rows: torch.Tensor
     weights: torch.Tensor | None
@@ -74,7 +75,16 @@ class CombineInputs(NamedTuple):
 
 
 class DispatchArguments(NamedTuple):
-    """The operands of one dispatch launch; bulk_dispatch_kernel has their shapes."""
+    """The operands of a dispatch, checked.
+
+    Attributes:
+        tokens, scales, weights, ids: as in StepInputs.
+        num_tokens: T.
+        step_tokens: the step's bound.
+        wire_word: the choices that ranks compare.
+        pad_id: the id of rows without a token.
+        row_limit: R.
+    """
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
@@ -88,26 +98,28 @@ class DispatchArguments(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors that are given."""
+        """The tensors that are not None."""
         return tuple(each for each in (self.tokens, self.scales, self.weights, self.ids) if each is not None)
 
     def copied(self) -> DispatchArguments:
-        """The same with copies of the tensors."""
+        """The same arguments with copies of the tensors."""
         scales, weights = (None if each is None else each.clone() for each in (self.scales, self.weights))
         return self._replace(tokens=self.tokens.clone(), scales=scales, weights=weights, ids=self.ids.clone())
 
 
 class CombineArguments(NamedTuple):
-    """The operands of one combine.
+    """The operands of a combine, checked.
 
     Attributes:
-        rows: received rows' results, [R, H] of combined_dtype in received order.
-        weights: [R, K] in received-row order, or None.
-        ids: ids to compare with those dispatched, or None.
-        result: [num_tokens, H], where the sums go.
-        expert_rows: in layout expert_major, the rows [E, W * max_num_tokens, H] that `rows` are made from.
-        biases: to be added to the sums.
-        copies: (target, source) to copy first; the targets are among the above.
+        rows: [R, H] of combined_dtype: the result of each received row.
+        weights: [R, K] float32 in the order of the rows, or None.
+        ids: [T, K] int32 to compare with the dispatched ids, or None.
+        result: [num_tokens, H]: receives the sums.
+        num_tokens: T.
+        step_tokens: the step's bound.
+        expert_rows: in layout expert_major, [E, W * step_tokens, H]: the rows whose weighted sums are `rows`.
+        biases: added to the sums.
+        copies: (target, source) pairs to copy first; the targets are among the operands.
     """
 
     rows: torch.Tensor
@@ -122,7 +134,7 @@ class CombineArguments(NamedTuple):
 
 
 def add_to_cache(cache: dict[Hashable, T], key: Hashable, value: T) -> T:
-    """Adds to a cache, which is emptied first when it is full; returns the value."""
+    """Add an entry, emptying the cache first when it is full; return the value."""
     if len(cache) >= MAX_CACHED:
         cache.clear()
     cache[key] = value

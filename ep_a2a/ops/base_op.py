@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.memory.use_order import OwnProcess
 from ep_a2a.ops.arguments import SEND, WHOLE, CombineInputs, StepInputs
-from ep_a2a.ops.base import OpSizes, num_rows
+from ep_a2a.ops.op_sizes import OpSizes, num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

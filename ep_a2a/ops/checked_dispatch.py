@@ -1,4 +1,4 @@
-"""Validates a dispatch and makes its result views: everything that its arguments decide, their addresses apart."""
+"""Validates a dispatch and caches its result views by argument signature."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.ops import inputs
-from ep_a2a.ops.base import leads, num_rows
 from ep_a2a.ops.failures import wire_word
+from ep_a2a.ops.op_sizes import leading_dims, num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 class CheckedDispatch(NamedTuple):
-    """The checked facts and result views that dispatches of one argument signature share.
+    """The facts that all dispatches of one argument signature share: everything but the tensors' addresses.
 
     Attributes:
-        num_tokens: T. max_num_tokens: the step's. wire_word: what the ranks compare. row_limit: R.
-        scales_travel: whether the given scales are sent. stand_in: what is sent in their place, None for nothing.
-        lead: leading sizes of the rows that the experts work on.
-        received: what dispatch returns, views of the op's memory.
-        combines: signatures of the combine arguments that have been found to fit.
+        num_tokens: T.
+        step_tokens: the step's bound.
+        wire_word: the choices that ranks compare, see `wire_word`.
+        row_limit: R.
+        scales_travel: whether the given scales are sent.
+        stand_in: an empty tensor to send in place of scales that this rank does not have; None to send none.
+        lead: leading dimensions of the rows that the experts work on.
+        received: dispatch's result, views of the op's memory.
+        combines: signatures of the combine arguments that fit this dispatch.
     """
 
     num_tokens: int
@@ -43,12 +47,12 @@ class CheckedDispatch(NamedTuple):
 
 
 def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs) -> CheckedDispatch:
-    """Validates the arguments of a dispatch.
+    """Validate the arguments of a dispatch and make its result views.
 
     Args:
-        memory: the op's, which results are views of.
-        device: where tensors must lie.
-        step: as given to dispatch.
+        memory: the op's.
+        device: where the tensors must lie.
+        step: the arguments.
 
     Raises:
         InputError: an argument does not fit.
@@ -62,7 +66,7 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     if has_scales:
         scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype
     received = _result_views(memory, limit, has_weights, scale_dtype)
-    lead, row_limit = leads(config, limit)[1], num_rows(config, limit)
+    lead, row_limit = leading_dims(config, limit).rows, num_rows(config, limit)
     travel = scales is not None and scales is step.scales
     stand_in = None if travel else scales
     return CheckedDispatch(step.num_tokens, limit, word, row_limit, travel, stand_in, lead, received, set())
@@ -72,7 +76,7 @@ def _result_views(
     memory: BoundMemory, step_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
 ) -> DispatchResult:
     config, view = memory.config, memory.view
-    lead, expert_lead = leads(config, step_tokens)
+    lead, expert_lead = leading_dims(config, step_tokens)
     tokens, scales = Region.TOKENS, Region.SCALES
     weights, weights_shape = Region.WEIGHTS, (*lead, config.topk)
     if config.layout == Layout.EXPERT_MAJOR:
@@ -88,7 +92,7 @@ def _result_views(
 
 
 def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:
-    """Source positions of the rows of the last dispatch, int32 [sum of counts], given the rows of each source."""
+    """Source positions of the last dispatch's rows, int32 [sum of counts]; counts: rows received from each source."""
     positions = memory.view(Region.SOURCE_POSITIONS)
     if memory.config.layout == Layout.COMPACT:
         return positions[: sum(counts)]

@@ -13,7 +13,7 @@ from ep_a2a.config.op_config import checked_timeout_secs
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.ops.adapter import AdapterOp
-from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import describe_wire_word, wire_word
 from ep_a2a.ops.op_buffers import OpBuffers
 from ep_a2a.routing import destination_mask
@@ -140,7 +140,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         num_tokens, weights = given.step.num_tokens, given.weights
         result = self._buffers.result if given.out is None else given.out
         total = self._sum(given.rows.flatten(0, -2), self._route)
-        for bias in given.step.biases:
+        for bias in given.biases:
             if bias is not None:
                 total += bias
         result[:num_tokens] = total

@@ -14,7 +14,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.transport_choice import choose_transport, make_transport, name_network_devices
-from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.inputs import construction_error
 
 if TYPE_CHECKING:

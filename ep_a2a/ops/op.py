@@ -24,9 +24,9 @@ from ep_a2a.ops.arguments import (
     StepInputs,
     add_to_cache,
 )
-from ep_a2a.ops.base import agree_on_config
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.checked_dispatch import CheckedDispatch, prepare_dispatch, source_positions
+from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeEngine
@@ -130,7 +130,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
         """Checks a dispatch, and takes the memory that ops of this index share."""
-        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts, _ = step
+        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts = step
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:

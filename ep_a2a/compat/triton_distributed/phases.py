@@ -8,7 +8,7 @@ from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, UnsupportedError
-from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.memory import block_sizes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.availability import device_problem
 from ep_a2a.managers.base import All2AllManagerBase
-from ep_a2a.ops.base import agree_on_config
+from ep_a2a.ops.config_agreement import agree_on_config
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

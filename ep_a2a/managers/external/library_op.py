@@ -12,7 +12,7 @@ import torch
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.ops.adapter import AdapterOp, RowsBack
-from ep_a2a.ops.base import leads
+from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LibraryDispatchCombineOp(AdapterOp):
 
     @functools.cached_property
     def _combine_input(self) -> torch.Tensor:
-        lead = leads(self.config, self.config.max_num_inp_token_per_rank)[1]
+        lead = leading_dims(self.config, self.config.max_num_inp_token_per_rank).rows
         shape = (math.prod(lead), self.config.hidden_dim)
         return torch.empty(shape, dtype=self.config.combined_dtype, device=self.device)
 

@@ -13,7 +13,7 @@ from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
 from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
-from ep_a2a.ops.base import leads
+from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -45,7 +45,7 @@ class PplxOp(LibraryDispatchCombineOp):
     def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
         super().__init__(manager, config, native)
         device = self.device
-        lead = leads(config, config.max_num_inp_token_per_rank)[1]
+        lead = leading_dims(config, config.max_num_inp_token_per_rank).rows
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
         self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
         most = config.max_num_inp_token_per_rank

@@ -15,7 +15,7 @@ from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, Unsuppor
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
-from ep_a2a.ops.base import OpSizes
+from ep_a2a.ops.op_sizes import OpSizes
 
 if TYPE_CHECKING:
     from ep_a2a.interface import DispatchCombineOp, DispatchResult
