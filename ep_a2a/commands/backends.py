@@ -10,6 +10,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from ep_a2a.commands import messages
+from ep_a2a.commands.files import check_can_write, give_json
 from ep_a2a.commands.tables import fitting_tables, new_table, table_lines
 from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.availability import problems
@@ -17,9 +19,8 @@ from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from rich.console import RenderableType
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
@@ -44,68 +45,84 @@ class Backend:
     install: str
     problems: tuple[str, ...]
 
-    def as_json_object(self) -> dict[str, Any]:
-        """Returns the fields for --json."""
-        return {**dataclasses.asdict(self), "available": not self.problems}
-
     def cells(self, table: str) -> dict[str, str]:
         """Returns the text by column of one of TABLES."""
         texts = {title: _text(value) for title, value in self.capabilities.by_table(table).items()}
         return {"library": self.package or "none", **texts} if table == NEEDS else texts
 
 
-def registered_backends(*, looks_here: bool) -> list[Backend]:
-    """Returns all registered backends that are manager classes.
+def execute(name: str | None, *, markdown: bool, output: Path | None, as_json: bool, verbose: bool) -> None:
+    """Shows all backends, or the one of a name or alias.
+
+    Args:
+        name: of one backend; None shows all.
+        markdown: show the tables of capabilities in markdown, the same on every machine.
+        output: file for one JSON object. as_json: print it.
+        verbose: show the capabilities of all backends, too.
+
+    Raises:
+        UnknownNameError: there is no such backend.
+    """
+    check_can_write(output)
+    backends = list(registered_backends(looks_here=not markdown))
+    chosen = backends if name is None else [_named(name, backends)]
+    found = {each.name: {**dataclasses.asdict(each), "available": not each.problems} for each in chosen}
+    give_json(found, output, as_json=as_json)
+    console = messages.output()
+    if markdown:
+        console.file.write(f"{_markdown(backends)}\n")
+    elif name is not None and not as_json:
+        console.print(_all_about(chosen[0]))
+    elif not as_json:
+        console.print(_table_of_use(backends, reasons=verbose))
+        if verbose:
+            for title, headings, rows in _capabilities(backends):
+                console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
+        else:
+            messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
+
+
+def registered_backends(*, looks_here: bool) -> Iterator[Backend]:
+    """Yields all registered backends that are manager classes.
 
     Args:
         looks_here: import their libraries and look for GPUs.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    found = []
     for name in available_backends():
         manager = manager_type(name)
         if manager is None:
             continue
-        library = manager.library
         package, install, version = "", "", None
-        if library is not None:
-            package, install = library.distribution, library.install
-            version = library.version if looks_here else None
+        if manager.library is not None:
+            package, install = manager.library.distribution, manager.library.install
+            version = manager.library.version if looks_here else None
         here = problems(manager, device_type) if looks_here else ()
-        found.append(Backend(name, aliases_of(name), manager.capabilities, package, version or "", install, here))
-    return found
+        yield Backend(name, aliases_of(name), manager.capabilities, package, version or "", install, here)
 
 
-def backend_named(name: str, backends: Sequence[Backend]) -> Backend:
-    """Returns the backend of this name or alias.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
+def _named(name: str, backends: Iterable[Backend]) -> Backend:
     known = {called: each for each in backends for called in (each.name, *each.aliases)}
     if name not in known:
         raise UnknownNameError(f"a backend: {', '.join(known)}", repr(name), did_you_mean(name, known) or None)
     return known[name]
 
 
-def available_view(backends: Iterable[Backend], *, reasons: bool) -> Table:
+def _table_of_use(backends: Iterable[Backend], *, reasons: bool) -> Table:
     """Returns a table of the backends that can be used here, and why the others cannot: in full, or in a few words."""
-    title = "Backends on this machine"
-    if reasons:
-        table = new_table(title, ("backend", "also called", "here", "why not"))
-    else:
-        table = new_table(title, ("backend", "here", "why not"))
-        table.box = None
+    columns = ("backend", "also called", "here", "why not") if reasons else ("backend", "here", "why not")
+    table = new_table("Backends on this machine", columns)
     table.columns[0].no_wrap = True
+    if not reasons:
+        table.box = None
     for each in backends:
-        here = "no" if each.problems else "yes"
-        why = "; ".join(each.problems if reasons else [each.problems[0].partition(" (")[0]] if each.problems else [])
-        names = (each.name, ", ".join(each.aliases)) if reasons else (each.name,)
-        table.add_row(*(Text(text) for text in (*names, here, why)))
+        why = "; ".join(each.problems) if reasons else "".join(each.problems[:1]).partition(" (")[0]
+        also_called = [", ".join(each.aliases)] if reasons else []
+        table.add_row(*map(Text, (each.name, *also_called, "no" if each.problems else "yes", why)))
     return table
 
 
-def one_view(backend: Backend) -> RenderableType:
+def _all_about(backend: Backend) -> Table:
     """Returns all about one backend, a line for each ability or limit."""
     here = "; ".join(backend.problems) or "yes"
     facts = {"backend": backend.name, "also called": ", ".join(backend.aliases) or "-", "can be used here": here}
@@ -121,23 +138,21 @@ def one_view(backend: Backend) -> RenderableType:
     return grid
 
 
-def capability_views(backends: Sequence[Backend], width: int) -> list[Table]:
-    """Returns the tables of TABLES, each in as many parts as fit the width."""
-    views = []
+def _capabilities(backends: list[Backend]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yields title, headings and rows of each of TABLES."""
     for name, title in TABLES.items():
-        rows = [(each.name, *each.cells(name).values()) for each in backends]
-        headings = ("backend", *backends[0].cells(name))
-        views += fitting_tables(title, headings, rows, num_names=1, width=width)
-    return views
+        yield (
+            title,
+            ["backend", *backends[0].cells(name)],
+            [[each.name, *each.cells(name).values()] for each in backends],
+        )
 
 
-def markdown_of(backends: Sequence[Backend]) -> str:
-    """Returns the tables of capabilities in markdown, the same on every machine."""
+def _markdown(backends: list[Backend]) -> str:
     parts = []
-    for name, title in TABLES.items():
-        columns = ("backend", *backends[0].cells(name))
-        rows = [(f"`{each.name}`", *each.cells(name).values()) for each in backends]
-        parts.append("\n".join([f"## {title}", "", *table_lines(columns, rows)]))
+    for title, headings, rows in _capabilities(backends):
+        named = [[f"`{name}`", *texts] for name, *texts in rows]
+        parts.append("\n".join([f"## {title}", "", *table_lines(headings, named)]))
     return "\n\n".join(parts)
 
 
