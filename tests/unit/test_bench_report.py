@@ -97,11 +97,11 @@ def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
     records = [record for tokens in (1, 8) for record in compare(rows_of(workload_of(tokens)))]
     headings, cells, num_names = make_table(records)
     assert headings[:num_names] == ["T", "contender"]
-    assert headings[-2:] == ["of limit", "nccl_agrs ÷ this"]
+    assert headings[-2:] == ["of push", "nccl_agrs ÷ this"]
     assert {len(row) for row in cells} == {len(headings)}
     assert [row[1] for row in cells] == ["wire_limit", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
     native = dict(zip(headings, cells[1], strict=True))
-    assert (native["of limit"], native["nccl_agrs ÷ this"], native["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
+    assert (native["of push"], native["nccl_agrs ÷ this"], native["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
     assert cells[3][2] == "FAILED"
     assert cells[2][headings.index("round trip µs")] == "100.0 eager"
     assert reasons(records) == [
@@ -149,7 +149,7 @@ def test_on_cpu_it_is_a_functional_check():
         [["8", "wire_limit", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
         2,
     )
-    for word in ("µs", "GB/s", "limit:", "of limit", "%", "nccl", "÷", "eager"):
+    for word in ("µs", "GB/s", "limit:", "of push", "%", "nccl", "÷", "eager"):
         assert word not in text
     assert records[1]["round_trip_us"] > 0
     assert not [name for name in records[1] if "fraction" in name or "gb_per_s" in name or "over_this" in name]
@@ -232,7 +232,7 @@ def test_lines_of_the_picture_are_named_by_what_varies():
         for record in compare(rows_of(workload_of(tokens, layout=layout)))
     ]
     lines = make_lines(records)
-    # the layout makes no difference to the limit
+    # the layout makes no difference to the reference push
     assert list(lines) == [
         "wire_limit",
         "ep_a2a, layout compact",
@@ -295,7 +295,7 @@ def test_bounds_are_one_table_and_the_limit_is_measured_once():
         ["8", "8", "ep_a2a"],
         ["8", "32", "ep_a2a"],
     ]
-    assert [row[headings.index("of limit")] for row in cells] == ["100.0%", "100.0%", "8.0%", "32.0%"]
+    assert [row[headings.index("of push")] for row in cells] == ["100.0%", "100.0%", "8.0%", "32.0%"]
 
 
 def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):

@@ -54,7 +54,7 @@ TIMES: dict[str, Callable[[Record], str]] = {
     "p99 µs": lambda record: f"{record['round_trip_p99_us']:.1f}",
     "host µs": lambda record: "/".join(f"{record[name]:.1f}" for name in HOST_TIMES if name in record),
     "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
-    "of limit": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
+    "of push": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
 }
 """Cells of a contender whose round trip was timed, by heading."""
 COLD = {"cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us"))}
@@ -63,8 +63,8 @@ LAYER_TIMES = ["layer_us", "least_us", "most_us", "compute_us", "communication_u
 SCHEDULE_TIMES = ["comm_sms", "layer_us", "compute_us", "exposed_us"]
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
-    "GB/s: dispatch/combine, counting one row per token and rank. of limit: the reference push's (wire_limit's) round "
-    "trip by this one's. cold: a single round trip behind a flush of the L2."
+    "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of the reference push "
+    "(wire_limit) by this one's. cold: a single round trip behind a flush of the L2."
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (

@@ -1,6 +1,6 @@
-"""Pushes contiguous bytes between ranks, with one flag per peer, for the wire limit and the doctor's self-test.
+"""Pushes contiguous bytes between ranks, with one flag per peer: bench's reference push, the doctor's self-test.
 
-On a GPU, NVRTC compiles `push.cu`, which shares neither source nor compiler with the kernels whose limit it is.
+On a GPU, NVRTC compiles `push.cu`, which shares neither source nor compiler with the kernels that are compared with it.
 Sizes and addresses are constants of that source: loading them would take time that the transfer does not need. On CPU,
 Triton's interpreter runs `push_kernels.py`.
 """
@@ -159,7 +159,7 @@ def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
     compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compiler is None:
         raise UnsupportedError(
-            "torch.cuda._compile_kernel, which torch 2.11 has, for the wire's limit",
+            "torch.cuda._compile_kernel, which torch 2.11 has, for the reference push",
             f"torch {torch.__version__} without it",
             "Use torch 2.11, or leave wire_limit out.",
         )

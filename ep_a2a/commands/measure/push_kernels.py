@@ -1,4 +1,4 @@
-"""Device code of the wire limit for CPU processes: the push of `push.cu`, run by Triton's interpreter.
+"""Device code of the reference push for CPU processes: the push of `push.cu`, run by Triton's interpreter.
 
 Its times mean nothing. It lets the contender, its plan of the bytes and its check run on every machine.
 """
