@@ -1,4 +1,4 @@
-"""The op interface on collectives: every rank gathers all tokens and keeps the rows that are for it."""
+"""CollectiveDispatchCombineOp: an op on collectives. Ranks gather all tokens and keep those for their experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Route:
-    """The routing of a dispatch, kept for its combine.
+    """The routing of a dispatch, which its combine reverses.
 
     Attributes:
         counts: tokens of every rank.
@@ -95,7 +95,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         return buffers.dispatched(self.num_rows(limit), limit, weights is not None, scale_dtype)
 
     def _agree(self, num_tokens: int, word: int) -> list[int]:
-        """Every rank's number of tokens, after comparing what must be equal."""
+        """Every rank's number of tokens. Raise ConfigMismatchError if the ranks' wire words differ."""
         everyone = self._exchange.exchange_numbers([num_tokens, word])
         if len({other for _, other in everyone}) > 1:
             got = ", ".join(f"rank {rank}: {describe_wire_word(other)}" for rank, (_, other) in enumerate(everyone))
@@ -116,7 +116,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
             raise CapacityError(f"at most {most} received rows", ", ".join(too_many), remedy)
 
     def _place(self, received: torch.Tensor, counts: list[int], limit: int) -> torch.Tensor:
-        """Output row of each received token; also records counts per source and source positions."""
+        """The output row of each received token. Writes recv_counts, total_recv and the source positions."""
         ranks = torch.arange(self.config.world_size, device=self.device)
         starts = torch.tensor([sum(counts[:rank]) for rank in range(len(counts))], device=self.device)
         source = ranks.repeat_interleave(torch.tensor(counts, device=self.device))[received]
@@ -153,42 +153,42 @@ class CollectiveDispatchCombineOp(AdapterOp):
         return self._buffers.is_combine_input(rows)
 
     def _sum(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:
-        """Sum over ranks of the output rows that belong to this rank's tokens, float32 [T, width]."""
+        """[T, width] float32: for each of this rank's tokens, the sum of its rows on all ranks."""
         by_token = rows.new_zeros(sum(route.counts), rows.shape[1])
         by_token.index_copy_(0, route.received, rows[route.slots])
         return self._exchange.sum_rows(by_token, route.counts)
 
     @property
     def recv_counts(self) -> torch.Tensor:
-        """Rows received from each source in the last dispatch, int32 [W], fixed address."""
+        """[W] int32: the rows received from each source in the last dispatch."""
         return self._buffers.recv_counts
 
     @property
     def expert_recv_count(self) -> torch.Tensor:
-        """Raises UnsupportedError: collectives do not have layout expert_major."""
+        """Raise UnsupportedError: collectives do not have layout expert_major."""
         raise UnsupportedError("layout expert_major", self.config.layout, "Use the backend 'ep_a2a' with that layout.")
 
     @property
     def local_expert_count(self) -> torch.Tensor:
-        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
         return self._buffers.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Rows [R at max_num_tokens = M, H] that combine takes; here they are copied like any other."""
+        """Memory for combine's input: [R, H] of combine_dtype, with R for M tokens. It saves no copy."""
         self._check_buffer_request(dtype, hidden_dim)
         return self._buffers.combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Returns the source of each received row: int32 [total_recv], source rank * (W * M) + token."""
+        """[total_recv] int32: source rank * (W * M) + source token of each row."""
         return self._positions
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds the waits of calls from now on, on CPU; on GPUs the process group's own timeout holds. Local."""
+        """Bound the waits of calls on CPU from now on. On GPUs the process group's own time-out holds. Local."""
         self._exchange.timeout_secs = checked_timeout_secs(timeout_secs)
 
 
 def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
-    """Returns the error that keeps this op from being built, or None."""
+    """The error that keeps this op from being built, or None."""
     if config.layout == Layout.EXPERT_MAJOR:
         return UnsupportedError(
             "layout 'compact' or 'rank_major'",

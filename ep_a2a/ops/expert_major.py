@@ -1,4 +1,4 @@
-"""Layout expert_major: the launches between what travels, which is as in rank_major, and rows by expert."""
+"""Layout expert_major: launches that turn received rows (as in rank_major) into rows by expert, and back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 NUMBER_WARPS = 8
 NUMBERED_IDS = 8192
-"""Received ids that a program looks at at once: few rounds for many rows, and no more than registers hold."""
+"""Received ids that a program reads at once: few rounds for many rows, and no more than registers hold."""
 EXPAND_WARPS = 8
 MAX_EXPAND_WORDS = 4096
 REDUCE_WARPS = 4
 REDUCE_ELEMENTS = 1024
 THREADS_PER_SM = 1024
-"""Threads per multiprocessor that keep memory busy. Nothing waits here, so that more programs than fit would do too."""
+"""Threads per multiprocessor that keep memory busy. These programs never wait, so more of them would also finish."""
 
 
 class ExpertMajorKernels:
@@ -82,10 +82,10 @@ class ExpertMajorKernels:
         return constants(Expand, values)
 
     def expand(self, step_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
-        """Launches what writes rows by expert from the rows that have been received.
+        """Launch the copy of the received rows to a block for each expert.
 
         Args:
-            max_num_tokens: the step's.
+            step_tokens: the step's bound.
             has_scales: whether the rows have scales.
             num_sms: multiprocessors of the device; 0 on CPU.
             max_sms: most programs that move rows, 0 = as many as keep all multiprocessors busy. The launch that numbers
@@ -98,12 +98,12 @@ class ExpertMajorKernels:
         self._run(expand, (*values, num_experts), self._num_row_blocks, step_tokens, num_sms, max_sms)
 
     def reduce(self, rows: torch.Tensor, step_tokens: int, num_sms: int, max_sms: int) -> None:
-        """Launches what weighs and adds the experts' rows, [E, W * max_num_tokens, H], into REDUCED_ROWS."""
+        """Launch the weighted sum of the experts' rows, [E, W * step_tokens, H], into REDUCED_ROWS."""
         values = (rows, *self._values(step_tokens))
         self._run(self._reduce, values, self._num_sum_blocks, step_tokens, num_sms, max_sms)
 
     def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        """Every (variant, run-time arguments) that a step can need, with stand-in tensors."""
+        """Every (kernel, run-time arguments) that a step can need, with stand-in tensors."""
         values, num_experts = self._values(1), self.config.num_local_experts
         yield self._number, (*values, self._first_expert, num_experts)
         for expand in self._expand.values():
@@ -122,7 +122,7 @@ class ExpertMajorKernels:
         num_sms: int,
         max_sms: int,
     ) -> None:
-        """Launches as many programs as there may be blocks of rows, and as keep the multiprocessors busy."""
+        """Launch a program for each possible block of rows, but no more than keep the multiprocessors busy."""
         most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
         if 0 < max_sms < num_sms:
             most = max_sms  # the GPU spreads programs over all it has

@@ -1,4 +1,4 @@
-"""Chooses an op's transport and arena by its config and the topology; owns the arenas of ops across nodes."""
+"""OpFactory: chooses the transport between nodes and the arena of an op; owns the arenas of ops between nodes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class OpFactory:
-    """Makes the native ops of one arena. All methods are collective."""
+    """Makes EpDispatchCombineOps. All methods are collective.
+
+    Args:
+        arena: memory of ops whose kernels store to all ranks, and the ranks' meeting place.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._own: dict[tuple[str, int], Arena] = {}
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> EpDispatchCombineOp:
-        """The op of a config, over the transport that it names or that suits the topology.
+        """Make an op for a config, over the transport that it names, or one that suits the topology.
 
         Args:
-            config: its kernel_type is IntraNode on one node, and one of the others on several. InterNode, the flat
-                form, runs as InterNodeV1 where kernels cannot write to all nodes.
-            topology: of the arena's ranks.
-            index: as of EpDispatchCombineOp.
+            config: its kernel_type is IntraNode on one node, and another one on several. InterNode, the flat form,
+                runs as InterNodeV1 where kernels cannot store to all nodes.
+            topology: the nodes of the arena's ranks.
+            index: of the op in its arena; None gives the op memory of its own.
 
         Raises:
-            UnsupportedError: nodes are of unlike sizes, or the transport is not to be had; see choose_transport.
+            UnsupportedError: nodes differ in size, or the transport does not work here.
+            ConfigMismatchError: the ranks' configs, or the transports that they chose, differ.
         """
         # Triton is loaded when the first op is made, not when a manager is
         from ep_a2a.ops.op import EpDispatchCombineOp
@@ -60,7 +65,7 @@ class OpFactory:
     def _agree(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
     ) -> tuple[EpDispatchCombineConfig, NodeGrid, str]:
-        """The config with the transport that is used, where this rank stands, and why the transport was chosen.
+        """Choose the transport and agree on the config: (config with it, this rank's place, reason of the choice).
 
         The ranks agree before any of them makes an arena: the environment of another rank may name another transport,
         and that rank would wait in a meeting of its own.
@@ -79,7 +84,7 @@ class OpFactory:
         return config, grid, reason
 
     def _out_of_use(self, topology: Topology) -> dict[str, str]:
-        """Transports that cannot serve these nodes, and why."""
+        """The transports that cannot serve these nodes, with the reason."""
         if topology.on_one_host:
             return {}
         found = {"peer_memory": "these are nodes of several hosts"}
@@ -88,7 +93,7 @@ class OpFactory:
         return found
 
     def _arena_of(self, config: EpDispatchCombineConfig, grid: NodeGrid) -> Arena | None:
-        """The arena of an op between nodes; None where it has not been made. On CPU copies of bytes stand for puts."""
+        """The arena of an op between nodes; None if it has not been made. On CPU copies of bytes stand for puts."""
         if config.is_staged:
             return self._own.get((config.internode_transport, grid.num_nodes))
         if config.internode_transport == BY_PUTS and self.arena.device.type != "cpu":
@@ -96,7 +101,7 @@ class OpFactory:
         return self.arena
 
     def _make_arena(self, config: EpDispatchCombineConfig, grid: NodeGrid, reason: str) -> Arena:
-        """Makes memory that ranks of other nodes reach by puts; else memory of a node, and what moves blocks."""
+        """Make an arena on NVSHMEM's heap for puts; else an arena of this node, with a transport between nodes."""
         group, device, transport = self.arena.group, self.arena.device, config.internode_transport
         if transport == BY_PUTS:
             name_network_devices()
@@ -108,11 +113,11 @@ class OpFactory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arenas that are not the factory's own."""
+        """Bytes of the arenas that the factory has made."""
         return sum(arena.num_bytes for arena in self._own.values())
 
     def close(self) -> None:
-        """Gives back the memory of ops across nodes, not the arena's; to be called on every rank."""
+        """Give back the memory of the arenas that the factory has made. Call it on every rank."""
         for arena in self._own.values():
             # the manager's own arena, which all ranks share, is where they meet
             arena.close(alone=True)

@@ -1,4 +1,4 @@
-"""Warns once of options that an op accepts for the common interface and ignores."""
+"""Warnings about options that an op accepts because the interface has them, and ignores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KERNEL_FIELDS = (
     "ring_chunks",
     "internode_transport",
 )
-"""Fields of the config that this package's kernels go by."""
+"""Fields of the config that only this package's kernels read."""
 
 
 def warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozenset[str]) -> None:
-    """Warns of fields in KERNEL_FIELDS that were changed and are not in `taken`."""
+    """Warn of fields in KERNEL_FIELDS that differ from their default and are not in `taken`."""
     fields = (each for each in dataclasses.fields(config) if each.name in KERNEL_FIELDS and each.name not in taken)
     changed = tuple(each.name for each in fields if getattr(config, each.name) != each.default)
     if changed:
@@ -38,23 +38,23 @@ def warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozens
 
 
 def warn_of_launch(op_name: str, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
-    """Warns of launch numbers that were given with a call."""
+    """Warn of launch numbers that were given with a call."""
     if block_num != -1 or rdma_block_num != -1 or warp_per_block != -1:
         _warn_once(op_name, ("block_num, rdma_block_num and warp_per_block of calls",))
 
 
 def warn_of_max_sms(op_name: str, max_sms: int) -> None:
-    """Warns of a bound that was set on an op."""
+    """Warn of a bound on multiprocessors."""
     if max_sms:
         _warn_once(op_name, ("set_max_sms",))
 
 
 def warn_of_warps(given: str) -> None:
-    """Warns of warps that were asked for of kernels between nodes."""
+    """Warn of a number of warps for kernels between nodes, whose number is fixed."""
     log_once(logger, logging.WARNING, f"without effect between nodes: {given}; those kernels have a fixed number")
 
 
 @functools.cache
 def _warn_once(op_name: str, names: tuple[str, ...]) -> None:
-    """Warns once per process: every layer and every step brings the same argument."""
+    """Warn once per process: every layer and every step passes the same arguments."""
     logger.warning("without effect on %s: %s; the backend 'ep_a2a' goes by them", op_name, ", ".join(names))

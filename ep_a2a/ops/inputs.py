@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to an op; all of them run on the host, before anything is launched."""
+"""Checks of an op's arguments. All of them run on the host, before anything is launched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.arguments import Biases, CombineInputs, StepInputs
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
-"""By bytes of a scale; the first is that of scales that are made here."""
+"""Dtypes of scales by their bytes. The first is the dtype of scales that this package computes."""
 
 
 def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, index: int | None) -> EpA2AError | None:
@@ -86,10 +86,10 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Dtype, device and contiguity of an argument.
+    """Check the type, dtype, device and contiguity of an argument.
 
     Raises:
-        DtypeError, DeviceError, ContiguityError: what their names say.
+        DtypeError, DeviceError, ContiguityError: the tensor does not fit.
     """
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} to be a tensor", type(tensor).__name__)
@@ -102,7 +102,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
 
 
 def signature(*tensors: object) -> Hashable:
-    """Returns a key of dtypes, devices, shapes and contiguity; a key of something else than tensors equals no other."""
+    """A key of dtypes, devices, shapes and contiguity. An object that is no tensor makes the key equal to no other."""
     found: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:
@@ -115,13 +115,13 @@ def signature(*tensors: object) -> Hashable:
 
 
 def check_integer(name: str, value: int) -> None:
-    """A number that kernels take as int32; InputError for anything else, booleans included."""
+    """Raise InputError unless the value is an int that fits into 32 bits; a bool is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
         raise InputError(f"{name} to be an integer of 32 bits", repr(value))
 
 
 def check_launch(block_num: int, warp_per_block: int) -> None:
-    """A caller's launch numbers; -1 stands for none."""
+    """Check the launch numbers of a call; -1 lets the op choose."""
     if block_num == warp_per_block == -1:
         return
     check_integer("block_num", block_num)
@@ -129,7 +129,7 @@ def check_launch(block_num: int, warp_per_block: int) -> None:
 
 
 def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
-    """Shape [rows, H] and the alignment that 16-byte accesses need."""
+    """Check the shape [rows, H] and the alignment for 16-byte accesses."""
     if tensor.dim() != 2:
         raise ShapeError(f"{name} of 2 dimensions", f"shape {tuple(tensor.shape)}")
     if tensor.shape[1] != hidden_dim:
@@ -138,7 +138,7 @@ def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """The alignment that 16-byte accesses need."""
+    """Check the alignment for 16-byte accesses."""
     if tensor.data_ptr() % ALIGNMENT_BYTES and tensor.numel():
         raise ContiguityError(
             f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes",
@@ -148,7 +148,7 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """The alignment that a dispatch needs of what it was given; what else it needs does not depend on addresses."""
+    """Check the alignment of a dispatch's tensors: the one check that depends on their addresses."""
     check_alignment("input", tokens)
     if scales is None or scales.itemsize != 1 or scales.shape[-1] % WORD_BYTES or not scales.numel():
         return
@@ -162,7 +162,7 @@ def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) 
 
 
 def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
-    """Refuses tensors in what dispatch returned, where peers may write the next step's rows already."""
+    """Raise InputError if a tensor lies in dispatch's result, where peers may write the next step's rows already."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() in addresses and tensor.numel():
             raise InputError(
@@ -173,10 +173,9 @@ def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
 
 
 def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous rows [N, n] as elements of a dtype of another size, in a shape that means nothing.
+    """View contiguous rows [N, n] in a dtype of another size, in an arbitrary shape.
 
-    The stride of a lone row means nothing either, nor where no rows lie, but torch refuses to view them where those are
-    no multiples of the new size.
+    torch refuses some views whose strides or address do not matter: those of one row, or of none.
     """
     try:
         return rows.view(dtype)
@@ -185,7 +184,7 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
-    """Checks all that the host can see of dispatch's arguments; BaseOp.dispatch says what they must be."""
+    """Check the arguments of a dispatch, as far as the host can."""
     tokens, weights, scales, indices, step_tokens, pad_id, *_ = step
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
@@ -214,9 +213,9 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
 def travelling_scales(
     config: EpDispatchCombineConfig, tokens: torch.Tensor, scales: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The scales that travel as they are given, after check_dispatch: none where an empty tensor stands for none.
+    """The scales that travel with the tokens, after check_dispatch; None if the caller's empty tensor stands for none.
 
-    A rank without tokens, where they come cast, has an empty tensor: its kernels move other ranks' scales.
+    A rank without tokens that come cast has an empty tensor, because its kernels move other ranks' scales.
     """
     is_cast = config.casts_in_dispatch and tokens.dtype == FP8_DTYPE
     if scales is None and is_cast:
@@ -255,11 +254,11 @@ def _check_topk(name: str, tensor: torch.Tensor, num_tokens: int, topk: int) -> 
 def check_combine(
     config: EpDispatchCombineConfig, device: torch.device, given: CombineInputs, lead: tuple[int, ...], num_tokens: int
 ) -> None:
-    """Checks all that the host can see of combine's rows, weights and ids.
+    """Check combine's rows, weights and ids, as far as the host can.
 
     Args:
-        given: to combine.
-        lead: leading sizes of the tokens that dispatch returned, (R,), (W, max_num_tokens) or (E, R).
+        given: the arguments of combine.
+        lead: leading dimensions of dispatch's tokens: (R,), (W, step_tokens) or (E, R).
         num_tokens: T of the dispatch.
     """
     rows, weights, indices, *_ = given
@@ -295,12 +294,12 @@ def check_combine(
 
 
 def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
-    """combine's `out`: [T, H] of combine_dtype."""
+    """Check combine's `out`: [T, H] of combine_dtype."""
     _check_token_rows("out", config, device, out, num_tokens)
 
 
 def check_biases(config: EpDispatchCombineConfig, device: torch.device, biases: Biases, num_tokens: int) -> None:
-    """combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
+    """Check combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
     for number, bias in enumerate(biases):
         if bias is not None:
             _check_token_rows(f"bias_{number}", config, device, bias, num_tokens)
@@ -316,7 +315,7 @@ def _check_token_rows(
 
 
 def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:
-    """Raises InputError when a tensor overlaps a region that peers read or write meanwhile."""
+    """Raise InputError if a tensor overlaps `region`, which `what` names in the error."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
     region_first = region.data_ptr()
     if first < region_first + region.numel() * region.itemsize and region_first < last:

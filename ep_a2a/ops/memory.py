@@ -1,4 +1,4 @@
-"""Binds an op's layout to the memory an arena gave: views of regions, and the address table that kernels read."""
+"""BoundMemory: the regions of an op in the memory that its arena gave, and the address table that kernels read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EMPTY_BYTE = 0xFF
 
 
 def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
-    """Returns the bytes that an op takes from an arena when it is built. Pure arithmetic."""
+    """Bytes that an op takes from an arena when it is built. Pure arithmetic."""
     layout = OpLayout.of(config)
     return BlockSizes(
         own=layout.control.num_bytes,
@@ -55,7 +55,7 @@ def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
 
 
 def combine_role(config: EpDispatchCombineConfig) -> str:
-    """The role of an op's combine block, which only ops that keep to the same fill byte may share."""
+    """The role of an op's combine block. Ops share a block only if they leave the same byte in it between steps."""
     return "combine_rings" if config.uses_rings else "combine"
 
 
@@ -121,12 +121,15 @@ class BoundMemory:
         table[Region.ERROR_RECORD, self.config.rank] = self.record.data_ptr()
         rings = Rings.of(self.config)
         if rings.by_puts or rings.by_host:
-            self._lead_to_mirrors(table, by_puts=rings.by_puts)
+            self._point_at_mirrors(table, by_puts=rings.by_puts)
         words = torch.cat([table.flatten(), table.new_zeros(len(Stage) + 1)])
         return outside_pools(lambda: words.to(device), device)
 
-    def _lead_to_mirrors(self, table: torch.Tensor, *, by_puts: bool) -> None:
-        """No store reaches other nodes: their columns lead to mirrors of what is to come there, and nowhere else."""
+    def _point_at_mirrors(self, table: torch.Tensor, *, by_puts: bool) -> None:
+        """Point the columns of ranks on other nodes, which no store reaches, at local mirrors.
+
+        A put kernel copies the mirrors out.
+        """
         config, own = self.config, self.acquired.symmetric["own"]
         if by_puts and own.local.is_cuda and own.kind != NVSHMEM_KIND:
             raise UnsupportedError(
@@ -155,7 +158,7 @@ class BoundMemory:
     def view(
         self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A tensor over this rank's region, from its start; by default all of it in the layout's dtype and shape."""
+        """A tensor at the start of this rank's region; by default all of it, in the layout's dtype and shape."""
         field, tensor = self._find(region)
         shape = field.shape if shape is None else shape
         dtype = field.dtype if dtype is None else dtype
@@ -163,7 +166,7 @@ class BoundMemory:
         return tensor[field.offset_bytes : field.offset_bytes + num_bytes].view(dtype).view(shape)
 
     def combine_input(self) -> torch.Tensor:
-        """Memory for as many rows as an op's experts can make, allocated when first asked for.
+        """The registered combine buffer: a row for each row that the experts can make. The first call allocates it.
 
         Raises:
             StateError: it does not exist yet and a graph is being captured.
@@ -172,7 +175,7 @@ class BoundMemory:
         return self._local("combine_input", (config.max_num_expert_rows, config.hidden_dim), config.combined_dtype)
 
     def copy_target(self, role: str, tensor: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Memory of this rank alone in the shape of a tensor that combine is given, allocated when first needed.
+        """Memory of this rank to copy an argument of combine to, in its shape. The first call of a role allocates it.
 
         Raises:
             StateError: it does not exist yet and a graph is being captured.
@@ -194,11 +197,11 @@ class BoundMemory:
         return memory
 
     def initialize(self, timeouts: Timeouts, *, refill: bool) -> None:
-        """Brings the memory into the state before the first step. Ranks meet before and after.
+        """Bring the memory into the state before the first step. The ranks meet before and after.
 
         Args:
-            timeouts: of waits for other ranks.
-            refill: also the blocks that the op shares, which no step of any op may be using then.
+            timeouts: bounds of waits for other ranks.
+            refill: whether to refill the blocks that ops share; no op may be in a step then.
         """
         self.agreement.begin_anew()
         self.acquired.symmetric["own"].local.zero_()
@@ -215,7 +218,7 @@ class BoundMemory:
             torch.cuda.synchronize(self.acquired.local_own.device)
 
     def set_timeouts(self, timeouts: Timeouts) -> None:
-        """Bounds the waits of launches from now on, those of captured graphs included."""
+        """Bound the waits of launches from now on, also of captured graphs."""
         self.timeouts = timeouts
         limits = self.view(Region.LIMITS)
         for place, nanoseconds in enumerate(timeouts.in_nanoseconds()):

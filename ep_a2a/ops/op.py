@@ -1,4 +1,4 @@
-"""EpDispatchCombineOp: MORI's op interface on our kernels."""
+"""EpDispatchCombineOp: the op whose tokens this package's kernels move, by MORI's name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ if TYPE_CHECKING:
 
 
 class PreparedDispatch(NamedTuple):
-    """A checked dispatch: what its launches take, what its checks have found, whether experts' slots are counted."""
+    """A checked dispatch.
+
+    Attributes:
+        args: the operands of its launches.
+        checked: the facts that its checks have found.
+        counts_experts: whether it fills local_expert_count.
+    """
 
     args: DispatchArguments
     checked: CheckedDispatch
@@ -55,10 +61,9 @@ class PreparedDispatch(NamedTuple):
 
 
 class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArguments]):
-    """Dispatch and combine of one MoE layer's tokens among the ranks of a group.
+    """Moves the tokens of one MoE layer among the ranks of a group; `DispatchCombineOp` is the contract of its calls.
 
-    Construction is collective: all ranks build the op with an equal config at the same time. dispatch and combine
-    alternate. W, M, K, E, H as in EpDispatchCombineConfig.
+    Construction is collective: all ranks build the op together, with configs that agree.
 
     Args:
         config: shapes and choices.
@@ -69,10 +74,10 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             memory. None gives this op memory of its own.
 
     Attributes:
-        memory: views of the op's regions, and the table of addresses that kernels read.
-        engine: compiles and launches its kernels.
-        timeouts: how long its kernels wait.
-        close_after: what `close` calls last; gives back the memory of an op that owns its own.
+        memory: views of the op's memory, and the table of addresses that kernels read.
+        engine: compiles and launches the kernels.
+        timeouts: bounds of the kernels' waits.
+        close_after: `close` calls it last, to give back the memory of an op that owns its memory; else None.
 
     Raises:
         InputError: both an arena and a group are given.
@@ -129,7 +134,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             warn_of_warps(f"warp_per_block={warp_per_block}")
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
-        """Checks a dispatch, and takes the memory that ops of this index share."""
+        """Check the arguments of a dispatch, and take the memory that ops of this index share."""
         tokens, weights, scales, ids, step_tokens, pad_id, counts_experts = step
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
@@ -170,7 +175,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         return OpenStep(checked, checked.received, "dispatch_recv", functools.partial(self._receive, args))
 
     def _receive(self, args: DispatchArguments) -> None:
-        """The second half of a dispatch."""
+        """Launch the second half of a split dispatch."""
         self.engine.dispatch(args, -1, -1, RECEIVE)
         if self.engine.sends_late and self.device.type == "cuda":
             # the copies may belong to another stream, whose next work must not get their memory yet
@@ -198,14 +203,14 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             result = out
         inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        rows, copies = self._out_of_reach(rows, "combine_rows", self.config.max_num_expert_rows)
+        rows, copies = self._beyond_peers(rows, "combine_rows", self.config.max_num_expert_rows)
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            weights, more = self._out_of_reach(weights, "combine_weights", self.config.max_num_expert_rows)
+            weights, more = self._beyond_peers(weights, "combine_weights", self.config.max_num_expert_rows)
             copies += more
         for place, bias in enumerate(biases):
             if bias is not None:
-                bias, more = self._out_of_reach(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
+                bias, more = self._beyond_peers(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
                 biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
                 copies += more
         return CombineArguments(
@@ -220,8 +225,8 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             copies,
         )
 
-    def _out_of_reach(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
-        """The tensor; where peers may overwrite it, memory for `most_rows` to copy it to first and the pair to copy."""
+    def _beyond_peers(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
+        """(tensor, ()), or, if peers may overwrite the tensor meanwhile, (a copy's memory, the pair to copy first)."""
         if tensor.data_ptr() not in self.memory.dispatch_addresses:
             return tensor, ()
         target = self.memory.copy_target(role, tensor, most_rows)
@@ -242,37 +247,39 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
-        """Rows received from each source in the last dispatch, int32 [W], fixed address."""
+        """[W] int32: the rows received from each source in the last dispatch."""
         return self.memory.view(Region.RECV_COUNTS)
 
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:
-        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
+        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
         return self.memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
 
     @functools.cached_property
     def expert_recv_count(self) -> torch.Tensor:
-        """Rows of each local expert in the last dispatch of layout expert_major, int32 [E], fixed address."""
+        """[E] int32: the rows per expert of this rank, in layout expert_major."""
         return self.memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory for combine's `input`, made when first asked for: [R, H], or expert_major's [E * R, H], R at M tokens.
-        It saves no copy, since combine takes rows from any memory."""
+        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
+
+        The first call allocates it. It saves no copy: combine sends rows from any memory.
+        """
         self._check_buffer_request(dtype, hidden_dim)
         return self.memory.combine_input()
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Returns the source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises."""
+        """[total_recv] int32: source rank * (W * M) + source token of each row. The host waits for the GPU."""
         return source_positions(self.memory, self.recv_counts.tolist())
 
     def get_launch_config(
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
-        """(programs, those of channels between nodes, warps per program) that a full-sized call would use."""
+        """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
         return self.engine.full_sized_launch(is_dispatch, block_num, warp_per_block)
 
     def set_max_sms(self, max_sms: int) -> None:
-        """Bounds the multiprocessors of launches from now on; 0 = all. Local, but one number for all ranks of rings.
+        """Bound the multiprocessors that launches use from now on; 0 = all. Between nodes equal on all ranks.
 
         Raises:
             ConfigError: max_sms is no integer >= 0.
@@ -280,21 +287,21 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self.engine.limit_sms(checked_integer("max_sms", max_sms, 0))
 
     def warmup_split(self) -> None:
-        """Compiles the split calls, now and whenever launches change, so that they can be captured. Local."""
+        """Compile the kernels of split calls, now and when launches change, so that a graph can capture them. Local."""
         self.engine.warmup_split()
 
     def record_spans(self) -> None:
-        """Takes kernels that note times from now on; called by StepProfiler, which reads them. Local."""
+        """Launch kernels that note times from now on, for StepProfiler to read. Local."""
         self.engine.record_spans()
 
     def set_timeout(self, timeout_secs: float) -> None:
-        """Bounds the waits of calls and of graph replays from now on, those of a first step included. Local."""
+        """Bound the waits of calls and of graph replays from now on, also in the first step. Local."""
         self.timeouts = Timeouts.same(timeout_secs)
         self.streams.follow(self.device)
         self.memory.set_timeouts(self.timeouts)
 
     def check(self) -> None:
-        """Raises what the kernels have recorded; does not wait for kernels that still run.
+        """Raise the first error that the kernels have recorded; never blocks.
 
         Raises:
             ClosedError: the op or its arena has been closed.
@@ -307,7 +314,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
 
     def reset(self) -> None:
-        """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
+        """Drop the open step and make the op usable again after an error. Collective."""
         if self._closed or self.arena.closed:
             raise ClosedError("an open op", "a closed one")
         self._process.require("the op")
@@ -341,7 +348,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
 
 def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> Engine:
-    """The engine of an op. InterNode, the flat form, takes that of IntraNode: every rank writes to every other."""
+    """Choose the engine of an op. InterNode, the flat form, takes IntraNode's: every rank stores to every other."""
     if config.is_staged and arena.between_nodes is not None:
         return StagedEngine(config, memory, arena, arena.between_nodes)
     return (RingEngine if config.uses_rings else IntraNodeEngine)(config, memory.table, arena.device)

@@ -1,4 +1,4 @@
-"""Tensors of a collective op: what it returns has one address for as long as the op lives."""
+"""OpBuffers: the tensors that a collective op returns, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OpBuffers:
-    """Outputs sized for the largest step; R = config.max_num_recv_tokens rows.
+    """Result tensors for the largest step; R = config.max_num_recv_tokens rows.
 
     Attributes:
         tokens: [R, H] of wire_dtype. weights: float32 [R, K]. indices: int32 [R, K].
@@ -43,27 +43,27 @@ class OpBuffers:
 
     @functools.cached_property
     def combine_input(self) -> torch.Tensor:
-        """The registered combine buffer [R, H] of combined_dtype, allocated when first asked for."""
+        """The registered combine buffer, [R, H] of combined_dtype. The first access allocates it."""
         config = self._config
         return self._empty(config.max_num_recv_tokens, config.hidden_dim, dtype=config.combined_dtype)
 
     def is_combine_input(self, rows: torch.Tensor) -> bool:
-        """Whether `rows` start where the registered combine buffer does."""
+        """Whether `rows` starts at the address of the registered combine buffer."""
         return "combine_input" in self.__dict__ and rows.data_ptr() == self.combine_input.data_ptr()
 
     def put(self, target: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> None:
-        """target[slots] = rows[chosen], bit for bit, whatever the dtype."""
+        """Copy rows[chosen] to target[slots], bit for bit in any dtype."""
         row_bytes(target).index_copy_(0, slots, row_bytes(rows)[chosen])
 
     def put_indices(self, ids: torch.Tensor, slots: torch.Tensor, pad_id: int) -> None:
-        """indices[slots] = ids, and pad_id everywhere else."""
+        """Write ids to indices[slots], and pad_id to all other rows."""
         self.indices.fill_(pad_id)
         self.indices.index_copy_(0, slots, ids)
 
     def dispatched(
         self, num_rows: int, step_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
     ) -> DispatchResult:
-        """Views of the outputs in the op's layout; no scales without a scale_dtype."""
+        """Views of the tensors in the op's layout; scales are None without a scale_dtype."""
         lead: tuple[int, ...] = (num_rows,)
         if self._config.layout == Layout.RANK_MAJOR:
             lead = (self._config.world_size, step_tokens)

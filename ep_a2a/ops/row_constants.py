@@ -1,4 +1,4 @@
-"""Compile-time arguments that follow from what a token's row is, for all kernels that send rows."""
+"""Compile-time arguments of kernels that follow from the config: the op's shape and the form of a row."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
 MAX_BLOCK_WORDS = 4096
-"""Words of a row that a program copies at once, at most."""
+"""The most words of a row that a program copies at once."""
 MANY_TOKENS = 256
-"""Tokens whose destinations a program works out at once, where it counts all."""
+"""Tokens whose destinations a program finds at once, when it counts the rows of all tokens."""
 
 
 def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
-    """Returns the linear ownership of experts by the op's ranks."""
+    """The linear ownership of experts by the op's ranks."""
     return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.world_size)))
 
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
-    """Returns the constants that all kernels of an op share."""
+    """The constants that all kernels of an op share."""
     return Shape(
         *map(
             tl.constexpr,
@@ -44,7 +44,7 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, Any]:
-    """Words of a row on the wire, and how the fp8 cast groups its elements (GROUP 0: no cast)."""
+    """Fields of Row but BLOCK_WORDS: words of a row on the wire, groups of the fp8 cast (GROUP 0: no cast)."""
     group = 0
     if casts:
         group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
@@ -59,7 +59,7 @@ def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, 
 
 
 def scale_line(num_bytes: int) -> dict[str, Any]:
-    """The fields of Scales for a row with so many bytes of them: words, where they are a whole number."""
+    """Fields of Scales for a row with num_bytes bytes of scales, in words if these are a multiple of a word."""
     in_words = num_bytes % WORD_BYTES == 0
     width = num_bytes // WORD_BYTES if in_words else num_bytes
     return {
@@ -71,11 +71,13 @@ def scale_line(num_bytes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ResultRows:
-    """Dtypes of combine's rows on the wire: fp8 if they are cast, else their own.
+    """Dtypes of combine's rows on the wire: fp8 after a cast, else the results' own.
 
     Attributes:
-        dtype, plain_element: Triton's, of results and of integers of their width. integers: torch's of that width.
-        quantized: whether they are cast. scaled: whether each FP8_GROUP_SIZE elements then have a scale.
+        dtype: Triton's dtype of the results.
+        plain_element, integers: Triton's and torch's integers of the same width.
+        quantized: whether rows are cast.
+        scaled: whether each FP8_GROUP_SIZE elements of a cast row have a scale.
     """
 
     dtype: Any
@@ -86,7 +88,7 @@ class ResultRows:
 
     @classmethod
     def of(cls, config: EpDispatchCombineConfig) -> ResultRows:
-        """Returns the dtypes for a config."""
+        """The dtypes for a config."""
         dtype = config.combined_dtype
         return cls(
             TRITON_DTYPES[dtype],
@@ -97,16 +99,16 @@ class ResultRows:
 
     @property
     def element(self) -> Any:
-        """Integers of the width of an element on its way."""
+        """Triton's integers of the width of an element on the wire."""
         return tl.uint8 if self.quantized else self.plain_element
 
     def tile(self, hidden_dim: int, most_elements: int, num_warps: int) -> tuple[int, int]:
-        """(groups, elements of each) that a program takes at once, an element per thread at least."""
+        """(groups, elements of a group) that a program moves at once: at least an element per thread."""
         num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
         return (num_elements // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if self.scaled else (1, num_elements)
 
     def block(self, hidden_dim: int, most_elements: int, num_warps: int) -> Block:
-        """Elements of a row that a program takes at once, as kernels know them."""
+        """The constants of a kernel that moves so many elements of a row at once."""
         lanes, group = self.tile(hidden_dim, most_elements, num_warps)
         dtype = tl.float8e4nv if self.quantized else self.dtype
         values = (hidden_dim, lanes, group, self.element, dtype, self.quantized, self.scaled)

@@ -1,4 +1,4 @@
-"""Rows of uneven counts moved among the ranks of a group: what the collective backends are made of."""
+"""RowExchange: gathers and sums rows of which each rank has another number, for the collective backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RowExchange(abc.ABC):
-    """Gathers and sums rows of which each rank has its own number. Every method is collective.
+    """Gathers and sums rows of which each rank has another number. Every method is collective.
 
     Tensors are contiguous, `[rows, ...]`, of any dtype in `gather_rows`; all ranks pass the same dtype and row shape.
     `counts` are the rows of each rank, the same on all ranks.
@@ -27,8 +27,8 @@ class RowExchange(abc.ABC):
     Construction is collective the first time that `groups` comes.
 
     Args:
-        groups: which process group moves which device's tensors.
-        timeout_secs: bound of a wait on CPU; on CUDA the process group's own timeout holds.
+        groups: the process groups that move tensors of each device.
+        timeout_secs: bound of a wait on CPU. On CUDA the process group's own time-out holds.
     """
 
     def __init__(self, groups: DeviceGroups, timeout_secs: float) -> None:
@@ -39,7 +39,7 @@ class RowExchange(abc.ABC):
         self.world_size = dist.get_world_size(groups.cpu_group)
 
     def exchange_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's numbers, in rank order; goes through the host.
+        """Every rank's numbers, in rank order. The host waits.
 
         Raises:
             RankTimeoutError: a rank did not come in time.

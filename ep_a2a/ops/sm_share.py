@@ -1,4 +1,4 @@
-"""Divides a GPU's multiprocessors among the ranks that use it and their ops, so that all programs that wait fit."""
+"""Divides a GPU's multiprocessors among the ranks and ops that use it, so that all waiting programs fit on it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def share_of(num_sms: int, num_ranks: int, num_ops: int) -> int:
-    """Returns the multiprocessors of one launch, where each of a GPU's ranks may have num_ops launches that wait.
+    """Multiprocessors for one launch, where each of num_ranks ranks may have num_ops launches that wait at once.
 
     Raises:
-        UnsupportedError: that is less than a launch needs.
+        UnsupportedError: a launch needs more.
     """
     share = num_sms // num_ranks // num_ops
     if share < LEAST_PROGRAMS:
@@ -35,15 +35,16 @@ def share_of(num_sms: int, num_ranks: int, num_ops: int) -> int:
 
 
 def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) -> int:
-    """Returns the most multiprocessors of the launches of every op of the arena, 0 = all. Collective.
+    """Multiprocessors that a launch of any op of the arena may use; 0 = all. Collective.
 
     All ranks get the same number. Ops of one index follow each other, so they count as one.
 
     Args:
-        config: of the op that is being built. arena, index: where.
+        config: of the op that is being built.
+        arena, index: where it is built.
 
     Raises:
-        UnsupportedError: launches would not fit on the GPU together; on all ranks.
+        UnsupportedError: the launches would not fit on the GPU together; raised on all ranks.
     """
     if arena.ranks_per_gpu < 2:
         return 0
@@ -65,9 +66,9 @@ def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) ->
 
 
 def share_gpu(share: int, new: EpDispatchCombineOp, arena: Arena) -> None:
-    """Bounds the launches of a new op, and of those that may now wait beside it; 0 bounds nothing. Local.
+    """Bound the launches of a new op and of the ops that may now wait beside it; 0 bounds nothing. Local.
 
-    A graph that was captured before keeps the launches that it has.
+    Graphs that were captured before keep their launches.
     """
     if share == 0:
         return

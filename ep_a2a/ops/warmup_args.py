@@ -1,4 +1,4 @@
-"""Calls with stand-in tensors: one of each form that an op is to compile kernels for."""
+"""Stand-in arguments of calls: one for each form of a call for which an op compiles kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_ELEMENTS = 16
 
 
 def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[DispatchArguments]:
-    """A dispatch of each form, of one token at most."""
+    """Arguments of a dispatch of each form, with step_tokens 1."""
     word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
     floats = torch.empty(NUM_ELEMENTS, dtype=torch.float32, device=device)
     only_serving = config.compiled_calls == CompiledCalls.SERVING
@@ -38,7 +38,7 @@ def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> 
 
 
 def warmup_combines(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[CombineArguments]:
-    """A combine of each form."""
+    """Arguments of a combine of each form, with step_tokens 1."""
     only_serving = config.compiled_calls == CompiledCalls.SERVING
     rows = torch.empty(NUM_ELEMENTS, dtype=config.combined_dtype, device=device)
     word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
