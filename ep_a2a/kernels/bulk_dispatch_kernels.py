@@ -4,6 +4,8 @@ Each program owns a contiguous chunk of this rank's tokens, so that row numbers 
 land in (source rank, source token) order. The last program to finish posts the flags and waits for those of the peers.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ep_a2a.kernels.layout import Region, Span, Stage
@@ -28,6 +30,7 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
+    DispatchInputs,
     DispatchStep,
     accept_rows,
     last_received,
@@ -91,28 +94,34 @@ def receive_rows(step, poison, S: tl.constexpr, FORM: tl.constexpr, FORWARDED: t
     finish_stage(table, DISPATCH_RECEIVE, 0, 1, S.WORLD_SIZE)
 
 
+class Loaded(NamedTuple):
+    """What has been loaded of a token: its row's tile where it is cast, its given scales, ids and weights."""
+
+    tile: tl.tensor
+    scales: tl.tensor
+    ids: tl.tensor
+    weights: tl.tensor
+
+
 @portable
 def send_token(
-    x, scales, weights, ids, step, token, last, rows, tile, token_scales, token_ids, token_weights,
-    S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Writes a token's row, and all that belongs to it, to the ranks it goes to; asks for what the next token sends.
+    given, step, token, last, rows, loaded, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
+):
+    """Write a token's row, and all that belongs to it, to the ranks it goes to, and load what the next token sends.
 
     Args:
-        rows: its row at every rank, from rows_of.
-        tile, token_scales: what has been loaded of this token.
+        given: DispatchInputs. step: DispatchStep. rows: its row at every rank, from rows_of. loaded: of this token.
 
     Returns:
-        (tile, scales, ids, weights) of the next token.
+        Loaded of the next token.
     """
     table, rank = step.table, step.rank
     # scales made here are words or bytes; given ones are lines of either
     scale_dtype: tl.constexpr = (tl.uint8 if ROW.BYTE_SCALES else tl.int32) if ROW.GROUP > 0 else LINE.SCALE_DTYPE
     scale_width: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP if ROW.GROUP > 0 else LINE.SCALE_WIDTH
     choices, scale_lanes = tl.arange(0, S.TOPK_LANES), tl.arange(0, LINE.SCALE_LANES)
-    following_ids, following_weights = load_choices(
-        ids, weights, token + 1, last, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS
-    )
+    tile, token_scales = loaded.tile, loaded.scales
+    following_ids, following_weights = load_choices(given.ids, given.weights, token + 1, last, S, FORM.HAS_WEIGHTS)
     # all addresses before the first store, which would wait for each in turn
     weight_targets = targets_of(table, WEIGHTS, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
     id_targets = targets_of(table, INDICES, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
@@ -121,20 +130,20 @@ def send_token(
     if ROW.GROUP > 0:
         send_quantized(tile, scale_targets, table, rows, rank, S.WORLD_SIZE, ROW)
         # while this row leaves
-        tile = load_tile(x, token + 1, last, ROW)
+        tile = load_tile(given.x, token + 1, last, ROW)
     else:
-        send_payload(x, table, token, rows, rank, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+        send_payload(given.x, table, token, rows, rank, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
     if LINE.SCALE_WIDTH > 0:
         inside = scale_lanes < LINE.SCALE_WIDTH
         store_at_all(scale_targets, rows, scale_lanes, token_scales, inside, S.WORLD_SIZE)
-        token_scales = load_line(scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+        token_scales = load_line(given.scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
     if FORM.HAS_WEIGHTS:
-        store_at_all(weight_targets, rows, choices, token_weights, choices < S.TOPK, S.WORLD_SIZE)
-    store_at_all(id_targets, rows, choices, token_ids, choices < S.TOPK, S.WORLD_SIZE)
+        store_at_all(weight_targets, rows, choices, loaded.weights, choices < S.TOPK, S.WORLD_SIZE)
+    store_at_all(id_targets, rows, choices, loaded.ids, choices < S.TOPK, S.WORLD_SIZE)
     for peer in tl.static_range(S.WORLD_SIZE):
         if rows[peer] >= 0:
             tl.store(positions[peer], step.first_position + token)
-    return tile, token_scales, following_ids, following_weights
+    return Loaded(tile, token_scales, following_ids, following_weights)
 
 
 @portable
@@ -146,9 +155,9 @@ def count_rows_before(ids, step, first, last, OWNERS: tl.constexpr, S: tl.conste
     ranks = tl.arange(0, S.WORLD_LANES)
     first_index, own_counts = like(ranks, 0), like(ranks, 0)
     if BULK.COUNTS_ALONE:
-        before = count_rows(ids, 0, first, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+        before = count_rows(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
     else:
-        own = count_rows(ids, first, last, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
+        own = count_rows(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
         own_counts = field_of(own, ranks, S.WORLD_SIZE, BULK.COUNT_BITS)
         first_index = rows_of_programs_before(
             step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
@@ -167,9 +176,7 @@ def publish_counts(
     if step.program == (0 if counts_all else step.num_programs - 1):
         begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
         if counts_all:
-            totals = count_rows(
-                ids, 0, step.num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, BULK.MANY_TOKENS, BULK.COUNT_BITS
-            )
+            totals = count_rows(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
             counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
         else:
             counts = first_index + own_counts
@@ -179,13 +186,13 @@ def publish_counts(
 
 @portable
 def send_rows(
-    x, scales, weights, ids, step, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr,
+    given, step, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    BULK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Sends this program's share of the tokens. Returns the poison word.
+    """Send this program's share of the tokens. Returns the poison word.
 
     Args:
-        answer: from ask_poison. out_of_order: from begin_stage.
+        given: DispatchInputs. step: DispatchStep. answer: from ask_poison. out_of_order: from begin_stage.
     """
     table, rank = step.table, step.rank
     program, num_programs = step.program, step.num_programs
@@ -196,19 +203,20 @@ def send_rows(
     token_scales = first
     # in flight together with all that decides where the row goes
     if ROW.GROUP > 0:
-        tile = load_tile(x, first, last, ROW)
+        tile = load_tile(given.x, first, last, ROW)
     if LINE.SCALE_WIDTH > 0:
-        token_scales = load_line(scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    token_ids, token_weights = load_choices(ids, weights, first, last, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
+        token_scales = load_line(given.scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    token_ids, token_weights = load_choices(given.ids, given.weights, first, last, S, FORM.HAS_WEIGHTS)
+    loaded = Loaded(tile, token_scales, token_ids, token_weights)
     sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    before, first_index, own_counts = count_rows_before(ids, step, first, last, OWNERS, S, BULK)
+    before, first_index, own_counts = count_rows_before(given.ids, step, first, last, OWNERS, S, BULK)
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
-    bases = like(tl.arange(0, S.WORLD_LANES), rank * step.stride)
+    bases = like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
     poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
-        publish_counts(ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
+        publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
         if S.COMPACT:
             _, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -216,17 +224,11 @@ def send_rows(
     if poison == 0:
         first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
         for token in range(first, last):
-            own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
+            own = fields_of_token(loaded.ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
             rows = rows_of(before, own, first_rows, step.row_limit, rank, S.WORLD_SIZE, BULK.COUNT_BITS)
-            sent = token_ids
-            tile, token_scales, token_ids, token_weights = send_token(
-                x, scales, weights, ids, step, token, last, rows, tile, token_scales, token_ids, token_weights,
-                S, ROW, LINE, FORM,
-            )  # fmt: skip
-            record_route(
-                routes, sent_ids, sent, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE, S.WORLD_LANES,
-                BULK.COUNT_BITS,
-            )  # fmt: skip
+            sent = loaded.ids
+            loaded = send_token(given, step, token, last, rows, loaded, S, ROW, LINE, FORM)
+            record_route(routes, sent_ids, sent, token, before, own, S, BULK.COUNT_BITS)
             before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
     end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
     return poison
@@ -250,12 +252,12 @@ def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
 
 @portable(
     do_not_specialize=[
-        "num_tokens", "stride", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
+        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def bulk_dispatch_kernel(
-    x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
+    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank,
     S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
     FORM: tl.constexpr,
@@ -278,11 +280,12 @@ def bulk_dispatch_kernel(
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = ask_poison(poison_word, BULK.POISON_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows, first_position, program,
-        num_programs,
+        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
+        program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
-        poison = send_rows(x, scales, weights, ids, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
+        given = DispatchInputs(x, scales, weights, ids)
+        poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
         finish_sending(step, poison, S, FORM)
     else:
         poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)

@@ -35,6 +35,7 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
+    DispatchInputs,
     DispatchStep,
     accept_rows,
     last_received,
@@ -79,11 +80,46 @@ class SendPlaces(NamedTuple):
     ids: tl.tensor
 
 
+class Roles(NamedTuple):
+    """A program's roles in a low-latency dispatch.
+
+    is_publisher: it posts and awaits counts. is_poster: flags. num_senders: the programs after those two, which send.
+    num_receivers: the last programs of the grid, which receive.
+    """
+
+    is_publisher: tl.tensor
+    is_poster: tl.tensor
+    num_senders: tl.tensor
+    num_receivers: tl.tensor
+
+
+class SentToken(NamedTuple):
+    """A token of this rank: its number, what has been loaded of it, and fields (routing_kernels) as in slots_of."""
+
+    number: tl.tensor
+    tile: tl.tensor
+    ids: tl.tensor
+    weights: tl.tensor
+    before: tuple
+    own: tuple
+
+
+class Targets(NamedTuple):
+    """Where a token goes, by rank in an order that begins with this one.
+
+    slots: from slots_of. rows, sides: where its row, and the words beside it, begin there.
+    """
+
+    slots: tuple
+    rows: tuple
+    sides: tuple
+
+
 @portable
 def slots_of(
     before, own, healthy, rank, own_stride, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr
-):  # fmt: skip
-    """The slot of a token's row at every rank, -1 for none; a tuple that begins with this rank.
+):
+    """Return the slot of a token's row at every rank, -1 for none; a tuple that begins with this rank.
 
     Args:
         before: fields (routing_kernels), rows per rank of the tokens before it; own: of the token itself.
@@ -102,8 +138,8 @@ def slots_of(
 @portable
 def bases_of(
     table, own_region: tl.constexpr, region: tl.constexpr, rank, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """Where a region begins at every rank, as a tuple that begins with this rank, for which it is `own_region`."""
+):
+    """Return where a region begins at every rank, this rank first, for which it is `own_region`."""
     bases = (address(table, own_region, rank, WORLD_SIZE, DTYPE),)
     for step in tl.static_range(1, WORLD_SIZE):
         bases = bases + (address(table, region, (rank + step) % WORLD_SIZE, WORLD_SIZE, DTYPE),)
@@ -112,7 +148,7 @@ def bases_of(
 
 @portable
 def line_starts(bases, slots, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Where the lines of WIDTH elements of those slots begin, in the same order."""
+    """Return where the lines of WIDTH elements of those slots begin, in the same order."""
     starts = ()
     # the hint must be given here: on the result of a call it would be lost
     aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 8
@@ -123,149 +159,137 @@ def line_starts(bases, slots, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr, DTY
 
 @portable
 def push(starts, slots, offsets, words, mask, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Writes words to every rank that the token goes to, from the FIRST in order on, past all caches of this GPU."""
+    """Write words to every rank that the token goes to, from the FIRST in order on, past all caches of this GPU."""
     for step in tl.static_range(FIRST, WORLD_SIZE):
         if slots[step] >= 0:
             tl.store(starts[step] + offsets, words, mask=mask, cache_modifier=".wt")
 
 
 @portable
-def push_beside(
-    own_lines, values, lanes, sides, slots, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Pushes COUNT values that travel beside a row; those of an own row go straight to its line of `own_lines`."""
-    push(sides, slots, FIRST_WORD + lanes, flagged(values, epoch), lanes < COUNT, FIRST, WORLD_SIZE)
-    if FIRST == 1:
-        if slots[0] >= 0:
-            line = own_lines + tl.cast(slots[0], tl.int64) * COUNT
+def push_beside(own_lines, values, lanes, to, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr):
+    """Push COUNT values that travel beside a row to Targets.
+
+    Those of an own row go straight to its line of `own_lines`, unless layout compact takes all counts to know where
+    that is.
+    """
+    first_peer: tl.constexpr = 0 if S.COMPACT else 1
+    push(to.sides, to.slots, FIRST_WORD + lanes, flagged(values, epoch), lanes < COUNT, first_peer, S.WORLD_SIZE)
+    if first_peer == 1:
+        if to.slots[0] >= 0:
+            line = own_lines + tl.cast(to.slots[0], tl.int64) * COUNT
             tl.store(line + lanes, values.to(own_lines.dtype.element_ty), mask=lanes < COUNT)
 
 
 @portable
-def push_cast_row(
-    own_scales, values, starts, slots, sides, epoch, FIRST: tl.constexpr, WORLD_SIZE: tl.constexpr, ROW: tl.constexpr
-):
-    """Casts a row's tile to fp8 and pushes it, and its scales beside it."""
+def push_cast_row(own_scales, values, to, epoch, S: tl.constexpr, ROW: tl.constexpr):
+    """Cast a row's tile to fp8 and push it, and its scales beside it, to Targets."""
     groups = tl.arange(0, ROW.GROUPS_LANES)
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     elements = tl.arange(0, ROW.GROUP_LANES)
     mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
     bits, scale_bits = quantize_tile(values.to(tl.float32), ROW.POWERS_OF_TWO)
-    push(starts, slots, groups[:, None] * ROW.GROUP + elements[None, :], bits, mask, 0, WORLD_SIZE)
+    push(to.rows, to.slots, groups[:, None] * ROW.GROUP + elements[None, :], bits, mask, 0, S.WORLD_SIZE)
     if ROW.BYTE_SCALES:
         scale_bits = scale_bits >> 23
-    push_beside(own_scales, scale_bits, groups, sides, slots, epoch, 0, num_groups, FIRST, WORLD_SIZE)
+    push_beside(own_scales, scale_bits, groups, to, epoch, 0, num_groups, S)
 
 
 @portable
-def push_row(x, starts, token, slots, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr):
-    """Pushes a token's row as it is. Returns whether it contains EMPTY."""
+def push_row(x, to, token, WORLD_SIZE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr):
+    """Push a token's row as it is to Targets. Returns whether it contains EMPTY."""
     source = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW_WORDS, 16)
     num_empty = tl.full((), 0, tl.int32)
     for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
         offsets = first_word + tl.arange(0, BLOCK_WORDS)
         words = tl.load(source + offsets, mask=offsets < ROW_WORDS, other=0)
-        push(starts, slots, offsets, words, offsets < ROW_WORDS, 0, WORLD_SIZE)
+        push(to.rows, to.slots, offsets, words, offsets < ROW_WORDS, 0, WORLD_SIZE)
         num_empty += reduce_sum((words == EMPTY).to(tl.int32), 0)
     return num_empty > 0
 
 
 @portable
-def push_position(
-    own_positions, sides, slots, position, written_in_full, epoch, POSITION: tl.constexpr, FIRST: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Pushes the word that says where a row comes from, behind a fence when the row could not be its own flag."""
-    if FIRST == 1:
-        if slots[0] >= 0:
-            tl.store(own_positions + slots[0], position)
+def push_position(own_positions, to, position, written_in_full, epoch, POSITION: tl.constexpr, S: tl.constexpr):
+    """Push the word that says where a row comes from, behind a fence when the row could not be its own flag."""
+    first_peer: tl.constexpr = 0 if S.COMPACT else 1
+    if first_peer == 1:
+        if to.slots[0] >= 0:
+            tl.store(own_positions + to.slots[0], position)
     if written_in_full:
         word = flagged(position | WRITTEN_IN_FULL, epoch)
         tl.debug_barrier()
-        for step in tl.static_range(FIRST, WORLD_SIZE):
-            if slots[step] >= 0:
-                tl.atomic_xchg(sides[step] + POSITION, word, sem="release", scope="sys")
+        for step in tl.static_range(first_peer, S.WORLD_SIZE):
+            if to.slots[step] >= 0:
+                tl.atomic_xchg(to.sides[step] + POSITION, word, sem="release", scope="sys")
     else:
         word = flagged(position, epoch)
-        for step in tl.static_range(FIRST, WORLD_SIZE):
-            if slots[step] >= 0:
-                tl.store(sides[step] + POSITION, word, cache_modifier=".wt")
+        for step in tl.static_range(first_peer, S.WORLD_SIZE):
+            if to.slots[step] >= 0:
+                tl.store(to.sides[step] + POSITION, word, cache_modifier=".wt")
 
 
 @portable
 def send_token(
-    x, scales, step, places, token, before, own, tile, token_ids, token_weights, poison,
-    S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Pushes a token's row and what travels beside it to the ranks it goes to; nothing when poisoned.
+    given, step, places, token, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+):
+    """Push a token's row and what travels beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
-        places: SendPlaces.
-        before, own: as in slots_of. tile, token_ids, token_weights: what has been loaded of the token.
+        given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken.
     """
     row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
     row_width: tl.constexpr = ROW.ROW_WORDS * 4 if ROW.GROUP > 0 else ROW.ROW_WORDS
+    own, epoch = places.own, step.epoch
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
-    first_peer: tl.constexpr = 0 if S.COMPACT else 1
-    own_stride = LL.SLOTS if S.COMPACT else step.stride
-    slots = slots_of(before, own, poison == 0, step.rank, own_stride, LL.SLOTS, S.WORLD_SIZE, LL.COUNT_BITS)
+    own_stride = LL.SLOTS if S.COMPACT else step.step_tokens
+    slots = slots_of(token.before, token.own, poison == 0, step.rank, own_stride, LL.SLOTS, S.WORLD_SIZE, LL.COUNT_BITS)
     sides = line_starts(places.sides, slots, LL.SCALE_WORDS + 2 * S.TOPK + 1, S.WORLD_SIZE, tl.int64)
-    starts = line_starts(places.rows, slots, row_width, S.WORLD_SIZE, row_dtype)
+    to = Targets(slots, line_starts(places.rows, slots, row_width, S.WORLD_SIZE, row_dtype), sides)
     written_in_full = step.num_tokens < 0
     if ROW.GROUP > 0:
-        push_cast_row(places.own.scales, tile, starts, slots, sides, step.epoch, first_peer, S.WORLD_SIZE, ROW)
+        push_cast_row(own.scales, token.tile, to, epoch, S, ROW)
     else:
-        written_in_full = push_row(x, starts, token, slots, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+        written_in_full = push_row(given.x, to, token.number, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
         if LL.HAS_SCALES:
             at = tl.arange(0, LL.SIDE_LANES)
-            line = scales + token * LL.SCALE_WORDS
+            line = given.scales + token.number * LL.SCALE_WORDS
             values = tl.load(line + at, mask=at < LL.SCALE_WORDS, other=0).to(tl.int32)
-            push_beside(
-                places.own.scales, values, at, sides, slots, step.epoch, 0, LL.SCALE_WORDS, first_peer, S.WORLD_SIZE
-            )
+            push_beside(own.scales, values, at, to, epoch, 0, LL.SCALE_WORDS, S)
     choices = tl.arange(0, S.TOPK_LANES)
-    push_beside(
-        places.own.ids, token_ids, choices, sides, slots, step.epoch, LL.SCALE_WORDS, S.TOPK, first_peer, S.WORLD_SIZE
-    )
+    push_beside(own.ids, token.ids, choices, to, epoch, LL.SCALE_WORDS, S.TOPK, S)
     if FORM.HAS_WEIGHTS:
-        push_beside(
-            places.own.weights, token_weights, choices, sides, slots, step.epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK,
-            first_peer, S.WORLD_SIZE,
-        )  # fmt: skip
-    push_position(
-        places.own.positions, sides, slots, step.first_position + token, written_in_full, step.epoch,
-        LL.SCALE_WORDS + 2 * S.TOPK, first_peer, S.WORLD_SIZE,
-    )  # fmt: skip
+        push_beside(own.weights, token.weights, choices, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)
+    position = step.first_position + token.number
+    push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * S.TOPK, S)
 
 
 @portable
 def send_rows(
-    x, scales, weights, ids, step, places, answer, out_of_order, is_publisher, is_poster, num_senders,
-    OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
+    given, step, roles, places, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    LL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The sending part of a program: posts flags or counts, or sends its share of the tokens. Returns the poison word.
+    """Do the sending part of a program: post flags or counts, or send its share of the tokens. Returns the poison word.
 
     Args:
-        places: SendPlaces. answer: from ask_poison. out_of_order: from begin_stage.
+        given: DispatchInputs. step: DispatchStep. roles: Roles. places: SendPlaces.
+        answer: from ask_poison. out_of_order: from begin_stage.
     """
     table, rank, num_tokens = step.table, step.rank, step.num_tokens
-    sender = step.program - NUM_SPEAKERS
+    sender, num_senders = step.program - NUM_SPEAKERS, roles.num_senders
     # below the sender of the first two programs, which must find no token
     end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_SPEAKERS)
     tile = sender
     # in flight together with all that decides where the row goes
     if ROW.GROUP > 0:
-        tile = load_tile(x, sender, end, ROW)
-    token_ids, token_weights = load_choices(ids, weights, sender, end, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
-    going = fields_of_tokens(ids, num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
+        tile = load_tile(given.x, sender, end, ROW)
+    token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, S, FORM.HAS_WEIGHTS)
+    going = fields_of_tokens(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES, LL.COUNT_BITS)
     poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    if is_poster & (poison == 0):
+    if roles.is_poster & (poison == 0):
         post_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False)
-    counted = tl.where(is_publisher, num_tokens, sender)
+    counted = tl.where(roles.is_publisher, num_tokens, sender)
     before = fields_before(going, counted, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
     own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, LL.COUNT_BITS)
-    if is_publisher & (poison == 0):
+    if roles.is_publisher & (poison == 0):
         begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
         counts = field_of(before, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, LL.COUNT_BITS)
@@ -274,17 +298,13 @@ def send_rows(
     if (sender >= 0) & (sender < num_senders):
         begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
     for token in range(sender, end, num_senders):
-        send_token(
-            x, scales, step, places, token, before, own, tile, token_ids, token_weights, poison, S, ROW, LL, FORM
-        )  # fmt: skip
-        record_route(
-            places.routes, places.ids, token_ids, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE,
-            S.WORLD_LANES, LL.COUNT_BITS,
-        )  # fmt: skip
+        loaded = SentToken(token, tile, token_ids, token_weights, before, own)
+        send_token(given, step, places, loaded, poison, S, ROW, LL, FORM)
+        record_route(places.routes, places.ids, token_ids, token, before, own, S, LL.COUNT_BITS)
         following = token + num_senders
         if ROW.GROUP > 0:
-            tile = load_tile(x, following, end, ROW)
-        token_ids, token_weights = load_choices(ids, weights, following, end, S.TOPK, S.TOPK_LANES, FORM.HAS_WEIGHTS)
+            tile = load_tile(given.x, following, end, ROW)
+        token_ids, token_weights = load_choices(given.ids, given.weights, following, end, S, FORM.HAS_WEIGHTS)
         before = fields_before(going, following, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
         own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, LL.COUNT_BITS)
     if (sender >= 0) & (sender < num_senders):
@@ -293,25 +313,14 @@ def send_rows(
 
 
 @portable
-def receive_rows(
-    step,
-    places,
-    poison,
-    is_publisher,
-    is_poster,
-    num_receivers,
-    S: tl.constexpr,
-    ROW: tl.constexpr,
-    LL: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """The receiving part of a program: awaits counts or flags, or receives its share of the rows."""
+def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
+    """Do the receiving part of a program: await counts or flags, or receive its share of the rows."""
     table, rank, epoch = step.table, step.rank, step.epoch
-    receiver = step.program - (step.num_programs - num_receivers)
-    waits = is_publisher | is_poster | (receiver >= 0)
+    receiver = step.program - (step.num_programs - roles.num_receivers)
+    waits = roles.is_publisher | roles.is_poster | (receiver >= 0)
     if waits:
         begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
-    if is_publisher:
+    if roles.is_publisher:
         old = last_received(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
         if poison == 0:
             _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
@@ -319,11 +328,11 @@ def receive_rows(
             poison = accept_rows(step, old, S)
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    elif is_poster & (poison == 0):
+    elif roles.is_poster & (poison == 0):
         # then every peer's earlier combine has read what this rank overwrites next
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False, 1)
     elif (receiver >= 0) & (poison == 0):
-        poison = receive_flagged_rows(step, places, receiver, num_receivers, S, ROW, LL, FORM)
+        poison = receive_flagged_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -333,13 +342,13 @@ def receive_rows(
 
 @portable(
     do_not_specialize=[
-        "num_tokens", "stride", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
+        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
         "num_senders", "num_receivers",
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def ll_dispatch_kernel(
-    x, scales, weights, ids, table, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows,
+    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank, num_senders, num_receivers,
     S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -368,22 +377,20 @@ def ll_dispatch_kernel(
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    is_publisher, is_poster = program == COUNT_PUBLISHER, program == FLAG_POSTER
+    roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = ask_poison(poison_word, LL.COUNT_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, stride, wire_word, pad_id, row_limit, num_region_rows, first_position, program,
-        num_programs,
+        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
+        program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
-        poison = send_rows(
-            x, scales, weights, ids, step, places, answer, out_of_order, is_publisher, is_poster, num_senders,
-            OWNERS, S, ROW, LL, FORM,
-        )  # fmt: skip
+        given = DispatchInputs(x, scales, weights, ids)
+        poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, S, ROW, LL, FORM)
     else:
         poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, poison, is_publisher, is_poster, num_receivers, S, ROW, LL, FORM)
+        receive_rows(step, places.own, roles, poison, S, ROW, LL, FORM)
         finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

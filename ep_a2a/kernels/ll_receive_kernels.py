@@ -62,11 +62,9 @@ def judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS: tl.constexpr):
 
 
 @portable
-def judge_row(
-    words, side, sides_at, num_late_sides, SIDE_WORDS: tl.constexpr, ALWAYS_FLAGGED: tl.constexpr
-):  # fmt: skip
+def judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS: tl.constexpr, IS_CAST: tl.constexpr):
     """The number of words of a row that have not arrived."""
-    if ALWAYS_FLAGGED:
+    if IS_CAST:
         # no byte of a cast row is 0xFF, and the sender writes bytes: a word is there when none of its bytes is missing
         late = tl.sub(~words, 0x01010101, sanitize_overflow=False) & words & BYTE_SIGNS
         num_late = reduce_sum((late != 0).to(tl.int32), 0)
@@ -77,49 +75,65 @@ def judge_row(
     return num_late
 
 
+class ArrivingRow(NamedTuple):
+    """A row on its way to this rank.
+
+    words, beside: where it and the words beside it arrive. count_word: where its source says how many rows it sends.
+    source: the rank that sends it, as row `index` of those for this rank. number: the row's, for the experts.
+    """
+
+    words: tl.tensor
+    beside: tl.tensor
+    count_word: tl.tensor
+    source: tl.tensor
+    index: tl.tensor
+    number: tl.tensor
+
+
 @portable
-def take_row_block(
-    table, rows, sides, count_word, epoch, source, index, words_at, sides_at, sent, rank, WORLD_SIZE: tl.constexpr,
-    ROW_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, ALWAYS_FLAGGED: tl.constexpr, SPARSE_POLLS: tl.constexpr,
-):  # fmt: skip
-    """Waits for a block of a row and for what travels beside it, or for the word that there is no such row.
+def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
+    """Wait for a block of a row and for what travels beside it, or for the word that there is no such row.
+
+    With LL.SPARSE_POLLS the row is read when all beside it has come, which leaves more of the memory's bandwidth to
+    others but takes one more read. Else both are read at once.
 
     Args:
+        step: DispatchStep. row: ArrivingRow. sent: from sent_sides.
         words_at: lanes of the block; at least as many as a program has threads.
-        SPARSE_POLLS: looks at the row when all beside it has come, which leaves more of the memory's bandwidth to
-            others but takes one more read. Else both are read at once.
 
     Returns:
         (words, words beside, whether there is such a row, poison word).
     """
-    inside = words_at < ROW_WORDS
-    side = read_beside(sides, count_word, sides_at, sent, SIDE_WORDS)
-    words = tl.load(rows + words_at, mask=inside, other=0, volatile=True)
-    num_late_sides, no_row = judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS)
-    num_late = num_late_sides + judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS, ALWAYS_FLAGGED)
+    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * S.TOPK + 1
+    is_cast: tl.constexpr = ROW.GROUP > 0
+    inside = words_at < ROW.ROW_WORDS
+    side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
+    words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+    num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
+    num_late = num_late_sides + judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (no_row == 0) & (poison == 0):
         pause(0)
-        side = read_beside(sides, count_word, sides_at, sent, SIDE_WORDS)
-        if not SPARSE_POLLS:
-            words = tl.load(rows + words_at, mask=inside, other=0, volatile=True)
-        num_late_sides, no_row = judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS)
+        side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
+        if not LL.SPARSE_POLLS:
+            words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+        num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
         num_late = num_late_sides + 0
         if num_late == 0:
-            if SPARSE_POLLS:
-                words = tl.load(rows + words_at, mask=inside, other=0, volatile=True)
-            num_late = judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS, ALWAYS_FLAGGED)
+            if LL.SPARSE_POLLS:
+                words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+            num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
-            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
-    if not ALWAYS_FLAGGED:
+            poison, deadline = overdue(step.table, polls, deadline, row.source, step.rank, S.WORLD_SIZE, 1)
+    if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
-        position = reduce_sum(tl.where(sides_at == SIDE_WORDS - 1, payload_of(side), 0), 0)
+        position = reduce_sum(tl.where(sides_at == side_words - 1, payload_of(side), 0), 0)
         if (position < 0) & (poison == 0) & (no_row == 0):
-            tl.atomic_add(sides + SIDE_WORDS - 1, tl.cast(0, tl.int64), sem="acquire", scope="sys")
-            words = tl.load(rows + words_at, mask=inside, other=0, volatile=True)
+            tl.atomic_add(row.beside + side_words - 1, tl.cast(0, tl.int64), sem="acquire", scope="sys")
+            words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
             # all threads have read before the caller empties the row
             tl.debug_barrier()
     return words, side, no_row == 0, poison
@@ -177,31 +191,26 @@ def sent_sides(sides_at, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.c
 
 @portable
 def receive_row(
-    step, places, count_word, rows, sides, source, index, row, sides_at, sent, poison, S: tl.constexpr,
-    ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Waits for one row and moves it to where the experts read it; leaves EMPTY behind. Returns the poison word.
+    step, places, row, sides_at, sent, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+):
+    """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns the poison word.
 
     Args:
-        rows, sides: where the row and the words beside it arrive. row: its number for the experts.
+        step: DispatchStep. places: from received_places. row: ArrivingRow. sent: from sent_sides.
     """
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * S.TOPK + 1
-    target = places.rows + tl.cast(row, tl.int64) * ROW.ROW_WORDS
+    target = places.rows + tl.cast(row.number, tl.int64) * ROW.ROW_WORDS
     for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
         words_at = first_word + tl.arange(0, ROW.BLOCK_WORDS)
-        words, side, exists, late = take_row_block(
-            step.table, rows, sides, count_word, step.epoch, source, index, words_at, sides_at, sent, step.rank,
-            S.WORLD_SIZE, ROW.ROW_WORDS, side_words, ROW.GROUP > 0, LL.SPARSE_POLLS,
-        )  # fmt: skip
+        words, side, exists, late = take_row_block(step, row, words_at, sides_at, sent, S, ROW, LL)
         poison = tl.where(poison == 0, late, poison)
         if exists:
-            has_room = like(words_at, row) < step.row_limit
+            has_room = like(words_at, row.number) < step.row_limit
             wanted = (words_at < ROW.ROW_WORDS) & has_room & (like(words_at, poison) == 0)
             tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
-            tl.store(rows + words_at, like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
+            tl.store(row.words + words_at, like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
             if first_word == 0:
-                if (row < step.row_limit) & (poison == 0):
-                    place_side(places, side, sides_at, row, S.TOPK, LL, FORM.HAS_WEIGHTS)
+                if (row.number < step.row_limit) & (poison == 0):
+                    place_side(places, side, sides_at, row.number, S.TOPK, LL, FORM.HAS_WEIGHTS)
     return poison
 
 
@@ -217,14 +226,14 @@ def receive_flagged_rows(
     Args:
         step: DispatchStep. places: from received_places.
     """
-    table, rank, stride = step.table, step.rank, step.stride
+    table, rank = step.table, step.rank
     # this rank's own rows are straight where they belong, unless that takes counts
     first_source: tl.constexpr = 0 if S.COMPACT else 1
     num_sources: tl.constexpr = S.WORLD_SIZE - first_source
     sides_at = tl.arange(0, LL.SIDE_LANES)
     sent = sent_sides(sides_at, S.TOPK, LL, FORM.HAS_WEIGHTS)
     poison = tl.full((), 0, tl.int32)
-    num_units = stride * num_sources
+    num_units = step.step_tokens * num_sources
     if S.COMPACT:
         all_counts, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
         lanes = tl.arange(0, LL.COUNT_LANES)
@@ -238,14 +247,12 @@ def receive_flagged_rows(
         index = unit // max(1, num_sources)
         source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
         if poison == 0:
-            row = source * stride + index
+            number = source * step.step_tokens + index
             if S.COMPACT:
-                row = reduce_sum(tl.where(sources < source, counts, 0), 0) + index
+                number = reduce_sum(tl.where(sources < source, counts, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
-            rows = tl.multiple_of(flagged_rows + slot * ROW.ROW_WORDS, 16)
-            sides = flagged_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
-            count_word = count_words + source * (S.WORLD_SIZE + 1)
-            poison = receive_row(
-                step, places, count_word, rows, sides, source, index, row, sides_at, sent, poison, S, ROW, LL, FORM
-            )
+            words = tl.multiple_of(flagged_rows + slot * ROW.ROW_WORDS, 16)
+            beside = flagged_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
+            row = ArrivingRow(words, beside, count_words + source * (S.WORLD_SIZE + 1), source, index, number)
+            poison = receive_row(step, places, row, sides_at, sent, poison, S, ROW, LL, FORM)
     return poison

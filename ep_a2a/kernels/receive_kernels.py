@@ -32,16 +32,17 @@ INDICES = tl.constexpr(Region.INDICES.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
-LAST_STRIDE = tl.constexpr(State.LAST_STRIDE.value)
+LAST_STEP_TOKENS = tl.constexpr(State.LAST_STRIDE.value)
 
 
 class DispatchStep(NamedTuple):
     """One dispatch as its device functions see it.
 
     table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: that this rank sends.
-    stride: max_num_tokens, rows per source in layout rank_major; the same on all ranks. wire_word: stride and wire
-    format, compared with every peer's. pad_id: id of rows without a token. row_limit: rows that a rank may receive.
-    num_region_rows: rows of the regions. first_position: source position of this rank's token 0, rank * W * M.
+    step_tokens: the step's bound, rows per source in layout rank_major; the same on all ranks.
+    wire_word: that bound and the wire format, compared with every peer's. pad_id: id of rows without a token.
+    row_limit: rows that a rank may receive. num_region_rows: rows of the regions.
+    first_position: source position of this rank's token 0, rank * W * M.
     program: this one, of num_programs.
     """
 
@@ -49,7 +50,7 @@ class DispatchStep(NamedTuple):
     rank: tl.tensor
     epoch: tl.tensor
     num_tokens: tl.tensor
-    stride: tl.tensor
+    step_tokens: tl.tensor
     wire_word: tl.tensor
     pad_id: tl.tensor
     row_limit: tl.tensor
@@ -59,11 +60,20 @@ class DispatchStep(NamedTuple):
     num_programs: tl.tensor
 
 
+class DispatchInputs(NamedTuple):
+    """Tensors given to a dispatch, as bulk_dispatch_kernel describes them."""
+
+    x: tl.tensor
+    scales: tl.tensor
+    weights: tl.tensor
+    ids: tl.tensor
+
+
 class Received(NamedTuple):
-    """State of the previous step: rows by source [WORLD_LANES], stride and pad_id."""
+    """State of the previous step: rows by source [WORLD_LANES], its bound and pad_id."""
 
     counts: tl.tensor
-    stride: tl.tensor
+    step_tokens: tl.tensor
     pad_id: tl.tensor
 
 
@@ -168,7 +178,7 @@ def last_received(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constex
     counts = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes
     return Received(
         tl.load(counts, mask=lanes < WORLD_SIZE, other=0),
-        tl.load(state + LAST_STRIDE),
+        tl.load(state + LAST_STEP_TOKENS),
         tl.load(state + LAST_PAD_ID),
     )
 
@@ -237,18 +247,18 @@ def pad_unused_rows(step, old, new_counts, S: tl.constexpr):
             last = step.num_region_rows + 0
         pad_all_rows(ids, first, last, step.pad_id, S.TOPK, S.TOPK_LANES)
     else:
-        if (old.pad_id != step.pad_id) | (old.stride != step.stride):
+        if (old.pad_id != step.pad_id) | (old.step_tokens != step.step_tokens):
             # rows lie elsewhere now: pad all that were used, but for the rows that this step has filled
             for block in range(S.WORLD_SIZE):
                 pad_block_rows(step, old, ids, block, S)
         else:
-            pad_rows_behind(ids, old.counts, new_counts, step.stride, step.pad_id, S)
+            pad_rows_behind(ids, old.counts, new_counts, step.step_tokens, step.pad_id, S)
     tl.store(state + LAST_PAD_ID, step.pad_id)
-    tl.store(state + LAST_STRIDE, step.stride)
+    tl.store(state + LAST_STEP_TOKENS, step.step_tokens)
 
 
 @portable
-def pad_rows_behind(ids, old_counts, new_counts, stride, pad_id, S: tl.constexpr):
+def pad_rows_behind(ids, old_counts, new_counts, step_tokens, pad_id, S: tl.constexpr):
     """Pads the rows of all sources that follow this step's, up to those of the previous step.
 
     One block per source, all at once: steps of equal counts, the common case, have nothing to do.
@@ -257,7 +267,7 @@ def pad_rows_behind(ids, old_counts, new_counts, stride, pad_id, S: tl.constexpr
     num_left = reduce_max(old_counts - new_counts, 0)
     for offset in range(0, num_left, BLOCK_PAD_ROWS):
         index = new_counts[:, None] + offset + tl.arange(0, BLOCK_PAD_ROWS)[None, :]
-        rows = lanes[:, None] * stride + index
+        rows = lanes[:, None] * step_tokens + index
         where = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
         inside = (index < old_counts[:, None])[:, :, None] & (slots < S.TOPK)[None, None, :]
         values = tl.full((S.WORLD_LANES, BLOCK_PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + pad_id
@@ -270,27 +280,26 @@ def pad_block_rows(step, old, ids, block, S: tl.constexpr):
     lanes, slots = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
     all_rows = old.pad_id != step.pad_id
     share = step.num_region_rows // S.WORLD_SIZE
-    first = tl.where(all_rows, block * share, block * old.stride)
+    first = tl.where(all_rows, block * share, block * old.step_tokens)
     count = tl.where(all_rows, share, reduce_sum(tl.where(lanes == block, old.counts, 0), 0))
     lines = address(step.table, COUNTS, step.rank, S.WORLD_SIZE, tl.int64) + step.rank
     for offset in range(0, count, PAD_ROWS):
         index = offset + tl.arange(0, PAD_ROWS)
         rows = first + index
-        source = rows // step.stride
+        source = rows // step.step_tokens
         filled = payload_of(
             tl.load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0, volatile=True)
         )
-        unused = (index < count) & (rows % step.stride >= filled)
+        unused = (index < count) & (rows % step.step_tokens >= filled)
         where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
         values = tl.full((PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + step.pad_id
         tl.store(ids + where, values, mask=unused[:, None] & (slots < S.TOPK)[None, :])
 
 
-@portable(do_not_specialize=["rank", "stride", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
+@portable(do_not_specialize=["rank", "step_tokens", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
 def count_local_experts_kernel(
-    table, rank, stride, first_expert, counts_out,
-    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+    table, rank, step_tokens, first_expert, counts_out, S: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
     """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
     expert = first_expert + tl.program_id(0)
     ids = address(table, INDICES, rank, S.WORLD_SIZE, tl.int32)
@@ -301,7 +310,7 @@ def count_local_experts_kernel(
     for source in range(S.WORLD_SIZE):
         count = tl.load(counts + source)
         if not S.COMPACT:
-            start = source * stride
+            start = source * step_tokens
         for offset in range(0, count, BLOCK_ROWS):
             rows = offset + tl.arange(0, BLOCK_ROWS)
             mask = (rows < count)[:, None] & (slots < S.TOPK)[None, :]

@@ -38,7 +38,7 @@ DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 def post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
     """Posts to all ranks how many rows this rank sends to each."""
     tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-    totals = count_rows(ids, 0, num_tokens, S.TOPK, OWNERS, S.WORLD_SIZE, N.MANY_TOKENS, N.COUNT_BITS)
+    totals = count_rows(ids, 0, num_tokens, S, OWNERS, N.MANY_TOKENS, N.COUNT_BITS)
     counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, N.COUNT_BITS)
     post_counts(table, counts, wire_word, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
 
@@ -48,14 +48,11 @@ def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.const
     """Records the rows that tokens first ... last - 1 get at every rank, among those that this rank sends there."""
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    before = count_rows(ids, 0, first, S.TOPK, OWNERS, S.WORLD_SIZE, N.MANY_TOKENS, N.COUNT_BITS)
+    before = count_rows(ids, 0, first, S, OWNERS, N.MANY_TOKENS, N.COUNT_BITS)
     for token in range(first, last):
-        token_ids, _ = load_choices(ids, ids, token, last, S.TOPK, S.TOPK_LANES, False)
+        token_ids, _ = load_choices(ids, ids, token, last, S, False)
         own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, N.COUNT_BITS)
-        record_route(
-            routes, sent_ids, token_ids, token, before, own, S.TOPK, S.TOPK_LANES, S.WORLD_SIZE, S.WORLD_LANES,
-            N.COUNT_BITS,
-        )  # fmt: skip
+        record_route(routes, sent_ids, token_ids, token, before, own, S, N.COUNT_BITS)
         before = plus(before, own, S.WORLD_SIZE, N.COUNT_BITS)
 
 

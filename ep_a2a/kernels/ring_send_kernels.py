@@ -64,7 +64,7 @@ def write_line(
     choices, local_ranks = tl.arange(0, S.TOPK_LANES), tl.arange(0, R.GPU_LANES)
     if goes:
         # asked for before the row's first store, which would wait for them
-        ids, weights = load_choices(source.ids, source.weights, token, end, S.TOPK, S.TOPK_LANES, LINE.HAS_WEIGHTS)
+        ids, weights = load_choices(source.ids, source.weights, token, end, S, LINE.HAS_WEIGHTS)
         write_row(source, line, token, end, ROW, LINE)
         tl.store(words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < S.TOPK)
         if LINE.HAS_WEIGHTS:

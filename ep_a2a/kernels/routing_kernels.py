@@ -53,17 +53,16 @@ def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZ
 
 @portable
 def fields_of_tokens(
-    ids, num_tokens, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-):  # fmt: skip
-    """Which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
+    ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
+):
+    """Return which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
     tokens = tl.arange(0, TOKENS)
     fields = ()
-    for first_peer in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
+    for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
         here = tl.full((TOKENS,), 0, tl.int64)
-        for k in tl.static_range(TOPK):
-            experts = tl.load(ids + tokens * TOPK + k, mask=tokens < num_tokens, other=-1)
-            here = here | fields_of(experts, first_peer, OWNERS, WORLD_SIZE, COUNT_BITS)
+        for k in tl.static_range(S.TOPK):
+            experts = tl.load(ids + tokens * S.TOPK + k, mask=tokens < num_tokens, other=-1)
+            here = here | fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
         fields = fields + (here,)
     return fields
 
@@ -89,19 +88,16 @@ def fields_before(fields, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 
 
 @portable
-def count_rows(
-    ids, first, last, TOPK: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-):  # fmt: skip
-    """Rows per rank of tokens first ... last - 1, as fields; TOKENS are looked at at once."""
+def count_rows(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """Return rows per rank of tokens first ... last - 1, as fields; TOKENS are looked at at once."""
     sums = ()
-    for _word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+    for _word in tl.static_range((S.WORLD_SIZE * COUNT_BITS + 63) // 64):
         sums = sums + (tl.full((TOKENS,), 0, tl.int64),)
     for start in range(first, last, TOKENS):
-        tile = ids + tl.cast(start, tl.int64) * TOPK
-        here = fields_of_tokens(tile, last - start, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
-        sums = plus(sums, here, WORLD_SIZE, COUNT_BITS)
-    return fields_before(sums, TOKENS, WORLD_SIZE, TOKENS, COUNT_BITS)
+        tile = ids + tl.cast(start, tl.int64) * S.TOPK
+        here = fields_of_tokens(tile, last - start, S, OWNERS, TOKENS, COUNT_BITS)
+        sums = plus(sums, here, S.WORLD_SIZE, COUNT_BITS)
+    return fields_before(sums, TOKENS, S.WORLD_SIZE, TOKENS, COUNT_BITS)
 
 
 @portable
@@ -139,23 +135,20 @@ def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
 
 
 @portable
-def record_route(
-    routes, sent_ids, token_ids, token, before, own, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr,
-):  # fmt: skip
-    """Records where a token went and its ids [TOPK_LANES], for combine.
+def record_route(routes, sent_ids, token_ids, token, before, own, S: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """Record where a token went and its ids [TOPK_LANES], for combine.
 
     routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
 
     Args:
         before: fields, rows of the tokens before it; own: of the token itself.
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    at = tl.arange(0, TOPK_LANES)
-    goes = field_of(own, lanes, WORLD_SIZE, COUNT_BITS) > 0
-    index = tl.where(goes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS), -1)
-    tl.store(routes + tl.cast(token, tl.int64) * WORLD_SIZE + lanes, index, mask=lanes < WORLD_SIZE)
-    tl.store(sent_ids + tl.cast(token, tl.int64) * TOPK + at, token_ids, mask=at < TOPK)
+    lanes = tl.arange(0, S.WORLD_LANES)
+    at = tl.arange(0, S.TOPK_LANES)
+    goes = field_of(own, lanes, S.WORLD_SIZE, COUNT_BITS) > 0
+    index = tl.where(goes, field_of(before, lanes, S.WORLD_SIZE, COUNT_BITS), -1)
+    tl.store(routes + tl.cast(token, tl.int64) * S.WORLD_SIZE + lanes, index, mask=lanes < S.WORLD_SIZE)
+    tl.store(sent_ids + tl.cast(token, tl.int64) * S.TOPK + at, token_ids, mask=at < S.TOPK)
 
 
 @portable

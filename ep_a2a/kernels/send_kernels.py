@@ -65,11 +65,11 @@ def store_at_all(targets, rows, offsets, values, mask, WORLD_SIZE: tl.constexpr)
 
 
 @portable
-def load_choices(ids, weights, token, end, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
-    """A token's expert ids and router weights, both as int32 [TOPK_LANES]; nothing is read from token `end` on."""
-    lanes = tl.arange(0, TOPK_LANES)
-    where = tl.cast(token, tl.int64) * TOPK + lanes
-    mask = (lanes < TOPK) & (like(lanes, token) < end)
+def load_choices(ids, weights, token, end, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+    """Load a token's expert ids and router weights, both as int32 [TOPK_LANES]; read nothing from token `end` on."""
+    lanes = tl.arange(0, S.TOPK_LANES)
+    where = tl.cast(token, tl.int64) * S.TOPK + lanes
+    mask = (lanes < S.TOPK) & (like(lanes, token) < end)
     token_ids = tl.load(ids + where, mask=mask, other=-1)
     token_weights = token_ids
     if HAS_WEIGHTS:

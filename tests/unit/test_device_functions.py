@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
-from ep_a2a.kernels.constants import ExpertPlacement
+from ep_a2a.kernels.constants import ExpertPlacement, Shape
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -364,7 +364,8 @@ def fields_of_all(
     COUNT_BITS: tl.constexpr,
 ):
     lanes, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
-    going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
+    going = fields_of_tokens(ids, num_tokens, shape, OWNERS, TOKENS, COUNT_BITS)
     for token in range(num_tokens + 1):
         before = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
         tl.store(before_out + token * WORLD_LANES + lanes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS))
@@ -436,7 +437,8 @@ def count(
     COUNT_BITS: tl.constexpr,
 ):
     lanes = tl.arange(0, WORLD_LANES)
-    counts = count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK, False)
+    counts = count_rows(ids, first, last, shape, OWNERS, TOKENS, COUNT_BITS)
     tl.store(out + lanes, field_of(counts, lanes, WORLD_SIZE, COUNT_BITS))
 
 
@@ -508,9 +510,8 @@ def record(
     for token in range(first, last):
         token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
         own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        record_route(
-            routes, sent_ids, token_ids, token, before, own, TOPK, TOPK_LANES, WORLD_SIZE, WORLD_LANES, COUNT_BITS
-        )
+        shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
+        record_route(routes, sent_ids, token_ids, token, before, own, shape, COUNT_BITS)
         before = plus(before, own, WORLD_SIZE, COUNT_BITS)
 
 

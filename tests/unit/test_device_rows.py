@@ -9,11 +9,13 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.constants import ExpertPlacement
+from ep_a2a.kernels import constants
+from ep_a2a.kernels.constants import ExpertPlacement, LowLatencyDispatch, Shape
 from ep_a2a.kernels.layout import Region, Stage, padded
-from ep_a2a.kernels.ll_receive_kernels import judge_beside, judge_row, read_beside, take_row_block
+from ep_a2a.kernels.ll_receive_kernels import ArrivingRow, judge_beside, judge_row, read_beside, take_row_block
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import STEP_SHIFT, pause
+from ep_a2a.kernels.receive_kernels import DispatchStep
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
     field_of,
@@ -253,22 +255,14 @@ def take(
     words_at = tl.arange(0, WORD_LANES)
     sent = tl.load(sent_lanes + sides_at) != 0
     words, side, exists, poison = take_row_block(
-        table,
-        rows,
-        sides,
-        count_word,
-        epoch,
-        source,
-        index,
+        DispatchStep(table, rank, epoch, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+        ArrivingRow(rows, sides, count_word, source, index, 0),
         words_at,
         sides_at,
         sent,
-        rank,
-        WORLD_SIZE,
-        ROW_WORDS,
-        SIDE_WORDS,
-        ALWAYS_FLAGGED,
-        SPARSE_POLLS,
+        Shape(WORLD_SIZE, WORLD_SIZE, 0, 1, False),
+        constants.Row(ROW_WORDS, WORD_LANES, ALWAYS_FLAGGED, 1, 1, False, False),
+        LowLatencyDispatch(1, 1, 8, SIDE_WORDS - 1, True, 1, SIDE_LANES, SPARSE_POLLS),
     )
     tl.store(words_out + words_at, words)
     tl.store(side_out + sides_at, side)
@@ -500,16 +494,17 @@ def find_rows(
     starts = ()
     for step in tl.static_range(WORLD_SIZE):
         starts = starts + (tl.load(first_rows + (rank + step) % WORLD_SIZE),)  # noqa: RUF005
-    alone = count_rows(ids, 0, first, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS)
+    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
+    alone = count_rows(ids, 0, first, shape, OWNERS, BLOCK_TOKENS, COUNT_BITS)
     own_counts = field_of(
-        count_rows(ids, first, last, TOPK, OWNERS, WORLD_SIZE, BLOCK_TOKENS, COUNT_BITS),
+        count_rows(ids, first, last, shape, OWNERS, BLOCK_TOKENS, COUNT_BITS),
         ranks,
         WORLD_SIZE,
         COUNT_BITS,
     )
     before_it = rows_of_programs_before(table, 9, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES)
     told = packed(before_it, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
-    going = fields_of_tokens(ids, num_tokens, TOPK, OWNERS, WORLD_SIZE, TOKENS, COUNT_BITS)
+    going = fields_of_tokens(ids, num_tokens, shape, OWNERS, TOKENS, COUNT_BITS)
     for token in range(first, last):
         token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
         own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)

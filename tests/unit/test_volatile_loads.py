@@ -35,8 +35,13 @@ class DeviceCode:
     def __init__(self, sources: Iterable[str]) -> None:
         self.functions: dict[str, list[ast.FunctionDef]] = defaultdict(list)
         self.calls: dict[str, list[tuple[ast.FunctionDef, ast.Call]]] = defaultdict(list)
+        self.tuples: dict[str, list[str]] = {}
+        """Fields of named tuples, by class."""
         for source in sources:
             for function in ast.walk(ast.parse(source)):
+                if isinstance(function, ast.ClassDef) and [*map(ast.unparse, function.bases)] == ["NamedTuple"]:
+                    fields = [each.target for each in function.body if isinstance(each, ast.AnnAssign)]
+                    self.tuples[function.name] = list(map(ast.unparse, fields))
                 if isinstance(function, ast.FunctionDef):
                     self.functions[function.name].append(function)
                     for node in ast.walk(function):
@@ -45,15 +50,21 @@ class DeviceCode:
 
     def origins(self, value: ast.expr, function: ast.FunctionDef) -> set[ast.Call]:
         """The loads, and the calls of `address`, that a value or a pointer comes from."""
-        found: set[ast.Call] = set()
+        return {call for call, _ in self._calls_behind(value, function, ("tl.load", "address"))}
+
+    def _calls_behind(
+        self, value: ast.expr, function: ast.FunctionDef, names: Iterable[str]
+    ) -> set[tuple[ast.Call, ast.FunctionDef]]:
+        """The calls of these functions, each with the function around it, that a value comes from."""
+        found: set[tuple[ast.Call, ast.FunctionDef]] = set()
         seen: set[tuple[str, ast.expr]] = set()
         left = [(value, function)]
         while left:
             node, where = left.pop()
             if (where.name, node) not in seen:
                 seen.add((where.name, node))
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "address"):
-                    found.add(node)
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                    found.add((node, where))
                 else:
                     left.extend(self._one_step_back(node, where))
         return found
@@ -73,6 +84,10 @@ class DeviceCode:
             place = node.slice.value
             for each, other in self._one_step_back(node.value, where):
                 yield (each.elts[place] if isinstance(each, ast.Tuple) else each), other
+        elif isinstance(node, ast.Attribute):
+            makers = [name for name, fields in self.tuples.items() if node.attr in fields]
+            for call, other in self._calls_behind(node.value, where, makers):
+                yield call.args[self.tuples[ast.unparse(call.func)].index(node.attr)], other
 
     def _returned_by(self, call: ast.Call, where: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.FunctionDef]]:
         name = ast.unparse(call.func)
@@ -199,9 +214,12 @@ def inner(words):
     return payload_of(words)
 def read(at):
     return at, tl.load(at + 1)
+class Place(NamedTuple):
+    rank: tl.tensor
+    lines: tl.tensor
 def outer(table, rank):
-    lines = tl.multiple_of(address(table, COUNTS, rank, 2, tl.int64).to(tl.int64) + rank, 8)
-    _, words = read(lines)
+    place = Place(rank, tl.multiple_of(address(table, COUNTS, rank, 2, tl.int64).to(tl.int64) + rank, 8))
+    _, words = read(place.lines)
     return inner(words)
 """
         ]
