@@ -14,8 +14,7 @@ from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
 from ep_a2a.commands.tables import fitting_tables, new_table, table_lines
 from ep_a2a.errors import UnknownNameError, did_you_mean
-from ep_a2a.managers.availability import problems
-from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities
+from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities, problems
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
 
 if TYPE_CHECKING:

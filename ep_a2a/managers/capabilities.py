@@ -1,9 +1,11 @@
-"""Capabilities: a backend's limits, declared on its manager, checked before an op is built."""
+"""Capabilities: a backend's limits, declared on its manager, checked before an op is built and on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ep_a2a.config import QuantType
 from ep_a2a.errors import UnsupportedError
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.managers.base import All2AllManagerBase
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 TOKEN_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
@@ -212,3 +215,31 @@ def _use_another(name: str, possible: tuple[Any, ...]) -> str:
     if name == "layout":
         return f"Pass the handle kwarg layout={possible[0]!r}, or use the backend 'ep_a2a', which has all layouts."
     return "Change it, or use the backend 'ep_a2a'."
+
+
+def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
+    """Returns why a backend cannot work on tensors of this device here, or None."""
+    if device_type == "cpu":
+        return None if capabilities.runs_on_cpu else f"does not run on CPU: needs {_gpus(capabilities)}"
+    if not torch.cuda.is_available():
+        return f"no GPU found: needs {_gpus(capabilities)}"
+    found = "AMD" if torch.version.hip else "NVIDIA"
+    return None if found in capabilities.gpus else f"found {found} GPUs: needs {_gpus(capabilities)}"
+
+
+def problems(manager: type[All2AllManagerBase], device_type: str) -> tuple[str, ...]:
+    """Returns every obstacle to a backend's use here, its library first; () without one. Imports the library.
+
+    Args:
+        manager: the backend's class.
+        device_type: "cuda" or "cpu".
+    """
+    library = manager.library
+    missing = None if library is None else library.problem()
+    if missing is not None and library is not None:
+        missing = f"{missing} ({library.install})"
+    return tuple(filter(None, (missing, device_problem(manager.capabilities, device_type))))
+
+
+def _gpus(capabilities: Capabilities) -> str:
+    return f"{' or '.join(capabilities.gpus)} GPUs"

@@ -1,6 +1,6 @@
 """Reads, searches and writes the tables of tuned launch numbers in configs/.
 
-A table is a JSON file `{arch}_{kernel}_ep{ranks}_{phase}.json`: shape keys, the launch that was fastest for each, and
+A table is a JSON file `{arch}_intra_node_ep{ranks}_{phase}.json`: shape keys, the launch that was fastest for each, and
 the measurement that says so. Its numbers are wishes: the policy gives no more programs than there is work or room for.
 Ranks may have different tables: nothing in a launch's numbers must match on other ranks.
 """
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PHASES = ("dispatch", "flagged_dispatch", "combine")
 """Values of policy.Phase; each has a table of its own."""
-INTRA_NODE = "intra_node"
 NO_TABLES = "none"
 """Value of EP_A2A_TUNING_DIR for no tables at all, not even the shipped ones."""
 MAX_RATIO = 2.0
@@ -198,9 +197,9 @@ def arch_name(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def table_name(arch: str, num_ranks: int, phase: str, kernel: str = INTRA_NODE) -> str:
+def table_name(arch: str, num_ranks: int, phase: str) -> str:
     """Returns the file name of a table."""
-    return f"{arch}_{kernel}_ep{num_ranks}_{phase}.json"
+    return f"{arch}_intra_node_ep{num_ranks}_{phase}.json"
 
 
 def shipped_directory() -> Path:
@@ -210,7 +209,7 @@ def shipped_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def load_tables(arch: str, num_ranks: int, kernel: str = INTRA_NODE) -> TunedTables:
+def load_tables(arch: str, num_ranks: int) -> TunedTables:
     """Returns the tables for a kind of GPU and a number of ranks: those in EP_A2A_TUNING_DIR, then the shipped ones.
 
     Entries of the directory replace shipped ones of the same key. EP_A2A_TUNING_DIR=none: no tables.
@@ -229,7 +228,7 @@ def load_tables(arch: str, num_ranks: int, kernel: str = INTRA_NODE) -> TunedTab
         )
     tables = {}
     for phase in PHASES:
-        name = table_name(arch, num_ranks, phase, kernel)
+        name = table_name(arch, num_ranks, phase)
         entries: dict[ShapeKey, TableEntry] = {}
         for path, origin in ((Path(own) / name, str(Path(own) / name)), (shipped_directory() / name, name)):
             if (own or origin == name) and path.is_file():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.managers.availability import problems
+from ep_a2a.managers.capabilities import problems
 from ep_a2a.managers.registry import available_backends, create_manager, manager_type
 from ep_a2a.routing import destination_mask
 

@@ -20,8 +20,7 @@ from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
-from ep_a2a.managers.availability import device_problem, problems
-from ep_a2a.managers.capabilities import TABLES, Capabilities
+from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem, problems
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.deepep import (
     BUFFER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,28 @@ LOW_LATENCY_MAX_TOKENS = 511
 """DeepEP needs 2 * tokens + 2 entries in a queue pair, which has 1024 by default."""
 RANK_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Numbers of ranks in DeepEP's table of launch numbers."""
+WAS_RUN = "two H200s of one node, with DeepEP dd758ca"
 PREFIX_MATRIX, SOURCE_TOKENS = 0, 3
 """Places in the handle of a dispatch on one node: the prefix sums of rows by (source, destination), tokens by row."""
 GLOBAL_PREFIX = 6
 """Place in the handle of a dispatch on several nodes: the prefix sum of rows by source."""
 RANGES = 1
 """Place in the handle of a dispatch: rows of each local expert by source."""
+
+
+COMPACT_ROWS = Capabilities(
+    layouts=("compact",),
+    ids="local",
+    token_dtypes=("bfloat16", "float8_e4m3fn"),
+    dispatch_casts=("none", "fp8_per_1x128"),
+    scale_formats=("float32", "float32_power_of_two"),
+    scales_per_128=True,
+    combine_dtypes=("bfloat16",),
+    even_experts=True,
+    rdma="across nodes",
+    was_run=WAS_RUN,
+)
+"""Capabilities that the backends with dense rows share."""
 
 
 def topk_dtype(deep_ep: Any) -> torch.dtype:
@@ -182,19 +199,10 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
 
     backend = "deepep_high_throughput"
     library = BUFFER
-    capabilities = Capabilities(
-        layouts=("compact",),
-        ids="local",
-        token_dtypes=("bfloat16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"),
-        scale_formats=("float32", "float32_power_of_two"),
-        scales_per_128=True,
-        combine_dtypes=("bfloat16",),
+    capabilities = replace(
+        COMPACT_ROWS,
         hidden_multiple=16,
-        even_experts=True,
-        rdma="across nodes",
         rank_counts=RANK_COUNTS,
-        was_run="two H200s of one node, with DeepEP dd758ca",
         notes=("several nodes: the host waits, no CUDA graphs, no source positions",),
     )
 
@@ -286,7 +294,7 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
         even_experts=True,
         max_tokens=LOW_LATENCY_MAX_TOKENS,
         rdma="across nodes",
-        was_run="two H200s of one node, with DeepEP dd758ca",
+        was_run=WAS_RUN,
         notes=(
             "an expert's rows lie together by source, the sources as they came",
             "total_recv and recv_counts count a row per expert",
@@ -352,20 +360,11 @@ class DeepEPV2All2AllManager(LibraryAll2AllManager):
 
     backend = "deepep_v2"
     library = ELASTIC_BUFFER
-    capabilities = Capabilities(
-        layouts=("compact",),
+    capabilities = replace(
+        COMPACT_ROWS,
         row_order="any",
-        ids="local",
-        token_dtypes=("bfloat16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"),
-        scale_formats=("float32", "float32_power_of_two"),
-        scales_per_128=True,
-        combine_dtypes=("bfloat16",),
         hidden_multiple=128,
         max_topk=32,
-        even_experts=True,
-        rdma="across nodes",
-        was_run="two H200s of one node, with DeepEP dd758ca",
         notes=("an id may not stand twice in a token", "needs NCCL with device-side communication"),
     )
 

@@ -14,9 +14,8 @@ from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
-from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,9 +13,8 @@ from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
-from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import received_rows
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
 from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
-from ep_a2a.managers.external.single_group_guard import SingleGroupGuard
 from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
