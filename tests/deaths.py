@@ -1,10 +1,11 @@
 """Random kills and stops: ranks die at any place of a step, and every survivor must name exactly those that are gone.
 
 `python -m tests.deaths --runs 200 --seed 1 --jobs 4` runs on CPU processes and prints a table. A rank dies, or stops
-for good, at a random call of device code in a step that was measured before, or behind it. Those who survive write down
-whom their error names. A rank whose fault was drawn for a place that it did not come to survives, too. One that is
-struck when the others have agreed already, or is stopped for less than the bound then, may be named or not, but by all
-alike.
+for good, at a random call of device code in a step that was measured before, or behind it. Or it dies at a meeting on
+the host while the ranks build, reset or close. Those who survive write down whom their error names: the dead as
+missing, or where nobody has died, the stopped as late. A stopped rank that no host hears is missing, too. A rank whose
+fault was drawn for a place that it did not come to survives. One that is struck when the others have agreed already may
+be named or not, but by all alike.
 
 With `--device cuda` the ranks share a GPU where there are fewer, by time slices, and a thread of the rank strikes at a
 random time of a step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,9 +35,11 @@ from unittest import mock
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.portable import PortableFunction
-from ep_a2a.memory import liveness
+from ep_a2a.memory import host_record
+from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.arena import Arena
-from ep_a2a.ops.agreement import PATIENCE_SECS
+from ep_a2a.memory.peers import SILENT_SECS
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import await_file, settle
 from tests.cases.op_cases import Case, Step, make_op, run_step
@@ -68,7 +72,12 @@ PATHS = (
     "InterNodeV1LL over torch.distributed between hosts",
 )
 BETWEEN_HOSTS = " between hosts"
-"""Each virtual node has a file of liveness of its own, so its ranks hear of other nodes by the network only."""
+"""Each virtual node has a record of its own, so its ranks hear of other nodes by the store only."""
+PHASES = ("step", "step", "step", "build", "reset", "close")
+MEETINGS = {"build": 9, "reset": 2, "close": 1}
+"""Meetings of a phase, at one of which a rank dies."""
+ON_HOST_SECS = 2.0
+"""Within this a death is named by the ranks of its host."""
 GPU_PATHS = PATHS[:5]
 """Ranks that share a GPU have no NVSHMEM and no NCCL."""
 GPU_STEPS_SECS = 60.0
@@ -77,7 +86,10 @@ TRANSPORTS = {"by puts": "nvshmem", "over torch.distributed": "torch.distributed
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank: "kill" or "stop", at this share of the device calls of its step, 1 to 1.3 behind it."""
+    """What happens to a rank: "kill" or "stop", at this share of the device calls of its step, 1 to 1.3 behind it.
+
+    In other phases than "step", at this share of the meetings.
+    """
 
     kind: str
     share: float
@@ -94,6 +106,7 @@ class Run:
     split: str
     faults: dict[int, Fault] = field(hash=False)
     device: str = "cpu"
+    phase: str = "step"
 
     @property
     def case(self) -> Case:
@@ -118,6 +131,11 @@ class Run:
         return over_torch_distributed(case) if self.is_staged else case
 
     @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks share a record."""
+        return not self.path.endswith(BETWEEN_HOSTS)
+
+    @property
     def is_staged(self) -> bool:
         """Whether the host moves rows between nodes."""
         return "torch.distributed" in self.path
@@ -132,7 +150,12 @@ def draw(seed: int, number: int, device: str = "cpu") -> Run:
     victims = sorted(rng.sample(range(world_size), num_faults))
     faults = {rank: Fault(rng.choice(("kill", "kill", "stop")), rng.random() * 1.3) for rank in victims}
     layouts = ("compact", "rank_major", "expert_major")
-    return Run(path, world_size, rng.choice((0, 128)), rng.choice(layouts), rng.choice(("", "mixed")), faults, device)
+    others = rng.choice((0, 128)), rng.choice(layouts), rng.choice(("", "mixed"))
+    phase = rng.choice(PHASES) if device == "cpu" else "step"
+    if phase != "step":
+        # a rank that is stopped is waited for until the bound of a meeting
+        faults = {rank: Fault("kill", fault.share / 1.3) for rank, fault in faults.items()}
+    return Run(path, world_size, *others, faults, device, phase)
 
 
 class FaultyCalls:
@@ -163,24 +186,79 @@ class FaultyCalls:
 
 
 def hosts_apart(ranks_per_host: int, rank: int) -> contextlib.AbstractContextManager[Any]:
-    """Within, a rank can open the files of liveness of its own host only."""
-    original = liveness._open_first
-
-    def of_own_host(names: Sequence[str], *rest: Any) -> Any:
-        host = rank // ranks_per_host
-        return original([n if other // ranks_per_host == host else "" for other, n in enumerate(names)], *rest)
-
-    return mock.patch.object(liveness, "_open_first", of_own_host)
+    """Within, ranks of one virtual node only share a record."""
+    return mock.patch.object(host_record, "host_identity", return_value=f"host {rank // ranks_per_host}")
 
 
 def body(context: RankContext, run: Run, folder: str) -> None:
     """A rank of a run: steps until an error, or until its fault comes."""
     case, rank = run.case, context.rank
-    arena = node_arena(context, case.num_nodes) if run.is_staged else Arena(context.group, context.device)
-    is_apart = run.path.endswith(BETWEEN_HOSTS)
+    is_apart = not run.is_on_one_host
     with hosts_apart(case.world_size // case.num_nodes, rank) if is_apart else contextlib.nullcontext():
-        op = make_op(context, case, arena)
+        arena = node_arena(context, case.num_nodes) if run.is_staged else Arena(context.group, context.device)
     pids = arena.rendezvous.exchange("process numbers", os.getpid())
+    if run.phase == "step":
+        seen = seen_in_a_step(context, run, arena, folder)
+    else:
+        seen = seen_in_a_phase(context, run, arena, folder)
+    Path(folder, f"{rank}.part").write_text(json.dumps(seen))
+    Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.json"))
+    for other in range(case.world_size):
+        if other != rank:
+            # it may be struck while this rank waits for it
+            await_file(Path(folder, f"{other}.json"), Path(folder, f"struck {other}"))
+    for other in run.faults:
+        if Path(folder, f"struck {other}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[other], signal.SIGKILL)
+
+
+def seen_in_a_phase(context: RankContext, run: Run, arena: Arena, folder: str) -> dict[str, Any]:
+    """What this rank sees while ranks build, reset or close, and some of them die at a meeting."""
+    case, fault = run.case, run.faults.get(context.rank)
+    op = None if run.phase == "build" else make_op(context, case, arena)
+    left: list[Any] = []
+    leave = arena.rendezvous.leave
+    arena.rendezvous.leave = lambda secs: left.append(leave(secs))  # type: ignore[method-assign]
+    reset = None if op is None else op.reset
+    work = {"build": lambda: make_op(context, case, arena), "reset": reset, "close": arena.close}[run.phase]
+    arena.rendezvous.barrier("before the faults")
+    if fault is not None:
+        die_at_a_meeting(Path(folder, f"struck {context.rank}"), 1 + int(fault.share * MEETINGS[run.phase]))
+    seen: dict[str, Any] = {"named": None}
+    start = time.monotonic()
+    try:
+        work()
+        if run.phase == "close":
+            gone = [rank for rank in range(run.world_size) if left[0] and str(rank) in left[0].partition("ranks")[2]]
+            seen = {"named": [gone, []], "text": str(left), "at": time.time()}
+    except RankTimeoutError as error:
+        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
+    seen["secs"] = time.monotonic() - start
+    return seen
+
+
+def die_at_a_meeting(sign: Path, number: int) -> None:
+    """Lets this process die before the exchange of this number from now on, or when it leaves."""
+    original, calls = Rendezvous.exchange, itertools.count(1)
+
+    def die(*_: Any) -> None:
+        sign.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def exchange(meeting: Rendezvous, label: str, message: Any) -> list[Any]:
+        if next(calls) == number:
+            die()
+        return original(meeting, label, message)
+
+    Rendezvous.exchange = exchange  # type: ignore[method-assign]
+    Rendezvous.leave = die  # type: ignore[method-assign]
+
+
+def seen_in_a_step(context: RankContext, run: Run, arena: Arena, folder: str) -> dict[str, Any]:
+    """What this rank sees in steps in which some ranks die or stop."""
+    case, rank = run.case, context.rank
+    op = make_op(context, case, arena)
     calls = FaultyCalls()
     run_step(case, op, 0, context.device)
     before, began = calls.count, time.monotonic()
@@ -207,16 +285,7 @@ def body(context: RankContext, run: Run, folder: str) -> None:
         seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
     seen["secs"] = time.monotonic() - start
     calls.undo()
-    Path(folder, f"{rank}.part").write_text(json.dumps(seen))
-    Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.json"))
-    for other in range(case.world_size):
-        if other != rank:
-            # it may be struck while this rank waits for it
-            await_file(Path(folder, f"{other}.json"), Path(folder, f"struck {other}"))
-    for other in run.faults:
-        if Path(folder, f"struck {other}").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[other], signal.SIGKILL)
+    return seen
 
 
 def step_numbers(device: str) -> Iterator[int]:
@@ -275,19 +344,26 @@ def wrong_names(run: Run, struck: Mapping[int, float], seen: Mapping[int, dict[s
         struck: when the fault came, by rank. seen: what a rank has written down, by rank.
     """
     found = []
-    died, survivors = set(struck), sorted(set(range(run.world_size)) - set(struck))
-    stops = any(run.faults[rank].kind == "stop" for rank in died)
-    # whoever waits for a rank that waits itself waits twice, and a stop must last
-    most_secs = (3 if stops else 2) * BOUND_SECS + PATIENCE_SECS + SLACK_SECS
+    survivors = sorted(set(range(run.world_size)) - set(struck))
+    died = {rank for rank in struck if run.faults[rank].kind == "kill"}
+    stopped = set(struck) - died
+    # whoever waits for a rank that waits itself waits twice
+    most_secs = 2 * BOUND_SECS + PATIENCE_SECS + SLACK_SECS
+    if run.is_on_one_host and not stopped:
+        most_secs = ON_HOST_SECS + SLACK_SECS
+    elif run.phase != "step":
+        most_secs = SILENT_SECS + SLACK_SECS
     first_error = min((each["at"] for each in seen.values() if each["named"]), default=0.0)
-    sure = {rank for rank in died if struck[rank] < first_error - unsure_secs(run.faults[rank])}
+    sure = {rank for rank in died if struck[rank] < first_error - TO_ERROR_SECS}
     named = {rank: seen[rank]["named"] for rank in survivors if rank in seen}
-    if any(each != named[rank] for rank in named for each in named.values()):
+    # hosts agree on who is gone, and need not on who is late
+    compared = [each if run.is_on_one_host else each and each[0] for each in named.values()]
+    if any(each != compared[0] for each in compared):
         found.append(f"survivors disagree: {named}")
     for rank in survivors:
         if not named.get(rank):
             found.append(f"rank {rank} saw nothing")
-        elif not sure <= set(named[rank][0]) <= died or named[rank][1]:
+        elif not is_right(run, set(named[rank][0]), set(named[rank][1]), sure, died):
             text = seen[rank]["text"][:300]
             found.append(f"rank {rank} named {named[rank]} and not {sorted(sure)} of {sorted(died)}: {text}")
         elif seen[rank]["secs"] > most_secs:
@@ -295,9 +371,12 @@ def wrong_names(run: Run, struck: Mapping[int, float], seen: Mapping[int, dict[s
     return found
 
 
-def unsure_secs(fault: Fault) -> float:
-    """For how long before the errors a fault may have come too late to be in the verdict."""
-    return TO_ERROR_SECS + (BOUND_SECS if fault.kind == "stop" else 0.0)
+def is_right(run: Run, missing: set[int], late: set[int], sure: set[int], died: set[int]) -> bool:
+    """Whether those who have died are missing; else some that are stopped are late, those that were waited for."""
+    stopped = {rank for rank, fault in run.faults.items() if fault.kind == "stop"}
+    if missing or sure:
+        return sure <= missing <= (died if run.is_on_one_host else died | stopped) and not late
+    return bool(late) and late <= stopped
 
 
 def tried(seed: int, number: int, device: str) -> tuple[int, list[str]]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
-    from ep_a2a.memory.liveness import Liveness
     from ep_a2a.memory.rendezvous import Rendezvous
 
 Tensor = torch.Tensor
@@ -131,11 +130,6 @@ class All2AllManagerBase:
         if self._groups is None:
             self._groups = DeviceGroups(self.cpu_group, self.device_group)
         return self._groups
-
-    @property
-    def liveness(self) -> Liveness | None:
-        """Which ranks live; None before the first op, and where this rank sees nobody."""
-        return None if self._groups is None else self._groups.liveness
 
     @property
     def _rendezvous(self) -> Rendezvous:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.liveness import Liveness
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
@@ -90,11 +89,6 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._factory: OpFactory | None = None
         self._max_sms = 0
         self._step: _Step | None = None
-
-    @property
-    def liveness(self) -> Liveness | None:
-        """Returns which ranks live, as the arena sees it; None before the arena is made."""
-        return None if self._arena is None else self._arena.liveness
 
     @property
     def arena(self) -> Arena:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,6 @@ from ep_a2a.errors import (
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu
-from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.use_order import Slot
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ep_a2a.memory.node_transport import NodeTransport
+    from ep_a2a.memory.peers import Peers
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class OpMemory:
     Attributes:
         table: addresses by which the op's kernels find everything.
         spans: where kernels note times, if asked to. Captured graphs hold the addresses of both, so they stay here.
+        alarm: poisons this rank's kernels of the op, since a rank is gone.
     """
 
     symmetric: dict[str, SymmetricMemory]
@@ -111,6 +113,7 @@ class OpMemory:
     user: weakref.ref[object] | None = None
     table: torch.Tensor | None = None
     spans: torch.Tensor | None = None
+    alarm: Callable[[int], None] | None = None
 
     @property
     def in_use(self) -> bool:
@@ -118,7 +121,7 @@ class OpMemory:
         return self.user is not None and self.user() is not None
 
 
-@dataclass
+@dataclass(eq=False)
 class Arena:
     """Hands out symmetric memory to the ops of one group and device.
 
@@ -133,7 +136,7 @@ class Arena:
 
     Attributes:
         between_nodes: moves blocks to other nodes, where memory is mapped inside of a node only; else None.
-        liveness: which ranks of this host live, from the first op on; None where the host has no shared memory.
+        peers: which ranks live. When one dies, kernels of the arena's ops that wait for ranks leave.
     """
 
     group: dist.ProcessGroup
@@ -141,15 +144,28 @@ class Arena:
     allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
     closed: bool = field(default=False, init=False)
     between_nodes: NodeTransport | None = field(default=None, init=False)
-    liveness: Liveness | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.group)
         self._slots: dict[int, Slot] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}
-        self._has_met = False
+        # held while memory is given back, which another thread may be about to write to
+        self._giving_back = threading.RLock()
+        self.peers.alarms.add(self)
         self._num_unshared = 0
         self._free_unshared: list[int] = []
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks of the group, as this process sees them."""
+        return self.rendezvous.peers
+
+    def alarm(self, rank: int) -> None:
+        """Makes the ops' kernels that wait for other ranks leave, since `rank` is gone. Any thread may call it."""
+        with self._giving_back:
+            for memory in [] if self.closed else list(self._memory.values()):
+                if memory.alarm is not None:
+                    memory.alarm(rank)
 
     def unshared_index(self) -> int:
         """Returns an index that no other op has, for an op whose steps may overlap with any other's. Collective.
@@ -209,11 +225,6 @@ class Arena:
         """
         if self.closed:
             raise ClosedError("an open arena", "a closed one")
-        if not self._has_met:
-            self.liveness = Liveness.meet(self.rendezvous)
-            self._has_met = True
-            if self.liveness is not None:
-                self.rendezvous.tell_apart = self.liveness.tell_apart
         if (key, index) not in self._memory:
             try:
                 self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
@@ -322,9 +333,11 @@ class Arena:
         """
         if self.closed:
             return
-        self.closed = True
         if not self.rendezvous.process.is_current:
+            self.closed = True
             return
+        with self._giving_back:
+            self.closed = True
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -332,8 +345,6 @@ class Arena:
             if meets and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
                 logger.info("rank %d closes alone: %s", self.rendezvous.rank, absence)
         finally:
-            if self.liveness is not None:
-                self.liveness.close()
             for block in (*self._all_symmetric(), *also):
                 block.close()
             self._slots.clear()

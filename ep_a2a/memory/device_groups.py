@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
+from ep_a2a.memory.agreement import agree, with_verdict
 from ep_a2a.memory.gpu_ranks import require_own_gpus
-from ep_a2a.memory.liveness import Liveness
+from ep_a2a.memory.peers import GivenUp
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -29,28 +31,44 @@ class DeviceGroups:
         cpu_group: the group itself, with gloo.
         device_group: None, or a group of the same ranks with NCCL. Without one, cpu_group is used where it has NCCL
             too, and otherwise a communicator is made over cpu_group's store when a CUDA tensor first comes.
-
-    Attributes:
-        liveness: who of the ranks lives; None before `meet`, and where this rank sees nobody.
     """
 
     def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup | None = None) -> None:
         self.cpu_group = cpu_group
         self._device_group = device_group
         self._own: dist.ProcessGroup | None = None
-        self.liveness: Liveness | None = None
-        self._has_met = False
+        self._num_waits = 0
 
     @functools.cached_property
     def rendezvous(self) -> Rendezvous:
         """Meeting place where ranks compare values; made on first use, on every rank in the same order."""
         return Rendezvous(self.cpu_group)
 
-    def meet(self) -> None:
-        """Lets ranks see who of them lives. The first call is collective: make it before anything can fail."""
-        if not self._has_met:
-            self.liveness = Liveness.meet(self.rendezvous)
-            self._has_met = True
+    def wait(self, work: dist.Work, device: torch.device, timeout_secs: float) -> None:
+        """Waits for a collective of all ranks: on CPU until it is done, on CUDA by making the current stream wait.
+
+        Args:
+            work: what the collective returned.
+            device: where its tensors lie.
+            timeout_secs: bound on CPU; on CUDA the process group's own timeout holds.
+
+        Raises:
+            RankTimeoutError: on CPU, when timeout_secs have passed or the connection to a rank is lost; at most
+                PATIENCE_SECS later (memory/agreement.py). A collective does not tell who did not come, so
+                missing_ranks are those that are gone, late_ranks those that live and do not give up, too.
+        """
+        rank, peers = self.rendezvous.rank, self.rendezvous.peers
+        self._num_waits += 1
+        start = clock.now()
+        try:
+            wait_for(work, device, timeout_secs, rank)
+        except RankTimeoutError as error:
+            now = clock.now()
+            lacked = tuple(other for other in range(peers.world_size) if other != rank)
+            failure = f"collective {self._num_waits} behind meeting {self.rendezvous.last_meeting}"
+            given_up = GivenUp(failure, f"collective {self._num_waits}", lacked, began=True, at=now)
+            left_secs = max(0.0, timeout_secs - (now - start))
+            raise with_verdict(error, agree(peers, given_up, timeout_secs, left_secs), rank) from error
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.
@@ -89,9 +107,7 @@ class DeviceGroups:
         return group
 
     def close(self) -> None:
-        """Shuts down the communicator that this object made, and leaves; groups that it was given stay."""
-        if self.liveness is not None:
-            self.liveness.close()
+        """Shuts down the communicator that this object made; groups that it was given stay."""
         if self._own is not None:
             self._own.shutdown()
             self._own = self._device_group = None

@@ -134,7 +134,8 @@ def create_private(path: Path, num_bytes: int) -> int:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # reserves the pages now: a full /dev/shm is an error here instead of a SIGBUS in a kernel
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError:
         os.close(descriptor)
         path.unlink()

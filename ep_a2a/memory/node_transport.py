@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ContiguityError, ShapeError, StateError
 from ep_a2a.memory.device_groups import DeviceGroups, wait_for
+from ep_a2a.memory.peers import STORE_SECS, within
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_arrivals import Arrivals
 from ep_a2a.memory.use_order import is_capturing
 
 if TYPE_CHECKING:
@@ -167,7 +168,10 @@ class NodeAllToAll(NodeTransport):
     def _connect(self) -> None:
         self._group = make_subgroup(self.group, self.grid.partners)
         self._device_groups = DeviceGroups(self._group)
-        self._arrivals = Arrivals(self._group, self.grid.partners)
+        store = distributed_c10d._get_process_group_store(self._group)
+        # each partner's number of exchanges, since gloo does not say which rank it waits for
+        self._numbers = distributed_c10d.PrefixStore("ep_a2a/exchanges", store)
+        self._number = 0
 
     def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
         if received.is_cuda:
@@ -181,9 +185,10 @@ class NodeAllToAll(NodeTransport):
         options = dist.AllToAllOptions()
         # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
         options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
-        number = self._arrivals.announce()
+        self._number += 1
+        self._numbers.set(str(self.grid.node), str(self._number))
         work = self._device_groups.of(received.device).alltoall_base(received, sent, [], [], options)
-        return Exchange(work, (received, sent), number)
+        return Exchange(work, (received, sent), self._number)
 
     def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
         ranks = self.grid.partners
@@ -194,8 +199,22 @@ class NodeAllToAll(NodeTransport):
             timeout_secs,
             ranks[self.grid.node],
             who=who,
-            find_missing=lambda: self._arrivals.missing(exchange.number),
+            find_missing=lambda: self._missing(exchange.number),
         )
+
+    def _missing(self, number: int) -> tuple[int, ...]:
+        """Partners that have not come to the exchange of this number.
+
+        All partners where the store does not answer, or where all have come but not all connections have held.
+        """
+
+        def come(place: int) -> bool:
+            key = str(place)
+            return self._numbers.check([key]) and int(self._numbers.get(key)) >= number
+
+        late = within(STORE_SECS, lambda: [place for place in range(self.grid.num_nodes) if not come(place)])
+        others = [place for place in range(self.grid.num_nodes) if place != self.grid.node]
+        return tuple(self.grid.partners[place] for place in late or others)
 
     def _disconnect(self) -> None:
         self._device_groups.close()

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ep_a2a import clock
+from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.memory.peers import peers_of, within
 from ep_a2a.memory.use_order import OwnProcess
-from ep_a2a.topology.facts import require_one_version, with_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from ep_a2a.memory.peers import Peers, Verdict
 
 DEFAULT_TIMEOUT_SECS = 300.0
 NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
-LEAVERS_POLL_SECS = 0.005
+POLL_SECS_PER_RANK = 0.001
+LONGEST_POLL_SECS = 0.05
 SHOWN_CHARACTERS = 40
-EXIT_SECS = 0.1
-"""A process that ends closes its connections a little before its other files."""
-LOCALHOST = "127.0.0.1"
+VERSION_KEY = "wire_format_version"
+UNKNOWN = "an older one, which does not say"
 
 
 def is_like(message: Any, own: Any) -> bool:
@@ -45,47 +46,40 @@ def _kind_fits(value: Any, own: Any) -> bool:
 
 
 class Rendezvous:
-    """Exchanges messages among ranks of a group, in the same order on every rank.
+    """Exchanges messages among the ranks of a group, in the same order on every rank.
 
     Args:
         group: the process group; any backend, since only its store is used.
         timeout_secs: how long to wait for the slowest rank of one exchange.
-        members: the ranks of `group` that meet, equal on all of them; None is all. `rank` and `world_size` are then
-            this rank's place among them and their number; errors name ranks of `group`.
-        store: where they meet; None is the group's own.
 
     Attributes:
-        store_host: the name or address of the store's host.
-        tell_apart: which of some ranks are gone, and which live; see Liveness.tell_apart. None where nobody can say.
+        peers: the ranks, as this process sees them. The death of one ends every exchange that it has not come to.
 
     Raises:
         RankTimeoutError: the store has ended.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout_secs: float = DEFAULT_TIMEOUT_SECS,
-        members: Sequence[int] | None = None,
-        store: distributed_c10d.Store | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> None:
         self.process = OwnProcess()
         self.group = group
-        self.members = tuple(range(dist.get_world_size(group)) if members is None else members)
-        self.rank = self.members.index(dist.get_rank(group))
-        self.world_size = len(self.members)
         self.timeout_secs = timeout_secs
-        prefix = "ep_a2a" if members is None else f"ep_a2a/of/{','.join(map(str, self.members))}"
-        store = distributed_c10d._get_process_group_store(group) if store is None else store
-        self._store = distributed_c10d.PrefixStore(prefix, store)
-        self.store_host = _host_of(store)
-        self.tell_apart: Callable[[Sequence[int], float], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
-        with self._store_must_answer("the first word of a meeting"):
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        store = distributed_c10d._get_process_group_store(group)
+        self._store = distributed_c10d.PrefixStore("ep_a2a", store)
+        label = "the first word of a meeting"
+        with store_must_answer(label, None):
+            self.peers = peers_of(group)
+        with store_must_answer(label, self.peers):
             self._generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = self._generation << 32
 
+    @property
+    def last_meeting(self) -> str:
+        """A name of the last exchange, equal on all ranks."""
+        return str(self._sequence)
+
     def exchange(self, label: str, message: Any) -> list[Any]:
-        """Returns every rank's message, in the order of `members`.
+        """Returns every rank's message, in rank order.
 
         Args:
             label: subject of this meeting; must be equal on all ranks.
@@ -99,40 +93,37 @@ class Rendezvous:
         self.process.require("the group of ranks")
         self._sequence += 1
         answer = with_version({"label": label, "message": message})
-        with self._store_must_answer(label):
+        with store_must_answer(label, self.peers):
             self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
-            answers = [self._parsed(text, place, label) for place, text in enumerate(self._texts(label))]
+            try:
+                texts = self._texts(label)
+            finally:
+                self.peers.forget_name()
+            answers = [parsed(text) for text in texts]
             # a rank that takes part in exchange n has read all of exchange n - 2
             self._store.delete_key(self._key(self._sequence - 2, self.rank))
-        require_one_version(answers, self.members)
-        for place, each in enumerate(answers):
+        require_one_version(answers)
+        for rank, each in enumerate(answers):
             if not isinstance(each.get("label"), str) or "message" not in each:
-                raise self._unreadable(place, label, "an object without label and message")
+                raise self._unreadable(rank, label, "an object without label and message")
         labels = [answer["label"] for answer in answers]
         if len(set(labels)) > 1:
             other = next(rank for rank, text in enumerate(labels) if text != label)
             raise ConfigMismatchError(
-                f"all ranks to reach the same step; rank {self.members[self.rank]} is at {label!r}",
-                f"rank {self.members[other]} at {labels[other]!r}",
+                f"all ranks to reach the same step; rank {self.rank} is at {label!r}",
+                f"rank {other} at {labels[other]!r}",
                 "Make the same calls in the same order on every rank.",
             )
-        for place, each in enumerate(answers):
+        for rank, each in enumerate(answers):
             if not is_like(each["message"], message):
                 raise self._unreadable(
-                    place, label, f"a message that begins {str(each['message'])[:SHOWN_CHARACTERS]!r}"
+                    rank, label, f"a message that begins {str(each['message'])[:SHOWN_CHARACTERS]!r}"
                 )
         return [answer["message"] for answer in answers]
 
-    def _parsed(self, text: bytes, place: int, label: str) -> Any:
-        """Reads a member's text as JSON; anybody who reaches the store can write there."""
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise self._unreadable(place, label, f"{len(text)} bytes that are no JSON") from None
-
-    def _unreadable(self, place: int, label: str, got: str) -> ConfigMismatchError:
+    def _unreadable(self, rank: int, label: str, got: str) -> ConfigMismatchError:
         return ConfigMismatchError(
-            f"a message of this package from rank {self.members[place]} at {label!r}",
+            f"a message of this package from rank {rank} at {label!r}",
             got,
             "Look who else writes to the store of the process group.",
         )
@@ -150,7 +141,7 @@ class Rendezvous:
         if failed:
             raise ConfigMismatchError(
                 f"{label} to succeed on every rank",
-                f"rank {self.members[failed[0]]} failed with {texts[failed[0]]}",
+                f"rank {failed[0]} failed with {texts[failed[0]]}",
                 "See above.",
             )
 
@@ -158,110 +149,130 @@ class Rendezvous:
         """Holds the last meeting: waits until the others leave, too, for patience_secs at most.
 
         Returns:
-            None when all members have come; else the reason why some may not have. Raises nothing.
+            None when all ranks have come; else the reason why some may not have. Raises nothing.
         """
-        answers: list[str | None] = []
+        keys = [f"left/{self._generation}/{rank}" for rank in range(self.world_size)]
 
-        def meet() -> None:
-            try:
-                answers.append(self._wait_for_leavers(time.monotonic() + patience_secs))
-            except RuntimeError as error:
-                answers.append(f"{NO_ANSWER}: {str(error).partition(chr(10))[0]}")
+        def meet() -> tuple[int, ...]:
+            self._store.set(keys[self.rank], "")
+            return await_keys(self._store, keys, range(self.world_size), self.peers, clock.now() + patience_secs)
 
-        # A store behind a cut link never answers and ignores its bound. A separate thread can be left behind.
-        asking = threading.Thread(target=meet, name="ep_a2a leaves", daemon=True)
-        try:
-            asking.start()
-        except RuntimeError as error:
-            return f"no thread could be started: {error}"
-        asking.join(patience_secs + STORE_PATIENCE_SECS)
-        return answers[0] if answers else NO_ANSWER
-
-    def _wait_for_leavers(self, deadline: float) -> str | None:
-        absent = self._call("left", deadline)
+        absent = within(patience_secs + STORE_PATIENCE_SECS, meet)
+        if absent is None:
+            return NO_ANSWER
         return f"no sign of ranks {', '.join(map(str, absent))}" if absent else None
-
-    def call(self, label: str, deadline: float) -> tuple[int, ...]:
-        """Says once that this rank is here, and returns the members that do not say so before a time.monotonic().
-
-        Raises:
-            RankTimeoutError: the store has ended.
-        """
-        with self._store_must_answer(label):
-            return self._call(label, deadline)
-
-    def _call(self, label: str, deadline: float) -> tuple[int, ...]:
-        keys = [f"{label}/{self._generation}/{place}" for place in range(self.world_size)]
-        self._store.set(keys[self.rank], "")
-        return self._await(keys, deadline)
-
-    def _await(self, keys: list[str], deadline: float) -> tuple[int, ...]:
-        """Waits for the members' keys, and returns the members whose keys are missing at a time.monotonic()."""
-        # the store's own wait may take twice its bound
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return self._absent(keys)
-            time.sleep(LEAVERS_POLL_SECS)
-        return ()
-
-    def _absent(self, keys: list[str]) -> tuple[int, ...]:
-        """Returns the members whose keys are missing."""
-        return tuple(member for member, key in zip(self.members, keys) if not self._store.check([key]))
 
     def _key(self, sequence: int, rank: int) -> str:
         return f"{sequence}/{rank}"
 
     def _texts(self, label: str) -> list[bytes]:
-        """Returns every member's message of this exchange."""
-        deadline = time.monotonic() + self.timeout_secs
-        keys = [self._key(self._sequence, place) for place in range(self.world_size)]
-        for key in keys:
-            try:
-                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError as error:
-                raise self._did_not_come(self._absent(keys), label) from error
+        """Returns every rank's message of this exchange."""
+        keys = [self._key(self._sequence, rank) for rank in range(self.world_size)]
+        failure = f"meeting {self._sequence}"
+        deadline = clock.now() + self.timeout_secs
+        absent = await_keys(
+            self._store,
+            keys,
+            range(self.world_size),
+            self.peers,
+            deadline,
+            lambda: self.peers.verdict(failure) is not None,
+        )
+        if absent:
+            raise did_not_come(absent, self.peers.record(failure, self.peers.part(absent)), label, self.timeout_secs)
         return [bytes(self._store.get(key)) for key in keys]
 
-    def _did_not_come(self, absent: tuple[int, ...], label: str) -> RankTimeoutError:
-        """Returns the error for members that did not come."""
-        missing, late = self.missing_and_late(absent)
-        return RankTimeoutError(
-            f"all {self.world_size} ranks at {label!r} within {self.timeout_secs:g} s",
-            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            + (f"; the processes of ranks {list(late)} run" if late else ""),
-            "Check that these ranks are alive and make the same calls in the same order.",
-            missing_ranks=missing,
-            late_ranks=late,
+
+def await_keys(
+    store: distributed_c10d.Store,
+    keys: Sequence[str],
+    ranks: Sequence[int],
+    peers: Peers,
+    deadline: float,
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> tuple[int, ...]:
+    """Waits until the store has all keys, and returns the ranks of those that it has not.
+
+    Args:
+        store: where they are set.
+        keys: one of each rank. ranks: their ranks in the group of `peers`.
+        peers: a rank that is gone is not waited for.
+        deadline: end of the wait, a clock.now().
+        is_given_up: whether another rank has given up this wait.
+    """
+    poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
+    while True:
+        # before the keys: a rank that is gone may have come before
+        peers.look()
+        is_over = clock.now() > deadline or is_given_up()
+        if store.check(list(keys)):
+            return ()
+        absent = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
+        if absent and (is_over or any(map(peers.has_gone, absent))):
+            return absent
+        clock.sleep(poll_secs)
+
+
+def parsed(text: bytes) -> Any:
+    """Reads a rank's text as JSON; None where it is none, since anybody who reaches the store can write there."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def did_not_come(absent: tuple[int, ...], verdict: Verdict, label: str, timeout_secs: float) -> RankTimeoutError:
+    """Returns the error of a meeting that ranks did not come to."""
+    seen = [f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"]
+    if verdict.missing:
+        seen.append(f"ranks {list(verdict.missing)} are gone or not seen to run")
+    if verdict.late:
+        seen.append(f"the processes of ranks {list(verdict.late)} run")
+    return RankTimeoutError(
+        f"all ranks at {label!r} within {timeout_secs:g} s",
+        "; ".join(seen),
+        "Check that these ranks are alive and make the same calls in the same order.",
+        missing_ranks=verdict.missing,
+        late_ranks=verdict.late,
+    )
+
+
+@contextlib.contextmanager
+def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
+    """Turns the failure of the store's process into a RankTimeoutError that says so."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise RankTimeoutError(
+            f"the store of the process group to answer at {label!r}",
+            str(error).partition("\n")[0],
+            "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
+            "another store: ep_a2a.survivors(..., store=) or memory.subgroups.make_subgroup(..., store=).",
+            missing_ranks=() if peers is None else peers.settle(),
+        ) from error
+
+
+def with_version(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a rank's message with the version of its wire format, for the first meeting of ranks."""
+    return {VERSION_KEY: WIRE_FORMAT_VERSION, **values}
+
+
+def require_one_version(messages: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
+    """Refuses ranks of different wire formats; to be called before anything else of a message is read.
+
+    Args:
+        messages: by rank, what `with_version` returned there. A message without a version is of an older package.
+        ranks: the ranks that the messages are from; None counts from 0.
+
+    Raises:
+        ConfigMismatchError: versions differ; the error names them and their ranks.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in zip(range(len(messages)) if ranks is None else ranks, messages):
+        version = str(message.get(VERSION_KEY, UNKNOWN)) if isinstance(message, dict) else UNKNOWN
+        ranks_of.setdefault(version, []).append(rank)
+    if len(ranks_of) > 1:
+        found = "; ".join(f"{version} on ranks {of}" for version, of in ranks_of.items())
+        raise ConfigMismatchError(
+            "one wire format version on all ranks", found, "Install the same version of ep-a2a on all hosts."
         )
-
-    def missing_and_late(self, absent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Parts ranks that did not come: into those that may be gone, and those whose processes run."""
-        _, late = ((), ()) if self.tell_apart is None else self.tell_apart(absent, self.timeout_secs)
-        return tuple(rank for rank in absent if rank not in late), late
-
-    @contextlib.contextmanager
-    def _store_must_answer(self, label: str) -> Iterator[None]:
-        """Turns the failure of the store's process into a RankTimeoutError that says so."""
-        try:
-            yield
-        except dist.DistNetworkError as error:
-            gone: tuple[int, ...] = ()
-            if self.tell_apart is not None:
-                time.sleep(EXIT_SECS)
-                gone, _ = self.tell_apart(self.members, self.timeout_secs)
-            raise RankTimeoutError(
-                f"the store of the process group to answer at {label!r}",
-                str(error).partition("\n")[0],
-                "The process that holds the store has ended, as a rule that of rank 0. Those who are left can meet in "
-                "another store: ep_a2a.survivors(..., store=) or memory.subgroups.make_subgroup(..., store=).",
-                missing_ranks=gone,
-            ) from error
-
-
-def _host_of(store: distributed_c10d.Store) -> str:
-    """The name or address of the host of a TCP store; this host's for others."""
-    while isinstance(store, distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    return str(getattr(store, "host", LOCALHOST))

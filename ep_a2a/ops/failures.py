@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ep_a2a import clock
 from ep_a2a.errors import (
     AlternationError,
     CapacityError,
@@ -15,8 +16,8 @@ from ep_a2a.errors import (
     RankTimeoutError,
 )
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
-from ep_a2a.memory.liveness import GivenUp
-from ep_a2a.ops.agreement import RESET, Verdict
+from ep_a2a.memory.agreement import RESET, agree, described, remedy_of
+from ep_a2a.memory.peers import GivenUp, Verdict
 from ep_a2a.ops.timeouts import FIRST_EPOCH
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class Failure:
         """Of a timeout, whom this rank's kernel waited for: the source of a row, too, whose flags had come."""
         hint = {self.accused} & set(range(len(self.per_rank)))
         return tuple(sorted((hint | set(self.absent)) - {rank}))
+
+    def call(self, memory: BoundMemory) -> str:
+        """The call that failed, for readers on all ranks."""
+        config = memory.config
+        name = f"{PHASES[self.phase]} {self.epoch & UINT32_MASK}" if self.phase in PHASES else "a call"
+        return f"{name} of the op of index {memory.index} with hidden size {config.hidden_dim} and top-{config.topk}"
 
     def exception(
         self,
@@ -182,8 +189,8 @@ class Failure:
                     facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
         return RankTimeoutError(
             f"every rank within {timeouts.named(self.epoch)}",
-            f"{verdict}. Seen here: {'; '.join(facts)}",
-            verdict.remedy,
+            f"{described(verdict, rank)}. Seen here: {'; '.join(facts)}",
+            remedy_of(verdict),
             verdict.missing,
             wanted,
             seen,
@@ -241,5 +248,7 @@ def error_of(
         # combine weights are awaited before flags are posted: there the kernel counts this rank among those that came
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
         began = seen is not None and (not seen or posted)
-        verdict = memory.agreement.verdict(GivenUp(failure.lacked(rank), began), bound_of(timeouts, failure.epoch))
+        lacked = failure.lacked(rank)
+        given_up = GivenUp(memory.failure_key, failure.call(memory), lacked, began, clock.now())
+        verdict = agree(memory.peers, given_up, bound_of(timeouts, failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)

@@ -25,8 +25,8 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.memory.use_order import is_capturing
-from ep_a2a.ops.agreement import Agreement
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
+from ep_a2a.ops.poison import PoisonWord
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -68,7 +68,8 @@ class BoundMemory:
         index: the arena's slot.
 
     Attributes:
-        agreement: on who is gone when a step has failed.
+        failure_key: names the failure of this op's steps, if one comes, on all ranks.
+        poison: this rank's poison word.
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
         dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
             writes there, while this rank may still be sending to others from there: combine copies such rows first.
@@ -85,7 +86,7 @@ class BoundMemory:
                 config.num_local_experts,
             )
         self.acquired: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
-        self.agreement = Agreement(arena.liveness, config.rank, config.world_size)
+        self.peers, self.failure_key = arena.peers, ""
         symmetric, layout = self.acquired.symmetric, self.layout
         combine = symmetric[combine_role(config)]
         local, shared = self.acquired.local_own, self.acquired.local_shared
@@ -97,7 +98,7 @@ class BoundMemory:
             (layout.result, shared["result"], self._own_address(shared["result"])),
             (layout.expert, shared["expert"], self._own_address(shared["expert"])),
         ]
-        self._arena, self._index = arena, index
+        self._arena, self.index = arena, index
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
         self.record_words = self.record.numpy()
@@ -108,6 +109,8 @@ class BoundMemory:
         self.table = self.acquired.table
         behind = self.table[len(Region) * config.world_size :]
         self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
+        self.poison = PoisonWord(self.view(Region.POISON))
+        self.acquired.alarm = self.poison.post
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))
@@ -192,7 +195,7 @@ class BoundMemory:
                     "Make the same calls once before the capture.",
                 )
             num_bytes = math.prod(shape) * dtype.itemsize
-            memory = self._arena.shared_local(self._index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
+            memory = self._arena.shared_local(self.index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
             self._locals[role] = memory
         return memory
 
@@ -203,7 +206,8 @@ class BoundMemory:
             timeouts: bounds of waits for other ranks.
             refill: whether to refill the blocks that ops share; no op may be in a step then.
         """
-        self.agreement.begin_anew()
+        self.peers.begin_anew()
+        self.failure_key = f"step behind meeting {self._arena.rendezvous.last_meeting}"
         self.acquired.symmetric["own"].local.zero_()
         self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)

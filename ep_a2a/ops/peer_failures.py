@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from ep_a2a.kernels.layout import Region
-from ep_a2a.ops.failures import Failure, error_of
+from ep_a2a.ops.failures import error_of
 
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
-
-RANK_BITS = 16
-"""Low bits of a poison word, code << 16 | accused rank, that hold the rank (kernels/primitives.py)."""
 
 
 class PeerFailures:
@@ -27,12 +21,7 @@ class PeerFailures:
     """
 
     def __init__(self, op: EpDispatchCombineOp) -> None:
-        self._op, self._word = op, op.memory.view(Region.POISON)
-        on_gpu = op.device.type == "cuda"
-        # of its own, so that nothing waits for kernels that still run
-        self._stream = torch.cuda.Stream(op.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # whoever checks may be in this mode or not
-            self._copy = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._op = op
 
     def check(self) -> None:
         """Raises what any rank had found when the kernels that this rank has waited for ended.
@@ -40,17 +29,8 @@ class PeerFailures:
         Raises:
             RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as found.
         """
-        word = self._read()
-        if word:
+        failure = self._op.memory.poison.read()
+        if failure is not None:
             # this rank's own kernels know more
             self._op.check()
-            failure = Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1))
             raise error_of(failure, self._op.memory, self._op.timeouts)
-
-    def _read(self) -> int:
-        if self._stream is None:
-            return int(self._word)
-        with torch.cuda.stream(self._stream):
-            self._copy.copy_(self._word, non_blocking=True)
-        self._stream.synchronize()
-        return int(self._copy)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.ops.group_waits import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +23,6 @@ class RowExchange(abc.ABC):
     Tensors are contiguous, `[rows, ...]`, of any dtype in `gather_rows`; all ranks pass the same dtype and row shape.
     `counts` are the rows of each rank, the same on all ranks.
 
-    Construction is collective the first time that `groups` comes.
-
     Args:
         groups: the process groups that move tensors of each device.
         timeout_secs: bound of a wait on CPU. On CUDA the process group's own time-out holds.
@@ -33,7 +30,6 @@ class RowExchange(abc.ABC):
 
     def __init__(self, groups: DeviceGroups, timeout_secs: float) -> None:
         self.groups = groups
-        groups.meet()
         self.timeout_secs = timeout_secs
         self.rank = dist.get_rank(groups.cpu_group)
         self.world_size = dist.get_world_size(groups.cpu_group)
@@ -71,10 +67,10 @@ class RowExchange(abc.ABC):
         """Waits for a collective: on CPU until it is done, on CUDA by making the current stream wait.
 
         Raises:
-            RankTimeoutError: on CPU, when timeout_secs have passed; see wait_for_all.
+            RankTimeoutError: on CPU, when timeout_secs have passed; see DeviceGroups.wait.
         """
         if work is not None:
-            wait_for_all(work, device, self.groups, self.timeout_secs)
+            self.groups.wait(work, device, self.timeout_secs)
 
 
 def row_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import Region, Stage
@@ -18,8 +18,8 @@ from ep_a2a.kernels.staged_kernels import (
     post_failure_kernel,
     sum_nodes_kernel,
 )
-from ep_a2a.memory.liveness import GivenUp
-from ep_a2a.ops.agreement import with_verdict
+from ep_a2a.memory.agreement import agree, with_verdict
+from ep_a2a.memory.peers import GivenUp
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
@@ -68,7 +68,6 @@ class StagedEngine(Engine):
         self.kernels = OpKernels(config, memory.table, arena.device)
         self._ring = RingLaunches(self.kernels)
         self._memory, self._rendezvous, self._between = memory, arena.rendezvous, between_nodes
-        self._waiting = contextlib.nullcontext if arena.liveness is None else arena.liveness.waiting
         self._running: Exchange | None = None
         self._is_connected = self.kernels.interpreted
 
@@ -108,15 +107,17 @@ class StagedEngine(Engine):
     @contextlib.contextmanager
     def _naming_who_is_gone(self) -> Iterator[None]:
         """Within, a failed exchange raises the survivors' verdict: whom its transport misses is a hint only."""
-        began = time.monotonic()
+        start = clock.now()
         try:
             yield
         except RankTimeoutError as error:
-            failure = Failure.from_record(self._memory.synchronized_record(), self.kernels.config.world_size)
-            bound_secs = bound_of(self._memory.timeouts, failure.epoch)
-            left_secs = max(0.0, bound_secs - (time.monotonic() - began))
-            own = GivenUp(error.missing_ranks, began=True)
-            raise with_verdict(error, self._memory.agreement.verdict(own, bound_secs, left_secs)) from error
+            memory, now = self._memory, clock.now()
+            failure = Failure.from_record(memory.synchronized_record(), self.kernels.config.world_size)
+            bound_secs = bound_of(memory.timeouts, failure.epoch)
+            left_secs = max(0.0, bound_secs - (now - start))
+            given_up = GivenUp(memory.failure_key, failure.call(memory), error.missing_ranks, began=True, at=now)
+            verdict = agree(memory.peers, given_up, bound_secs, left_secs)
+            raise with_verdict(error, verdict, self.kernels.config.rank) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
         rings = self._ring.rings
@@ -131,7 +132,7 @@ class StagedEngine(Engine):
         if running is None:
             return
         try:
-            with self._waiting():
+            with self._memory.peers.waiting():
                 self._between.end(running, self._bound_secs(back=back))
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value

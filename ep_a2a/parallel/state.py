@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ep_a2a import env
 from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
 from ep_a2a.log_once import log_once
 from ep_a2a.managers.registry import check_backend_name
-from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.parallel.group_coordinator import GroupCoordinator, group_ranks
 from ep_a2a.topology import in_the_same_node_as
-from ep_a2a.topology.facts import require_one_version, with_version
 from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
@@ -213,13 +214,7 @@ def _leave_world() -> None:
 
 def _check_agreement(setup: _Setup) -> None:
     """Compares the setups before groups are made from them, since ranks with different groups would hang."""
-    group = dist.new_group(backend="gloo")
-    setups: list[Any] = [None] * setup.world_size
-    try:
-        dist.all_gather_object(setups, with_version(asdict(setup)), group=group)
-    finally:
-        destroy_group(group)
-    require_one_version(setups)
+    setups = Rendezvous(distributed_c10d._get_default_group()).exchange("parallel setup", asdict(setup))
     for name, expected in setups[0].items():
         other = [rank for rank, one in enumerate(setups) if one[name] != expected]
         if other:

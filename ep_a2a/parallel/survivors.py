@@ -120,7 +120,7 @@ def survivors(
     experts = _checked(experts_of_ranks, world_size)
     left = tuple(rank for rank in range(world_size) if rank not in gone)
     try:
-        group = make_subgroup(former, left, timeout_secs, store=store, liveness=manager.liveness)
+        group = make_subgroup(former, left, timeout_secs, store=store)
     except RankTimeoutError as failure:
         failure.missing_ranks = tuple(sorted(gone.union(failure.missing_ranks)))
         raise

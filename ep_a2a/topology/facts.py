@@ -1,7 +1,4 @@
-"""Gathers where the ranks of a group run, by two collectives; topology.classify judges what was found.
-
-Ranks of different versions of this package cannot work together: their first meeting, here or elsewhere, says so.
-"""
+"""Gathers where the ranks of a group run, by two exchanges in its store; topology.classify judges what was found."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
-from ep_a2a.errors import ConfigError, ConfigMismatchError, UnsupportedError
+from ep_a2a.errors import ConfigError
+from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +28,6 @@ SHM_DIRECTORY = Path("/dev/shm")
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 32
 PROBE_NAME = r"ep_a2a_probe_[0-9a-f]{32}"
-VERSION_KEY = "wire_format_version"
-UNKNOWN = "an older one, which does not say"
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class _Offer:
     """A file that the other ranks may try to open; without a name, `failure` says why there is none."""
 
     name: str = ""
-    token: bytes = b""
+    token: str = ""
     failure: str = ""
 
 
@@ -113,15 +108,13 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     A fact that a rank cannot find out is recorded as text and never raises.
 
     Args:
-        group: a group that can gather on CPU (gloo).
+        group: the ranks; any backend, since only the group's store is used.
         device: the device this rank will use; None is the current CUDA device, or CPU where there is none.
 
     Raises:
-        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
         ConfigMismatchError: ranks have different versions of this package.
-        RuntimeError: from torch, if the group itself fails (a rank died).
+        RankTimeoutError: ranks did not come; the error names them.
     """
-    _check_group(group)
     return _gather(group, _rank_facts(dist.get_rank(group), device), offers=True)
 
 
@@ -132,18 +125,16 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     their containers lack a common /dev/shm.
 
     Args:
-        group: a group that can gather on CPU (gloo); it need not contain global rank 0.
+        group: the ranks; any backend, since only the group's store is used. It need not contain global rank 0.
         source_rank: a rank in `group` (not a global rank), the same on all ranks.
 
     Returns:
         For each rank of `group`, whether it shares memory with the source; the same list on all ranks.
 
     Raises:
-        UnsupportedError: `group` cannot gather on CPU (it has only NCCL).
         ConfigError: `source_rank` is not a rank of the group.
-        RuntimeError: from torch, if the group itself fails (a rank died).
+        RankTimeoutError: ranks did not come; the error names them.
     """
-    _check_group(group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not 0 <= source_rank < world_size:
         raise ConfigError(f"source_rank to be a rank of the group, 0 to {world_size - 1}", str(source_rank))
@@ -161,47 +152,36 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     return [not failure for failure in failures]
 
 
-def _check_group(group: dist.ProcessGroup) -> None:
-    backends = dist.get_backend_config(group)
-    if "cpu:" not in backends:
-        raise UnsupportedError("a group that gathers on CPU", f"one with {backends}", "Pass cpu_group, a gloo group.")
-
-
 def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> TopologyReport:
     offer = _make_offer() if offers else _Offer(failure="no file was offered")
     if offers and offer.failure:
         facts = replace(facts, errors=(*facts.errors, offer.failure))
     offers_known = [offer]
     try:
-        answers = _all_gather(group, with_version({"facts": asdict(facts), "offer": asdict(offer)}))
-        require_one_version(answers)
+        meeting = Rendezvous(group)
+        answers = meeting.exchange("facts of each rank", {"facts": asdict(facts), "offer": asdict(offer)})
         offers_known = [_Offer(**answer["offer"]) for answer in answers]
-        failures = _all_gather(group, tuple(_try_to_open(other) for other in offers_known))
+        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers_known])
     finally:
         # All ranks have tried, or the group is broken: nobody needs the names. Each rank removes all of them, so that a
         # rank that dies in between leaves nothing.
         for known in offers_known:
             _remove(known)
-    return TopologyReport(tuple(RankFacts(**answer["facts"]) for answer in answers), tuple(failures))
-
-
-def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    found = tuple(RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"])}) for answer in answers)
+    return TopologyReport(found, tuple(map(tuple, failures)))
 
 
 def _make_offer() -> _Offer:
     # The name cannot be guessed and the file is ours alone, so nobody else can plant or read it; the token tells a
     # file of the same name on another host apart.
-    offer = _Offer(f"ep_a2a_probe_{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES))
+    offer = _Offer(f"ep_a2a_probe_{secrets.token_hex(16)}", secrets.token_hex(_TOKEN_BYTES))
     path = SHM_DIRECTORY / offer.name
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return _Offer(failure=f"cannot create a file in {SHM_DIRECTORY}: {error.strerror}")
     try:
-        os.write(descriptor, offer.token)
+        os.write(descriptor, offer.token.encode())
     except OSError as error:
         path.unlink()
         return _Offer(failure=f"cannot write to a file in {SHM_DIRECTORY}: {error.strerror}")
@@ -235,7 +215,7 @@ def _try_to_open(offer: _Offer) -> str:
     try:
         descriptor = os.open(_path_of(offer), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            token = os.read(descriptor, _TOKEN_BYTES)
+            token = os.read(descriptor, 2 * _TOKEN_BYTES).decode(errors="replace")
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -279,29 +259,3 @@ def _rank_facts(rank: int, device: torch.device | str | None) -> RankFacts:
             sm_count=asker.ask("multiprocessors", lambda: int(gpu.multi_processor_count)),
         )
     return replace(facts, device_kind=kind, errors=tuple(asker.errors))
-
-
-def with_version(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a rank's message with the version of its wire format, for the first meeting of ranks."""
-    return {VERSION_KEY: WIRE_FORMAT_VERSION, **values}
-
-
-def require_one_version(messages: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
-    """Refuses ranks of different wire formats; to be called before anything else of a message is read.
-
-    Args:
-        messages: by rank, what `with_version` returned there. A message without a version is of an older package.
-        ranks: the ranks that the messages are from; None counts from 0.
-
-    Raises:
-        ConfigMismatchError: versions differ; the error names them and their ranks.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, message in zip(range(len(messages)) if ranks is None else ranks, messages):
-        version = str(message.get(VERSION_KEY, UNKNOWN)) if isinstance(message, dict) else UNKNOWN
-        ranks_of.setdefault(version, []).append(rank)
-    if len(ranks_of) > 1:
-        found = "; ".join(f"{version} on ranks {of}" for version, of in ranks_of.items())
-        raise ConfigMismatchError(
-            "one wire format version on all ranks", found, "Install the same version of ep-a2a on all hosts."
-        )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
@@ -196,6 +199,9 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
     """
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
+        # a name of its own in a store that tests share
+        prefix = f"waits/{arena.rendezvous.last_meeting}"
+        store = dist.PrefixStore(prefix, distributed_c10d._get_process_group_store(context.group))
         exchange = InstrumentedOp(op, StepCounters(context.device, 4))
         given = _on(context, inputs_of(case, 0, context.rank))
         late = case.world_size - 1
@@ -204,13 +210,14 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
         def before(call: str, place: str) -> None:
             def start_and_say() -> None:
                 start_wait()
-                arena.rendezvous.call(f"waits in {place}", 0.0)
+                store.set(f"{place}/{context.rank}", "")
 
             exchange.engine.start_wait = start_wait
             if call == place and context.rank != late:
                 exchange.engine.start_wait = start_and_say
             elif call == place:
-                assert not arena.rendezvous.call(f"waits in {place}", time.monotonic() + SIGN_PATIENCE_SECS)
+                others = [f"{place}/{rank}" for rank in range(case.world_size) if rank != context.rank]
+                store.wait(others, timedelta(seconds=SIGN_PATIENCE_SECS))
                 time.sleep(LATE_SECS)
 
         for place in ("", "dispatch", "combine"):

@@ -28,7 +28,6 @@ from ep_a2a.kernels import combine_send_kernels, ll_dispatch_kernels, primitives
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes
-from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.peer_failures import PeerFailures
@@ -454,8 +453,6 @@ def meet_without_store(arena: Arena) -> None:
 def no_memory(context: RankContext, case: Case, kind: str, number: int) -> dict[str, Any]:
     """One rank's `number`-th allocation for an op fails: every rank gets an error at once; the next op is built."""
     with Arena(context.group, context.device) as arena:
-        # as the first op of an arena does before it allocates anything for itself
-        arena.liveness, arena._has_met = Liveness.meet(arena.rendezvous), True
         with failing(kind, number) if context.rank == VICTIM else contextlib.nullcontext():
             start = time.monotonic()
             error = raised(EpA2AError, lambda: make_op(context, case, arena))

@@ -120,7 +120,7 @@ def one_is_late(context: RankContext, case: Case) -> list[tuple[int, ...]]:
 
 
 def disagree(context: RankContext, case: Case, gone_by_rank: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Whom a rank misses where survivors think that different ranks are gone; () on those that take no part."""
+    """Whom a rank calls late where survivors think that different ranks are gone; () on those that take no part."""
     if context.rank not in gone_by_rank:
         return ()
     manager = create_manager("ep_a2a", context.group)
@@ -129,4 +129,4 @@ def disagree(context: RankContext, case: Case, gone_by_rank: dict[int, tuple[int
         RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
     )
     assert isinstance(found, RankTimeoutError)
-    return found.missing_ranks
+    return found.late_ranks

@@ -95,12 +95,12 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(
         ("before combine", FLAGGED, "combine 0"),
     ],
 )
-def test_a_rank_that_stops_for_long_is_named_by_all(
+def test_a_rank_that_stops_for_long_is_called_late_by_all(
     ranks: Any, place: str, flagged_max_tokens: int, call: str, tmp_path: Path
 ) -> None:
     answers = ranks(fault_cases.stopped_for_long, 3, case_of(flagged_max_tokens), place, str(tmp_path))
     for rank, seen in enumerate(answers):
-        check_error(seen, "any" if rank == VICTIM else call)
+        check_error(seen, "any" if rank == VICTIM else call, lives=True)
 
 
 def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:

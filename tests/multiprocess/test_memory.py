@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import gc
@@ -14,9 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,10 +30,8 @@ from ep_a2a.errors import (
     StateError,
     UnknownNameError,
 )
-from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
-from ep_a2a.memory.liveness import Liveness
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
@@ -213,28 +208,6 @@ def test_what_fails_on_one_rank_is_an_error_on_all(ranks, step, what, remedy):
             assert f"expected {what} to succeed on every rank; got rank 1 failed with HostMemoryError" in message
 
 
-def first_op_fails_where_one_rank_sees_nobody(context: RankContext, case: Case) -> None:
-    def meet(rendezvous: Rendezvous) -> None:
-        Liveness.meet(rendezvous)
-
-    def fail(*_: Any) -> Any:
-        raise HostMemoryError("memory for everything", "none")
-
-    with Arena(context.group, context.device) as arena:
-        with mock.patch.object(arena, "_allocate", fail):
-            alone = contextlib.nullcontext()
-            if context.rank == 0:
-                alone = mock.patch.object(arena_module, "Liveness", SimpleNamespace(meet=meet))
-            with alone, pytest.raises(HostMemoryError):
-                make_op(context, case, arena)
-        assert (arena.liveness is None) == (context.rank == 0)
-        run_step(case, make_op(context, case, arena), 0, context.device)
-
-
-def test_the_next_op_is_built_where_one_rank_sees_nobody(ranks):
-    ranks(first_op_fails_where_one_rank_sees_nobody, 2, Case(world_size=2))
-
-
 # --- names in /dev/shm ---
 
 
@@ -335,7 +308,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(layout):
     for error in failure.errors.values():
         assert isinstance(error, RankTimeoutError)
         assert error.missing_ranks == (1,)
-        assert "rank 1 is gone (its process has ended)" in str(error)
+        assert "rank 1 is gone" in str(error)
     assert files_of(*processes) == []
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
@@ -531,7 +504,7 @@ def test_rendezvous(ranks):
         if rank != 1:
             kind, message = seen["missing"]
             assert kind is RankTimeoutError
-            assert f"all 3 ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1." in message
+            assert f"all ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1" in message
 
 
 # --- MORI's shmem functions ---

@@ -176,7 +176,7 @@ def die_before_the_second(context: RankContext) -> None:
     exchange_and_check(transport, context.rank, 0, 256, CPU)
     if context.rank == 1:
         # an error names all that have not come to the exchange by then
-        while transport._arrivals.missing(2) != (1,):
+        while transport._missing(2) != (1,):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     exchange_and_check(transport, context.rank, 1, 256, CPU)

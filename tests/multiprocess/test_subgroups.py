@@ -190,7 +190,7 @@ def wait_for_one_that_stays_away(context: RankContext) -> tuple[tuple[int, ...],
     ranks = (0, 2) if context.rank == 0 else (2, 1, 3)
     with pytest.raises(RankTimeoutError) as caught:
         make_subgroup(context.group, ranks, timeout_secs=SHORT_TIMEOUT_SECS)
-    return caught.value.missing_ranks, str(caught.value), time.monotonic() - start
+    return caught.value.late_ranks, str(caught.value), time.monotonic() - start
 
 
 def test_a_member_that_does_not_come_is_named():
@@ -199,10 +199,11 @@ def test_a_member_that_does_not_come_is_named():
         answers = pool.run(wait_for_one_that_stays_away)
     for answer in answers:
         if answer is not None:
-            missing, text, secs = answer
-            assert missing == (2,)
+            late, text, secs = answer
+            assert late == (2,)
             assert "no sign of rank 2" in text
-            assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + SLACK_SECS
+            # the first member that gives up ends the wait of all
+            assert SHORT_TIMEOUT_SECS - 1 < secs < SHORT_TIMEOUT_SECS + SLACK_SECS
 
 
 def meet_at_last(context: RankContext) -> list[str]:
@@ -215,7 +216,7 @@ def meet_at_last(context: RankContext) -> list[str]:
         try:
             group = make_subgroup(context.group, (0, 1), SHORT_TIMEOUT_SECS / 4 if len(comers) == 1 else 60.0)
         except RankTimeoutError as error:
-            seen.append(f"missed {error.missing_ranks}")
+            seen.append(f"missed {error.late_ranks}")
         else:
             use(group, (0, 1), context.rank)
             destroy_subgroup(group)

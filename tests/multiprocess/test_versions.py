@@ -14,8 +14,7 @@ import pytest
 import ep_a2a
 from ep_a2a import config
 from ep_a2a.errors import ConfigMismatchError
-from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.topology.facts import UNKNOWN, require_one_version, with_version
+from ep_a2a.memory.rendezvous import UNKNOWN, Rendezvous, require_one_version, with_version
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

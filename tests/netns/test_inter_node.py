@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.agreement import PATIENCE_SECS
+from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.transport_arrivals import ASK_SECS
-from ep_a2a.ops.agreement import PATIENCE_SECS
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import node_arena, over_torch_distributed
@@ -98,7 +98,7 @@ def test_a_link_that_stays_cut(tmp_path):
     for rank, (missing, text, secs) in enumerate(answers):
         assert missing == ((1, 2) if rank == 0 else (0,)), text
         assert f"rank {rank} waited in vain for" in text
-        assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + ASK_SECS + SLACK_SECS
+        assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + STORE_SECS + SLACK_SECS
 
 
 def lose_a_rank(context: RankContext, directory: Path, num_hosts: int, victim: int) -> tuple[Any, str, float] | None:

@@ -11,9 +11,9 @@ import torch
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.node_transport import NodeAllToAll
+from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
-from ep_a2a.memory.transport_arrivals import ASK_SECS
 from tests.cases.exchange_cases import exchange_and_check, grid_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
@@ -99,7 +99,7 @@ def test_a_link_that_is_cut_for_a_while(host, tmp_path):
 @pytest.mark.parametrize("host", [0, 2])
 def test_a_link_that_stays_cut(host, tmp_path):
     """Host 2 has the store: where it falls silent, nobody can say more than that all peers may be missing."""
-    bound = SHORT_TIMEOUT_SECS + ASK_SECS + SLACK_SECS
+    bound = SHORT_TIMEOUT_SECS + STORE_SECS + SLACK_SECS
     with Network(3) as network:
         meanwhile = functools.partial(cut, network, tmp_path, host)
         answers = run_on_hosts(network, tmp_path, exchange_across_a_cut, 1, SHORT_TIMEOUT_SECS, meanwhile=meanwhile)

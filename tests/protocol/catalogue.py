@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.protocol import chunks, rules
 from tests.protocol.chunks import ChunkRules, Chunks
-from tests.protocol.deaths import DISAGREEMENT, LATE, WRONG_NAME, DeathRules, Deaths, explore_deaths
+from tests.protocol.deaths import DISAGREEMENT, WRONG_NAME, DeathRules, Deaths, explore_deaths
 from tests.protocol.explorer import Outcome, explore
 from tests.protocol.intra_node import IntraNode
 from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ, Model
@@ -145,7 +145,6 @@ MUTANTS = (
     Case(
         "a death: survivors name whom the first kernel to give up accuses", DeathRules(by_agreement=False), WRONG_NAME
     ),
-    Case("a death: a verdict before all others have given up", DeathRules(waits_for_others=False), LATE),
     Case(
         "two deaths: the last verdict counts", DeathRules(num_deaths=2, num_ranks=4, first_counts=False), DISAGREEMENT
     ),

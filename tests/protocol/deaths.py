@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ep_a2a.memory.liveness import Fate, GivenUp, Presence
-from ep_a2a.ops.agreement import Verdict, judge
+from ep_a2a.memory.agreement import judge
+from ep_a2a.memory.peers import GivenUp, Presence, Verdict
 from tests.protocol.explorer import Outcome
 from tests.protocol.machine import DEADLOCK, Violation
 
@@ -23,6 +23,7 @@ WRONG_NAME = "a survivor names a rank that is not gone"
 NOT_NAMED = "a survivor does not name a rank that is gone"
 DISAGREEMENT = "survivors name different ranks"
 LATE = "a rank that waits is called late"
+FAILURE = "the step"
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,13 @@ class DeathRules:
         num_deaths: ranks that may die. num_ranks: ranks.
         by_agreement: survivors go by the verdict; else each by the rank that the first kernel to give up accused, which
             is the rule of versions up to 0.2.
-        waits_for_others: a verdict waits until all others are gone or have given up.
         first_counts: whoever records second takes the first one's verdict.
-        reads_recorded: survivors look for a verdict before they judge.
     """
 
     num_deaths: int = 1
     num_ranks: int = 3
     by_agreement: bool = True
-    waits_for_others: bool = True
     first_counts: bool = True
-    reads_recorded: bool = True
     num_steps = 1
     is_reduced = True
 
@@ -56,7 +53,7 @@ class Rank(NamedTuple):
         call: DISPATCH, COMBINE or DONE, what it is at. sent: to whom it has sent in this call.
         got: by call, from whom rows have come. poison: the rank that the first to give up has accused, -1 for none.
         said: what it writes down when it gives up, None before. wrote: whether others can read it.
-        judged: the fates that it is about to record. named: whom its error names, in the end.
+        judged: the verdict that it is about to record. named: the one that its error tells, in the end.
     """
 
     lives: bool = True
@@ -66,15 +63,15 @@ class Rank(NamedTuple):
     poison: int = -1
     said: GivenUp | None = None
     wrote: bool = False
-    judged: tuple[Fate, ...] | None = None
-    named: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    judged: Verdict | None = None
+    named: Verdict | None = None
 
 
 class State(NamedTuple):
-    """All ranks; the verdict that is recorded, with who was dead when its rank looked."""
+    """All ranks; the verdict that is recorded."""
 
     ranks: tuple[Rank, ...]
-    recorded: tuple[Fate, ...] | None = None
+    recorded: Verdict | None = None
 
 
 class Deaths:
@@ -123,7 +120,8 @@ class Deaths:
             at_start = not rank.sent or rank.call == DONE
             if rank.poison >= 0 and (at_start or rank.sent == others):
                 # behind a failure a launch leaves at once
-                said = GivenUp(() if at_start else tuple(sorted(self._lacked(number, rank))), began=not at_start)
+                lacked = () if at_start else tuple(sorted(self._lacked(number, rank)))
+                said = GivenUp(FAILURE, "", lacked, began=not at_start, at=0.0)
                 yield self._with(state, number, said=said), f"rank {number}: leaves, since it is poisoned"
             elif rank.call != DONE and rank.sent != others:
                 for peer in sorted(others - rank.sent):
@@ -142,44 +140,41 @@ class Deaths:
             lacked = tuple(sorted(self._lacked(number, rank)))
             if rank.lives and rank.said is None and rank.poison < 0 and lacked:
                 ranks = (r._replace(poison=lacked[0] if r.poison < 0 else r.poison) for r in state.ranks)
-                after = self._with(state._replace(ranks=tuple(ranks)), number, said=GivenUp(lacked, began=True))
+                said = GivenUp(FAILURE, "", lacked, began=True, at=0.0)
+                after = self._with(state._replace(ranks=tuple(ranks)), number, said=said)
                 yield after, f"rank {number}: gives up, lacks {list(lacked)}, poisons all"
 
     def _host(self, state: State, number: int, rank: Rank) -> Iterator[tuple[State, str]]:
         """What the host does between a kernel that has given up and the error."""
         if not self.rules.by_agreement:
-            yield self._raised(state, number, ((rank.poison,), ())), f"rank {number}: raises as its kernel says"
+            yield self._raised(state, number, Verdict((rank.poison,))), f"rank {number}: raises as its kernel says"
         elif not rank.wrote:
             yield self._with(state, number, wrote=True), f"rank {number}: writes down that it has given up"
         elif rank.judged is not None:
             found = state.recorded if self.rules.first_counts and state.recorded is not None else rank.judged
-            after = self._raised(state._replace(recorded=found), number, names_of(found))
+            after = self._raised(state._replace(recorded=found), number, found)
             yield after, f"rank {number}: records its verdict or finds one, raises"
-        elif state.recorded is not None and self.rules.reads_recorded:
-            yield self._raised(state, number, names_of(state.recorded)), f"rank {number}: takes the verdict, raises"
-        elif not self.rules.waits_for_others or all(other.wrote or not other.lives for other in state.ranks):
-            seen = {r: Presence.RUNS if other.lives else Presence.ENDED for r, other in enumerate(state.ranks)}
+        elif state.recorded is not None:
+            yield self._raised(state, number, state.recorded), f"rank {number}: takes the verdict, raises"
+        else:
+            seen = {r: Presence.ALIVE if other.lives else Presence.GONE for r, other in enumerate(state.ranks)}
             given_up = {r: other.said for r, other in enumerate(state.ranks) if other.wrote and other.said}
-            yield self._with(state, number, judged=judge(seen, given_up)), f"rank {number}: judges"
+            judged = judge(FAILURE, seen, given_up)
+            if judged is not None:
+                yield self._with(state, number, judged=judged), f"rank {number}: judges"
 
-    def _raised(self, state: State, number: int, named: tuple[tuple[int, ...], tuple[int, ...]]) -> State:
+    def _raised(self, state: State, number: int, named: Verdict) -> State:
         """The state with a rank's error; raises Violation where that is wrong."""
         dead = {r for r, rank in enumerate(state.ranks) if not rank.lives}
-        if not set(named[0]) <= dead:
+        if not set(named.missing) <= dead:
             raise Violation(WRONG_NAME)
-        if named[1]:
+        if named.late:
             raise Violation(LATE)
-        if not named[0]:
+        if not named.missing:
             raise Violation(NOT_NAMED)
         if any(rank.named not in (None, named) for rank in state.ranks if rank.lives):
             raise Violation(DISAGREEMENT)
         return self._with(state, number, named=named)
-
-
-def names_of(fates: tuple[Fate, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(missing ranks, late ranks) of a verdict."""
-    verdict = Verdict(fates)
-    return verdict.missing, verdict.late
 
 
 def explore_deaths(model: Deaths, max_states: int = MAX_STATES) -> Outcome:

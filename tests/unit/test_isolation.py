@@ -50,13 +50,10 @@ def test_only_the_test_harness_pickles():
 
 
 def test_nothing_listens_or_connects():
-    """Ranks meet through torch.distributed. Datagrams of one module, checked by their token, say who lives."""
+    """Ranks meet through torch.distributed."""
     for path, tree in TREES.items():
         for call in calls(tree):
-            assert name_of(call) not in ("socket.create_connection", "socket.create_server"), path
-            if name_of(call) == "socket.socket":
-                assert path == "memory/other_hosts.py", path
-                assert [ast.unparse(argument) for argument in call.args] == ["socket.AF_INET", "socket.SOCK_DGRAM"]
+            assert name_of(call) not in ("socket.create_connection", "socket.create_server", "socket.socket"), path
         assert not imported(tree) & {"http", "urllib", "requests", "socketserver", "xmlrpc"}, path
 
 

@@ -45,7 +45,7 @@ class MadeUp:
     """An arena, and memory bound to it, of which no launch is made."""
 
     device = torch.device("cpu")
-    rendezvous = between_nodes = liveness = None
+    rendezvous = between_nodes = None
     table = torch.zeros(64, 32, dtype=torch.int64)
 
 

@@ -66,7 +66,7 @@ def test_experts_may_be_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda _: 3, get_rank=lambda _: 1))
     monkeypatch.setattr(module, "make_subgroup", lambda *_, **__: None)
     monkeypatch.setattr(module, "create_manager", lambda *_: SimpleNamespace())
-    manager: Any = SimpleNamespace(cpu_group=None, backend="ep_a2a", device="cpu", liveness=None)
+    manager: Any = SimpleNamespace(cpu_group=None, backend="ep_a2a", device="cpu")
     left = survivors(RankTimeoutError("x", "y", missing_ranks=(2,)), manager, torch.tensor([[0, 1], [1, 0], [2, 0]]))
     assert (left.experts, left.lost_experts) == ((0, 1, 1, 0), (2,))
 

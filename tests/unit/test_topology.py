@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.topology import RankFacts, TopologyReport, classify, gather_report, in_the_same_node_as
+from ep_a2a.errors import ConfigError
+from ep_a2a.topology import RankFacts, TopologyReport, classify
 from ep_a2a.topology import facts as topology_report
 
 ABSENT = "No such file or directory"
@@ -169,13 +169,6 @@ def test_a_gpu_that_cannot_be_asked_is_recorded():
     assert facts.device_kind == "cuda"
     assert facts.gpu_uuid is None
     assert facts.errors
-
-
-@pytest.mark.parametrize("collective", [gather_report, in_the_same_node_as])
-def test_a_group_without_cpu_is_refused(monkeypatch, collective):
-    monkeypatch.setattr(topology_report.dist, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(UnsupportedError, match="cuda:nccl"):
-        collective(object())
 
 
 @pytest.mark.parametrize("gpu_per_node", [0, 2.5])

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.errors import InputError
-from ep_a2a.ops.group_waits import wait_for_all
 from ep_a2a.routing import count_ids, destination_mask, owner_of_experts
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def exchange_counts(
     torch.sum(is_sent, 0, dtype=torch.int32, out=sent[rank])
     by_expert.copy_(num_tokens_per_expert)
     work = dist.all_reduce(words, group=groups.of(device), async_op=True)
-    wait_for_all(work, device, groups, env.TIMEOUT_SECS.get())
+    groups.wait(work, device, env.TIMEOUT_SECS.get())
     host_tokens, host_sent, host_by_expert = _parts(words.cpu(), num_ranks)
     per_rank = num_experts // num_ranks
     return Counts(

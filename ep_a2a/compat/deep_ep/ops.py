@@ -90,8 +90,6 @@ class Ops:
         if device is not None:
             self.manager.device = torch.device(device)
         self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
-        if self.device.type == "cpu":
-            self.groups.meet()
         self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
         topology = self.manager.topology()

@@ -1,0 +1,9 @@
+"""The clock of every wait on the host. Tests replace both functions by a clock of their own."""
+
+from __future__ import annotations
+
+import time
+
+now = time.monotonic
+"""Seconds; equal for all processes of one host."""
+sleep = time.sleep

@@ -1,0 +1,128 @@
+"""A file that the ranks of one host share: locks that show which processes live, and lines that they append."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.errors import UntrustedFolderError
+from ep_a2a.memory.host_shm import create_private, in_shared_memory, new_path, open_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import distributed_c10d
+
+FLOCK = "hhqqi4x"
+"""struct flock of Linux: type, whence, start, length, holder."""
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_identity() -> str:
+    """Returns the random id of the running kernel, equal for processes of one host; "" where it cannot be read."""
+    try:
+        return BOOT_ID_PATH.read_text().strip()
+    except OSError:
+        return ""
+
+
+class HostRecord:
+    """The shared file of one group's ranks on one host. `join` opens or makes it.
+
+    The process of a rank holds a lock on byte `rank` of the file. Linux releases the lock when the process ends. While
+    a rank waits on the host, it holds a second lock, on byte `world_size + rank`.
+
+    Lines are JSON objects. Appends are atomic and ordered, so all ranks read the same lines in the same order.
+
+    Args:
+        descriptor: of the file; closed by `close`.
+        path: its name, until `unlink`.
+        rank, world_size: this rank's place in the group.
+    """
+
+    def __init__(self, descriptor: int, path: Path, rank: int, world_size: int) -> None:
+        self.rank, self._world_size = rank, world_size
+        self._descriptor, self._path, self._pid = descriptor, path, os.getpid()
+        self._num_read, self._has_name = 0, True
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    @classmethod
+    def join(cls, store: distributed_c10d.Store, rank: int, world_size: int) -> HostRecord | None:
+        """Opens the file of this host, or makes it where this rank is the first. None without shared memory.
+
+        The first rank of a host publishes the name of its file in the store. Ranks that cannot open that file (another
+        container, another user) publish one of their own, and count as another host.
+        """
+        path = new_path()
+        try:
+            descriptor = create_private(path, 0)
+        except OSError:
+            return None
+        for number in itertools.count():
+            name = store.compare_set(f"host/{host_identity()}/{number}", "", path.name).decode(errors="replace")
+            if name == path.name:
+                return cls(descriptor, path, rank, world_size)
+            with contextlib.suppress(OSError, UntrustedFolderError):
+                found = open_private(in_shared_memory(name), 0)
+                os.close(descriptor)
+                path.unlink()
+                return cls(found, in_shared_memory(name), rank, world_size)
+        raise AssertionError("unreachable")
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether no process holds the lock of a rank that has joined."""
+        return not self._is_locked(rank)
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank is inside of `waiting`."""
+        return self._is_locked(self._world_size + rank)
+
+    def _is_locked(self, byte: int) -> bool:
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind = struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request))[0]
+        return bool(kind != fcntl.F_UNLCK)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, this rank waits for others on the host, so it is not late."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._world_size + self.rank)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self._world_size + self.rank)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Appends a line; a full shared memory loses it, a forked child writes nothing."""
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """Returns the lines since the last call."""
+        size = os.fstat(self._descriptor).st_size
+        if size == self._num_read:
+            return []
+        text = os.pread(self._descriptor, size - self._num_read, self._num_read)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._num_read += len(whole)
+        return [json.loads(line) for line in whole.splitlines() if line.endswith(b"}")]
+
+    def unlink(self) -> None:
+        """Takes the file's name away. Ranks that come later cannot open the file."""
+        if self._has_name:
+            self._has_name = False
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def close(self) -> None:
+        """Leaves: the others see this rank as gone. A forked child closes its copy only."""
+        if os.getpid() == self._pid:
+            self.unlink()
+        os.close(self._descriptor)

@@ -1,0 +1,335 @@
+"""Peers: which ranks of a group live, as this process sees it, and what ranks have written down about failures."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a import clock
+from ep_a2a.memory.host_record import HostRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BEAT_SECS = 0.2
+"""How often a process looks at the locks of its peers."""
+HEART_SECS = 0.5
+"""How often a rank tells other hosts that it lives."""
+UNHEARD_SECS = 1.5
+"""A rank of another host that says nothing for longer may be gone."""
+SILENT_SECS = 30.0
+"""A rank of another host that was heard, and has been silent for so long, is not waited for in a meeting."""
+GRACE_SECS = 0.8
+"""From the last death that is seen to the alarm. Ranks often die together, so that all of them are named; and a rank
+that ends behind its last step has sent the others what they need to end theirs."""
+STORE_SECS = 2.0
+"""Bound on an answer of the store, behind a link that may be cut."""
+
+
+class Presence(enum.Enum):
+    """The state of a rank's process."""
+
+    ALIVE = "alive"
+    UNHEARD = "unheard"
+    """Of another host, and silent for UNHEARD_SECS: loaded or gone."""
+    GONE = "gone"
+
+
+class Verdict(NamedTuple):
+    """The cause of a failure, as the first rank that has judged it says.
+
+    Attributes:
+        missing: ranks that are gone, ascending.
+        late: where nobody is gone: ranks that live, that others waited for and that did not wait, ascending.
+        calls: where nobody is gone or late: by rank, the different calls in which ranks wait for each other.
+    """
+
+    missing: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    calls: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Any) -> Verdict:
+        """Reads what JSON has made of a verdict."""
+        missing, late, calls = value
+        return cls(tuple(missing), tuple(late), tuple((int(rank), str(call)) for rank, call in calls))
+
+
+class GivenUp(NamedTuple):
+    """A call that a rank has given up.
+
+    Attributes:
+        failure: the key of the failure; see Peers.verdict.
+        call: the call, for a reader.
+        lacked: ranks that had not come to it here.
+        began: whether this rank had sent its part of the call, so that it waited itself.
+        at: when, by the host's clock.
+    """
+
+    failure: str
+    call: str
+    lacked: tuple[int, ...]
+    began: bool
+    at: float
+
+
+class Alarmed(Protocol):
+    """An object whose kernels may be waiting for other ranks."""
+
+    def alarm(self, rank: int) -> None:
+        """Makes them leave, since `rank` is gone. Called by another thread."""
+
+
+class Peers:
+    """This rank's view of a group; `peers_of` makes one for each group of a process.
+
+    A thread looks at the locks of the host's ranks. GRACE_SECS after one has fallen it calls `alarm` of everything in
+    `alarms`. Another thread tells ranks of other hosts that this one lives, by keys in the group's store.
+
+    Args:
+        rank, world_size: this rank's place in the group.
+        store: of the group.
+
+    Attributes:
+        gone: ranks that are known to have ended, ascending.
+        alarms: held weakly.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: distributed_c10d.Store) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.gone: tuple[int, ...] = ()
+        self.alarms: weakref.WeakSet[Alarmed] = weakref.WeakSet()
+        self._rung: tuple[int, ...] = ()
+        self._fallen: dict[int, float] = {}
+        self._joined: set[int] = {rank}
+        self._given_up: dict[int, GivenUp] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._reading = threading.RLock()
+        # a store that has ended says so here; a new connection would try for the store's time-out
+        store.check(["ep_a2a"])
+        # a connection of its own, since whoever waits for a key occupies one
+        self._store = distributed_c10d.PrefixStore("ep_a2a/peers", store.clone())  # type: ignore[attr-defined]
+        self._heard: dict[int, tuple[bytes, float]] = dict.fromkeys(range(world_size), (b"", clock.now()))
+        self._num_beats = 0
+        self._record = HostRecord.join(self._store, rank, world_size) if world_size > 1 else None
+        if self._record is not None:
+            self._record.append({"joined": rank})
+        stopping = threading.Event()
+        threads = [
+            _start(self, stopping, "ep_a2a watches", BEAT_SECS, Peers.ring),
+            _start(self, stopping, "ep_a2a beats", HEART_SECS, Peers.beat),
+        ]
+        self._finalizer = weakref.finalize(self, _leave, stopping, threads if world_size > 1 else [], self._record)
+
+    def look(self) -> tuple[int, ...]:
+        """Reads what is new on this host, and returns the ranks that are gone."""
+        with self._reading:
+            record = self._record
+            if record is not None:
+                for line in record.new_lines():
+                    self._take(line)
+                if len(self._joined) == self.world_size:
+                    record.unlink()
+                for rank in self._joined - {self.rank} - self._fallen.keys():
+                    if record.has_ended(rank):
+                        self._fallen[rank] = clock.now()
+            if self._fallen and clock.now() >= max(self._fallen.values()) + GRACE_SECS:
+                self.gone = tuple(sorted(self._fallen))
+            return self.gone
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Takes in a line of the host's record, this rank's own ones included."""
+        if "joined" in line:
+            self._joined.add(line["joined"])
+        elif "given_up" in line:
+            failure, call, lacked, began, at = line["given_up"]
+            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(lacked), began, at)
+        else:
+            self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
+
+    def settle(self) -> tuple[int, ...]:
+        """Waits until a death of this moment would be seen, and returns the ranks that are gone."""
+        until = clock.now() + GRACE_SECS + BEAT_SECS
+        while not self.look() and clock.now() < until:
+            clock.sleep(BEAT_SECS / 4)
+        return self.gone
+
+    def presence(self, rank: int, silent_secs: float) -> Presence:
+        """Returns the state of a rank; one of another host that has been silent for `silent_secs` is gone."""
+        if rank in self.gone:
+            return Presence.GONE
+        if rank in self._joined:
+            return Presence.ALIVE
+        silence = clock.now() - self._heard[rank][1]
+        if silence < UNHEARD_SECS:
+            return Presence.ALIVE
+        return Presence.GONE if silence >= silent_secs else Presence.UNHEARD
+
+    def has_gone(self, rank: int) -> bool:
+        """Whether to wait no more for a rank that has not come to a meeting."""
+        known, heard_at = self._heard[rank]
+        is_silent = rank not in self._joined and bool(known) and clock.now() - heard_at >= SILENT_SECS
+        return rank in self.gone or is_silent
+
+    def part(self, absent: tuple[int, ...]) -> Verdict:
+        """The verdict on a meeting in which ranks were absent: those that are gone, or not seen to live; else late."""
+        gone = tuple(rank for rank in self.look() if rank in absent)
+        late = tuple(rank for rank in absent if self.presence(rank, 0.0) is Presence.ALIVE)
+        return Verdict(gone or tuple(rank for rank in absent if rank not in late), () if gone else late)
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank of this host is inside of `waiting`."""
+        return self._record is not None and rank in self._joined and self._record.waits(rank)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, this rank waits for others on the host, so that it is not late."""
+        return contextlib.nullcontext() if self._record is None else self._record.waiting()
+
+    def give_up(self, given_up: GivenUp) -> None:
+        """Writes down that this rank has given up a call."""
+        self._write({"rank": self.rank, "given_up": given_up})
+
+    def begin_anew(self) -> None:
+        """Takes back what this rank has given up, since ranks have met after it."""
+        if self._given_up.pop(self.rank, None) is not None:
+            self._write({"rank": self.rank, "given_up": GivenUp("", "", (), began=False, at=0.0)})
+
+    def given_up(self) -> dict[int, GivenUp]:
+        """The last call that each rank of this host has given up, without ranks that have begun anew."""
+        self.look()
+        return {rank: each for rank, each in self._given_up.items() if each.failure}
+
+    def verdict(self, failure: str) -> Verdict | None:
+        """The verdict on a failure; None where nobody of this host has judged it.
+
+        Args:
+            failure: a key, equal on all ranks.
+        """
+        self.look()
+        return self._verdicts.get(failure)
+
+    def record(self, failure: str, verdict: Verdict) -> Verdict:
+        """Makes this the verdict on a failure unless there is one; returns the one that counts.
+
+        On several hosts the store keeps the first one, on one host the host's record.
+        """
+        if len(self._joined) < self.world_size:
+            text = json.dumps(verdict)
+            found = within(STORE_SECS, lambda: self._store.compare_set(f"verdict/{failure}", "", text))
+            with contextlib.suppress(ValueError, TypeError):
+                verdict = Verdict.from_json(json.loads(found)) if found is not None else verdict
+        self._write({"failure": failure, "verdict": verdict})
+        return self.verdict(failure) or verdict
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._record is not None:
+            self._record.append(line)
+        else:
+            self._take(line)
+
+    def forget_name(self) -> None:
+        """Takes the name of the host's file away, once all ranks have met."""
+        if self._record is not None:
+            self._record.unlink()
+
+    def ring(self) -> bool:
+        """Calls the alarms where ranks have gone since the last call. Returns whether to go on."""
+        gone = self.look()
+        if gone != self._rung:
+            self._rung = gone
+            for each in list(self.alarms):
+                each.alarm(gone[0])
+        return True
+
+    def beat(self) -> bool:
+        """Tells other hosts that this rank lives, and listens to them. Returns whether there is another host."""
+        elsewhere = [rank for rank in range(self.world_size) if rank not in self._joined]
+        if not elsewhere:
+            return False
+        self._num_beats += 1
+        try:
+            self._store.set(f"beat/{self.rank}", json.dumps([self._num_beats, self.gone]))
+            known = [rank for rank in elsewhere if self._heard[rank][0] or self._store.check([f"beat/{rank}"])]
+            values = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
+        except RuntimeError:
+            # the process of the store has ended: nobody can be heard any more
+            return False
+        for rank, value in zip(known, values, strict=True):
+            if value != self._heard[rank][0]:
+                self._heard[rank] = value, clock.now()
+                self._hear(value)
+        return True
+
+    def _hear(self, value: bytes) -> None:
+        """Takes in which ranks another host has seen end; anybody who reaches the store can write there."""
+        with contextlib.suppress(ValueError, TypeError), self._reading:
+            _, gone = json.loads(value)
+            for rank in gone:
+                if rank in range(self.world_size) and rank not in self._joined:
+                    self._fallen.setdefault(rank, clock.now())
+
+
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
+
+
+def peers_of(group: dist.ProcessGroup) -> Peers:
+    """Returns this process's view of a group. The first call joins the host's ranks; it waits for nobody."""
+    found = _peers.get(group)
+    if found is None:
+        store = distributed_c10d._get_process_group_store(group)
+        found = _peers[group] = Peers(dist.get_rank(group), dist.get_world_size(group), store)
+    return found
+
+
+def within(secs: float, work: Callable[[], Any]) -> Any:
+    """Returns the result of `work`; None where it fails with a RuntimeError or takes longer.
+
+    A store behind a cut link ignores its own bound, so `work` runs in a thread, which is left behind then.
+    """
+    found: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(work())
+
+    asking = threading.Thread(target=ask, name="ep_a2a asks", daemon=True)
+    with contextlib.suppress(RuntimeError):
+        asking.start()
+        asking.join(secs)
+    return found[0] if found else None
+
+
+def _start(
+    peers: Peers, stopping: threading.Event, name: str, period_secs: float, work: Callable[[Peers], bool]
+) -> threading.Thread:
+    """Starts a thread that repeats `work`, while it returns True and `peers` lives."""
+    held = weakref.ref(peers)
+
+    def repeat() -> None:
+        while not stopping.wait(period_secs):
+            found = held()
+            if found is None or not work(found):
+                break
+            del found
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    if peers.world_size > 1:
+        thread.start()
+    return thread
+
+
+def _leave(stopping: threading.Event, threads: list[threading.Thread], record: HostRecord | None) -> None:
+    stopping.set()
+    for thread in threads:
+        # garbage collection may come in one of them, and a thread that Python ends in the store ends the process
+        if thread is not threading.current_thread():
+            thread.join(2 * BEAT_SECS)
+    if record is not None:
+        record.close()
