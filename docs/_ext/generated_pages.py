@@ -95,10 +95,10 @@ def commands() -> str:
     Options that most commands have are named at the end of a section; the page describes them once.
     """
     from ep_a2a.cli import app
-    from ep_a2a.cli.command import panels_of
+    from ep_a2a.cli.command import options_of, panels_of
 
     modules = {name: importlib.import_module(f"ep_a2a.cli.{name}") for name in app.COMMANDS}
-    panels = {name: panels_of(module.OPTIONS) for name, module in modules.items()}
+    panels = {name: panels_of(options_of(name)) for name, module in modules.items()}
     counts = Counter(row for of_command in panels.values() for options in of_command.values() for row in options)
     shared = {row for row, count in counts.items() if count > len(modules) // 2}
     parts = []

@@ -18,11 +18,11 @@ import typer
 from typer.core import TyperGroup
 
 from ep_a2a import __version__
-from ep_a2a.cli.command import Command, callback_of, write_exit_codes
+from ep_a2a.cli.command import Command, callback_of, options_of, write_exit_codes
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import cannot_print, cannot_write
 from ep_a2a.commands.messages import EXIT_ERROR, EXIT_INTERRUPTED
-from ep_a2a.commands.options import QUIET, VERBOSE, flag
+from ep_a2a.commands.options import OF_ALL_COMMANDS, flag
 from ep_a2a.errors import ConfigError, EpA2AError
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ def make_app() -> typer.Typer:
         epilog="`ep-a2a COMMAND -h` lists a command's options.",
     )
     version = flag("version", "Print the version and exit.", limits={"callback": _show_version, "is_eager": True})
-    app.callback()(callback_of((version, QUIET, VERBOSE), _common_options))
+    app.callback()(callback_of((version, *OF_ALL_COMMANDS), _common_options))
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")
         kind = getattr(module, "Command", Command)
-        app.command(name, cls=kind, context_settings=settings)(callback_of(module.OPTIONS, module.run))
+        app.command(name, cls=kind, context_settings=settings)(callback_of(options_of(name), module.run))
     return app
 
 

@@ -14,8 +14,6 @@ OPTIONS = (
     opt.AS_JSON,
     opt.OUTPUT,
     opt.flag("markdown", "Print the tables of capabilities, without what is found here."),
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

@@ -70,8 +70,6 @@ OPTIONS = (
     opt.names("schedules", "Communication beside computation: micro_batches, shared_expert.", panel=LAYERS),
     opt.number("comm_sms", COMM_SMS, opt.MOST_ITERATIONS, least=0, panel=LAYERS),
     opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

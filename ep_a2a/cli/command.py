@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.messages import EXIT_CODES, check_environment, set_up_logging
-from ep_a2a.commands.options import option_of_field
+from ep_a2a.commands.options import OF_ALL_COMMANDS, option_of_field
 from ep_a2a.errors import ConfigError, EpA2AError, MissingPackageError
 from ep_a2a.interrupts import interrupts_held
 
@@ -70,9 +70,9 @@ class Command(TyperCommand):
 
 
 def options_of(command: str) -> tuple[Option, ...]:
-    """Returns the table of options of the module `ep_a2a.cli.<command>`."""
-    table: tuple[Option, ...] = importlib.import_module(f"ep_a2a.cli.{command}").OPTIONS
-    return table
+    """Returns the options of the module `ep_a2a.cli.<command>`, and those of all commands."""
+    own: tuple[Option, ...] = importlib.import_module(f"ep_a2a.cli.{command}").OPTIONS
+    return own + OF_ALL_COMMANDS
 
 
 def panels_of(options: Iterable[Option]) -> dict[str, list[tuple[str, str, str]]]:

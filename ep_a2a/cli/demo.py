@@ -30,8 +30,6 @@ OPTIONS = (
     opt.AS_JSON,
     opt.OUTPUT,
     opt.SEED,
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

@@ -53,8 +53,6 @@ OPTIONS = (
     opt.Option("selftest", bool, "Let every two ranks of this host exchange data.", False, panel=SELF_TEST),
     opt.Option("pair_secs", float, "Seconds to test a pair; default: 2.", panel=SELF_TEST, limits=SECS_OF_A_PAIR),
     opt.Option("plot", Path, "Draw the rates between ranks as a heat map (PNG).", panel=SELF_TEST),
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

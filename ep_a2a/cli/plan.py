@@ -49,8 +49,6 @@ OPTIONS = (
     opt.AS_JSON,
     opt.OUTPUT,
     opt.number("seed", "Seed of the routing; default: 0.", opt.MOST_SEED, least=0, panel=NODES),
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

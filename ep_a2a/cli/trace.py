@@ -32,8 +32,6 @@ OPTIONS = (
     opt.Option("plot", bool, "Draw the last step (needs matplotlib).", True),
     opt.AS_JSON,
     opt.SEED,
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

@@ -29,8 +29,6 @@ OPTIONS = (
     opt.Option("output", Path, "Folder; default: EP_A2A_TUNING_DIR, the checkout's configs/.", limits=A_FOLDER),
     opt.AS_JSON,
     opt.SEED,
-    opt.QUIET,
-    opt.VERBOSE,
 )
 
 

@@ -117,6 +117,8 @@ def file(name: str, text: str, **more: Any) -> Option:
 
 QUIET = flag("quiet", "Print results only: no notes, no progress.", "-q", "--quiet")
 VERBOSE = flag("verbose", "Print details; log at INFO unless the level is set.", "-v", "--verbose")
+OF_ALL_COMMANDS = (QUIET, VERBOSE)
+"""Every command has these behind its own."""
 AS_JSON = flag("as_json", "Print one JSON object and nothing else.", "--json")
 OUTPUT = Option("output", Path, "Write what --json prints to this file.")
 SEED = number("seed", "Seed of all that is random.", MOST_SEED, least=0)
