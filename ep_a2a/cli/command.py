@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from ep_a2a.commands import messages
 from ep_a2a.commands.messages import EXIT_CODES, check_environment, set_up_logging
 from ep_a2a.commands.options import OF_ALL_COMMANDS, option_of_field
+from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY
 from ep_a2a.errors import ConfigError, EpA2AError, MissingPackageError
 from ep_a2a.interrupts import interrupts_held
 
@@ -47,7 +48,7 @@ class Command(TyperCommand):
         except EpA2AError as error:
             if error.field is not None:
                 error.field = option_of_field(options_of(self.name or ""), error.field)
-            if isinstance(error, ConfigError) and error.remedy == ConfigError.remedy:
+            if isinstance(error, ConfigError) and error.remedy in (ConfigError.remedy, HANDLE_KWARG_REMEDY):
                 error.remedy = f"Correct the option; `{ctx.command_path} --help` says what it takes."
             raise
 

@@ -17,6 +17,7 @@ from ep_a2a.config import (
     parse_enum,
 )
 from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
         return EpDispatchCombineConfig(**values | given)
     except ConfigError as error:
         error.field = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)
-        error.remedy = "Correct the handle kwarg."
+        error.remedy = HANDLE_KWARG_REMEDY
         raise
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from ep_a2a.cli import app
 from ep_a2a.cli.command import options_of
 from ep_a2a.commands.options import OPTIONS_OF_FIELDS, option_of_field
 from ep_a2a.config import parse_enum
@@ -48,3 +49,11 @@ def test_a_name_that_is_not_known_carries_the_field() -> None:
     with pytest.raises(EpA2AError) as caught:
         parse_enum(Layout, "round", "layout")
     assert caught.value.field == "layout"
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--hidden", "3"], ["bench", "--device", "cpu", "--tokens", "x"]])
+def test_the_remedy_is_about_the_option_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.run(arguments)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"Correct the option; `ep-a2a {arguments[0]} --help` says what it takes." in said
