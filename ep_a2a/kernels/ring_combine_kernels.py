@@ -222,7 +222,7 @@ def add_nodes(out, slots, bias_0, bias_1, channel, count, S: tl.constexpr, R: tl
     for token in range(first_token, end):
         add_token(out, slots, bias_0, bias_1, token, S, R, A)
         if A.CHECK_INDICES:
-            note_foreign_indices(out.table, out.ids, token, out.epoch, out.rank, S.WORLD_SIZE, S.TOPK, S.TOPK_LANES)
+            note_foreign_indices(out.table, out.ids, token, out.epoch, out.rank, S)
 
 
 @portable
