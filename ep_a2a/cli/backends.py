@@ -23,10 +23,4 @@ def run(options: SimpleNamespace) -> None:
 
     if options.as_json or options.name:
         opt.refuse({"markdown": options.markdown or None}, "with --json or a name", "Leave one out.")
-    execute(
-        options.name,
-        markdown=options.markdown,
-        output=options.output,
-        as_json=options.as_json,
-        verbose=options.verbose,
-    )
+    execute(options)

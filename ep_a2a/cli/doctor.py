@@ -61,7 +61,6 @@ def run(options: SimpleNamespace) -> int:
 
     The exit code is 1 where something prevents use. The command runs where torch is absent or broken.
     """
-    from ep_a2a.commands.doctor.machine import Request
     from ep_a2a.commands.doctor.report import execute
     from ep_a2a.commands.files import check_can_write
 
@@ -74,20 +73,4 @@ def run(options: SimpleNamespace) -> int:
 
         check_can_plot(options.plot)
     check_can_write(options.output)
-    request = Request(
-        options.backend,
-        options.config,
-        options.ranks_per_node or (),
-        options.hidden,
-        options.quant.value,
-        options.max_tokens,
-    )
-    return execute(
-        request,
-        output=options.output,
-        as_json=options.as_json,
-        ask_secs=options.ask_secs,
-        selftest=options.selftest,
-        pair_secs=2.0 if options.pair_secs is None else options.pair_secs,
-        plot=options.plot,
-    )
+    return execute(options)

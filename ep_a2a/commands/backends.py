@@ -19,7 +19,7 @@ from ep_a2a.managers.registry import aliases_of, available_backends, manager_typ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from types import SimpleNamespace
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
@@ -50,31 +50,28 @@ class Backend:
         return {"library": self.package or "none", **texts} if table == NEEDS else texts
 
 
-def execute(name: str | None, *, markdown: bool, output: Path | None, as_json: bool, verbose: bool) -> None:
+def execute(options: SimpleNamespace) -> None:
     """Shows all backends, or the one of a name or alias.
 
     Args:
-        name: of one backend; None shows all.
-        markdown: show the tables of capabilities in markdown, the same on every machine.
-        output: file for one JSON object. as_json: print it.
-        verbose: show the capabilities of all backends, too.
+        options: by name, as cli/backends.py declares them.
 
     Raises:
         UnknownNameError: there is no such backend.
     """
-    check_can_write(output)
-    backends = list(registered_backends(looks_here=not markdown))
-    chosen = backends if name is None else [_named(name, backends)]
+    check_can_write(options.output)
+    backends = list(registered_backends(looks_here=not options.markdown))
+    chosen = backends if options.name is None else [_named(options.name, backends)]
     found = {each.name: {**dataclasses.asdict(each), "available": not each.problems} for each in chosen}
-    give_json(found, output, as_json=as_json)
+    give_json(found, options.output, as_json=options.as_json)
     console = messages.output()
-    if markdown:
+    if options.markdown:
         console.file.write(f"{_markdown(backends)}\n")
-    elif name is not None and not as_json:
+    elif options.name is not None and not options.as_json:
         console.print(_all_about(chosen[0]))
-    elif not as_json:
-        console.print(_table_of_use(backends, reasons=verbose))
-        if verbose:
+    elif not options.as_json:
+        console.print(_table_of_use(backends, reasons=options.verbose))
+        if options.verbose:
             for title, headings, rows in _capabilities(backends):
                 console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
         else:

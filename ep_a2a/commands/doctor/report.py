@@ -14,6 +14,7 @@ from ep_a2a.commands import messages
 from ep_a2a.commands.doctor.checks import run_checks
 from ep_a2a.commands.doctor.choice import choose, requested_backend
 from ep_a2a.commands.doctor.finding import Finding, Level, error, refused
+from ep_a2a.commands.doctor.machine import Request
 from ep_a2a.commands.doctor.probe import find_machine, plan_bytes
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.progress import Progress
@@ -24,41 +25,35 @@ from ep_a2a.interrupts import interrupts_held
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from types import SimpleNamespace
 
-    from ep_a2a.commands.doctor.machine import Machine, Request
+    from ep_a2a.commands.doctor.machine import Machine
     from ep_a2a.commands.doctor.selftest import SelfTest
 
+PAIR_SECS = 2.0
+"""Seconds to test a pair, unless --pair-secs says otherwise."""
 LEVEL_WIDTH = 7
 MAX_WIDTH = 110
 NO_TROUBLE = "Nothing found that prevents use."
 
 
-def execute(
-    request: Request,
-    *,
-    output: Path | None,
-    as_json: bool,
-    ask_secs: float,
-    selftest: bool,
-    pair_secs: float,
-    plot: Path | None,
-) -> int:
+def execute(options: SimpleNamespace) -> int:
     """Judges this machine and prints the report; returns 1 where something prevents use, else 0.
 
     Args:
-        request: the configuration to judge.
-        output: file for one JSON object. as_json: print it.
-        ask_secs: seconds that torch may take to import.
-        selftest, pair_secs, plot: whether to run the self-test, seconds for each pair, and where to draw the rates.
+        options: by name, as cli/doctor.py declares them.
     """
-    machine = find_machine(ask_secs, requested_backend(request))
+    ranks, quant = options.ranks_per_node or (), options.quant.value
+    request = Request(options.backend, options.config, ranks, options.hidden, quant, options.max_tokens)
+    machine = find_machine(options.ask_secs, requested_backend(request))
     choice = choose(machine, request)
     asks_plan = request.max_tokens is not None and choice.backend == DEFAULT_BACKEND
     needed = plan_bytes(request, sum(choice.ranks_per_node)) if asks_plan else None
     machine = replace(machine, request=request, choice=choice, needed_bytes=needed)
     sections, test = run_checks(machine), None
-    if selftest:
-        test, sections["self-test"] = _selftest(machine, pair_secs, plot)
+    if options.selftest:
+        pair_secs = PAIR_SECS if options.pair_secs is None else options.pair_secs
+        test, sections["self-test"] = _selftest(machine, pair_secs, options.plot)
     prevented = any(each.prevents_use for findings in sections.values() for each in findings)
     facts = asdict(machine)
     report = {
@@ -69,8 +64,8 @@ def execute(
         "machine": facts,
         "selftest": None if test is None else test.as_json_object(),
     }
-    give_json(report, output, as_json=as_json)
-    if not as_json:
+    give_json(report, options.output, as_json=options.as_json)
+    if not options.as_json:
         columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns
         sys.stdout.write(render(ep_a2a.__version__, sections, columns) + ("" if test is None else f"\n{test.table}"))
     return messages.EXIT_MISMATCH if prevented else messages.EXIT_OK

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a import env
 from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Direction, make_direction, pattern
-from ep_a2a.config import CompiledCalls, EpDispatchCombineConfig
+from ep_a2a.commands.measure.session import make_config
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -21,6 +22,7 @@ from ep_a2a.testing.worker import RankContext
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.symmetric import SymmetricMemory
 
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -156,21 +158,10 @@ def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) ->
 
 
 def _config(context: RankContext) -> EpDispatchCombineConfig:
-    return EpDispatchCombineConfig(
-        data_type=torch.bfloat16,
-        rank=context.rank,
-        world_size=context.world_size,
-        hidden_dim=HIDDEN,
-        scale_dim=0,
-        scale_type_size=0,
-        max_token_type_size=2,
-        max_num_inp_token_per_rank=NUM_TOKENS,
-        num_experts_per_rank=EXPERTS_PER_RANK,
-        num_experts_per_token=TOPK,
-        compiled_calls=CompiledCalls.SERVING,
-        # Both ranks are running, so a late flag never comes.
-        first_timeout_secs=env.TIMEOUT_SECS.get(),
-    )
+    num_experts = context.world_size * EXPERTS_PER_RANK
+    workload = Workload(context.world_size, NUM_TOKENS, NUM_TOKENS, HIDDEN, TOPK, num_experts)
+    # Both ranks are running, so a late flag never comes.
+    return replace(make_config(workload, context.rank), first_timeout_secs=env.TIMEOUT_SECS.get())
 
 
 def _ids(rank: int, world_size: int) -> torch.Tensor:
