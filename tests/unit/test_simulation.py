@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.commands.simulation.buffers import GATHER_CHUNKS, expert_rows_bytes, wire_buffers
 from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
-from ep_a2a.commands.simulation.events import Clock, Wire, transfer
-from ep_a2a.commands.simulation.exchange import Phase, simulate
-from ep_a2a.commands.simulation.predict import predict
+from ep_a2a.commands.simulation.exchange import Clock, Phase, Wire, simulate, transfer
+from ep_a2a.commands.simulation.predict import GATHER_CHUNKS, expert_rows_bytes, predict, wire_buffers
 from ep_a2a.commands.simulation.published import compare, published_tables
 from ep_a2a.commands.simulation.traffic import (
     Chunk,

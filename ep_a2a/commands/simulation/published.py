@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_a2a.commands.simulation.cluster import NVLINK_GB_PER_S, Cluster
-from ep_a2a.commands.simulation.events import BYTES_PER_US_OF_GB_PER_S
-from ep_a2a.commands.simulation.exchange import Phase, simulate
+from ep_a2a.commands.simulation.exchange import BYTES_PER_US_OF_GB_PER_S, Phase, simulate
 from ep_a2a.commands.simulation.traffic import Copies, Shape, sample_chunks
 
 COUNT_NO_SCALES = frozenset({"MORI InterNodeV1"})
