@@ -251,7 +251,7 @@ def add_results(
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
-    table, rank, first_unit, stride = step.table, step.rank, share.program, share.num_programs
+    table, rank, first_unit, num_programs = step.table, step.rank, share.program, share.num_programs
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     in_place: tl.constexpr = COMBINE.OWN_IN_PLACE
@@ -261,19 +261,19 @@ def add_results(
     num_units = step.num_tokens * num_blocks
     slots = slots_of_unit(step, routes, first_unit, S, B)
     if COMBINE.READ_AHEAD:
-        following = slots_of_unit(step, routes, first_unit + stride, S, B)
+        following = slots_of_unit(step, routes, first_unit + num_programs, S, B)
         own_line, own_weights, seen = read_unit(given, step, places, slots, own_row, first_unit, S, B, in_place)
-    for unit in range(first_unit, num_units, stride):
+    for unit in range(first_unit, num_units, num_programs):
         token, first = unit // num_blocks, (unit % num_blocks) * block
         # in flight while this unit's rows are waited for
         if COMBINE.READ_AHEAD:
-            later = slots_of_unit(step, routes, unit + 2 * stride, S, B)
+            later = slots_of_unit(step, routes, unit + 2 * num_programs, S, B)
             taken = seen
             next_own_line, next_own_weights, seen = read_unit(
-                given, step, places, following, own_row, unit + stride, S, B, in_place
+                given, step, places, following, own_row, unit + num_programs, S, B, in_place
             )
         else:
-            later = slots_of_unit(step, routes, unit + stride, S, B)
+            later = slots_of_unit(step, routes, unit + num_programs, S, B)
             own_line, own_weights, taken = read_unit(given, step, places, slots, own_row, unit, S, B, in_place)
         if poison == 0:
             total, poison = take_block(taken, step, places, slots, own_line, first, S, B, in_place)

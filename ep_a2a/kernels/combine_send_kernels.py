@@ -12,7 +12,7 @@ from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, like, reduce_m
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
-LAST_STEP_TOKENS = tl.constexpr(State.LAST_STRIDE.value)
+LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 
 LARGEST_INT16 = tl.constexpr((1 << 15) - 1)
 LARGEST_INT32 = tl.constexpr((1 << 31) - 1)

@@ -73,7 +73,7 @@ def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.con
 
 @portable
 def place_weights_of(
-    table, inbox, source, stride, tokens_per_rank, epoch, rank,
+    table, inbox, source, step_tokens, M, epoch, rank,
     S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Waits for the weights of all rows that came from `source` and writes them to WEIGHTS. Returns the poison word."""
@@ -85,8 +85,8 @@ def place_weights_of(
     for first in range(0, count, BLOCK_ROWS):
         if poison == 0:
             index = first + tl.arange(0, BLOCK_ROWS)
-            rows = tl.cast(source * stride + index, tl.int64)
-            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * tokens_per_rank)
+            rows = tl.cast(source * step_tokens + index, tl.int64)
+            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * M)
             wanted = (index < count)[:, None] & (topk < S.TOPK)[None, :]
             words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * S.TOPK + topk[None, :]
             words, poison = await_words(table, words_at, wanted, epoch, source, rank, S.WORLD_SIZE)
@@ -94,11 +94,9 @@ def place_weights_of(
     return poison
 
 
-@portable(
-    do_not_specialize=["num_tokens", "stride", "tokens_per_rank", "rank"], do_not_specialize_on_alignment=["weights"]
-)
+@portable(do_not_specialize=["num_tokens", "step_tokens", "M", "rank"], do_not_specialize_on_alignment=["weights"])
 def exchange_weights_kernel(
-    weights, inboxes, table, num_tokens, stride, tokens_per_rank, rank,
+    weights, inboxes, table, num_tokens, step_tokens, M, rank,
     S: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
@@ -109,8 +107,8 @@ def exchange_weights_kernel(
 
     Args:
         weights: this rank's own, [num_tokens, TOPK] float32 as int32.
-        inboxes: by rank, the address of its inbox: flagged words [W, tokens_per_rank, TOPK].
-        stride: max_num_tokens of the step, rows per source. tokens_per_rank: M.
+        inboxes: by rank, the address of its inbox: flagged words [W, M, TOPK].
+        step_tokens: the bound of the step, rows per source. M: tokens per rank at most.
         S: Shape. BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
         SPANS: programs note when they begin and end.
     """
@@ -118,15 +116,15 @@ def exchange_weights_kernel(
     peer = tl.program_id(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    inbox_words = tl.cast(tokens_per_rank, tl.int64) * S.TOPK
+    inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words
         push_weights(weights, theirs, num_tokens * S.TOPK, epoch, BLOCK_WORDS)
         own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words
-        poison = place_weights_of(table, own, peer, stride, tokens_per_rank, epoch, rank, S, BLOCK_ROWS)
+        poison = place_weights_of(table, own, peer, step_tokens, M, epoch, rank, S, BLOCK_ROWS)
         if poison != 0:
             late = (tl.arange(0, S.WORLD_LANES) == peer).to(tl.int32)
             fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)

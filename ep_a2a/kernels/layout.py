@@ -56,8 +56,8 @@ class Region(enum.IntEnum):
     EXPERT_COUNTS = 20
     WEIGHT_EPOCHS = 21
     CHUNK_COUNTS = 22
-    FLAGGED_ROWS = 23
-    FLAGGED_SIDES = 24
+    LOW_LATENCY_ROWS = 23
+    LOW_LATENCY_SIDES = 24
     COMBINE_SCALES = 25
     EXPERT_RECV_COUNT = 26
     EXPERT_ROWS = 27
@@ -100,7 +100,7 @@ class State(enum.IntEnum):
     ARRIVED = 0
     ERROR_CLAIMED = 1
     LAST_PAD_ID = 2
-    LAST_STRIDE = 3
+    LAST_STEP_TOKENS = 3
     NUM_TOKENS = 4
 
 
@@ -116,7 +116,7 @@ class FailureCode(enum.IntEnum):
 
     TIMEOUT = 1
     ALTERNATION = 2
-    STRIDE_MISMATCH = 3
+    STEP_TOKENS_MISMATCH = 3
     CAPACITY = 4
     FOREIGN_INDICES = 5
     WEIGHTS_MISSING = 6
@@ -126,7 +126,7 @@ class Record(enum.IntEnum):
     """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
 
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
-    STRIDE_MISMATCH: this rank's wire word; those of all ranks. CAPACITY: the rows that came; rows by source.
+    STEP_TOKENS_MISMATCH: this rank's wire word; those of all ranks. CAPACITY: the rows that came; rows by source.
     WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.
     On a rank that learned of the failure from a peer both are those of TIMEOUT.
     """
@@ -275,8 +275,8 @@ def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.WEIGHT_EPOCHS, I32, (world_size,)),
         (Region.INDICES, I32, (rows, config.topk)),
         (Region.SOURCE_POSITIONS, I32, (rows,)),
-        (Region.FLAGGED_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, config.hidden_dim)),
-        (Region.FLAGGED_SIDES, I64, (world_size * config.flagged_tokens, side_words(config))),
+        (Region.LOW_LATENCY_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, config.hidden_dim)),
+        (Region.LOW_LATENCY_SIDES, I64, (world_size * config.flagged_tokens, side_words(config))),
         (Region.CHUNKS_ARRIVED, I64, (2, counted, channels)),
         (Region.CHUNKS_TAKEN, I64, (2, counted, channels)),
         (Region.MIRROR_POISON, I32, (mirrored and 1,)),

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region, Span, Speaker, Stage
-from ep_a2a.kernels.ll_receive_kernels import receive_flagged_rows, received_places
+from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -48,8 +48,8 @@ from ep_a2a.kernels.send_kernels import load_choices, load_tile
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-FLAGGED_ROWS = tl.constexpr(Region.FLAGGED_ROWS.value)
-FLAGGED_SIDES = tl.constexpr(Region.FLAGGED_SIDES.value)
+LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
+LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
@@ -117,20 +117,20 @@ class Targets(NamedTuple):
 
 @portable
 def slots_of(
-    before, own, healthy, rank, own_stride, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr
+    before, own, healthy, rank, own_slots, SLOTS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr
 ):
     """Return the slot of a token's row at every rank, -1 for none; a tuple that begins with this rank.
 
     Args:
         before: fields (routing_kernels), rows per rank of the tokens before it; own: of the token itself.
         healthy: nothing is sent without it.
-        own_stride: slots per source where this rank's own rows go. SLOTS: those of the flagged regions.
+        own_slots: slots per source where this rank's own rows go. SLOTS: those of the flagged regions.
     """
     slots = ()
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         goes = (field_of(own, peer, WORLD_SIZE, COUNT_BITS) > 0) & healthy
-        first = rank * (own_stride if step == 0 else SLOTS)
+        first = rank * (own_slots if step == 0 else SLOTS)
         slots = slots + (tl.where(goes, first + field_of(before, peer, WORLD_SIZE, COUNT_BITS), -1),)
     return slots
 
@@ -240,8 +240,8 @@ def send_token(
     row_width: tl.constexpr = ROW.ROW_WORDS * 4 if ROW.GROUP > 0 else ROW.ROW_WORDS
     own, epoch = places.own, step.epoch
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
-    own_stride = LL.SLOTS if S.COMPACT else step.step_tokens
-    slots = slots_of(token.before, token.own, poison == 0, step.rank, own_stride, LL.SLOTS, S.WORLD_SIZE, LL.COUNT_BITS)
+    own_slots = LL.SLOTS if S.COMPACT else step.step_tokens
+    slots = slots_of(token.before, token.own, poison == 0, step.rank, own_slots, LL.SLOTS, S.WORLD_SIZE, LL.COUNT_BITS)
     sides = line_starts(places.sides, slots, LL.SCALE_WORDS + 2 * S.TOPK + 1, S.WORLD_SIZE, tl.int64)
     to = Targets(slots, line_starts(places.rows, slots, row_width, S.WORLD_SIZE, row_dtype), sides)
     written_in_full = step.num_tokens < 0
@@ -332,7 +332,7 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
         # then every peer's earlier combine has read what this rank overwrites next
         poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False, 1)
     elif (receiver >= 0) & (poison == 0):
-        poison = receive_flagged_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -364,11 +364,11 @@ def ll_dispatch_kernel(
     """
     row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
     scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
-    own_region: tl.constexpr = FLAGGED_ROWS if S.COMPACT else TOKENS
+    own_region: tl.constexpr = LOW_LATENCY_ROWS if S.COMPACT else TOKENS
     # addresses never change, so they may be read before the launch before this one has ended
     places = SendPlaces(
-        bases_of(table, own_region, FLAGGED_ROWS, rank, S.WORLD_SIZE, row_dtype),
-        bases_of(table, FLAGGED_SIDES, FLAGGED_SIDES, rank, S.WORLD_SIZE, tl.int64),
+        bases_of(table, own_region, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, row_dtype),
+        bases_of(table, LOW_LATENCY_SIDES, LOW_LATENCY_SIDES, rank, S.WORLD_SIZE, tl.int64),
         received_places(table, rank, S.WORLD_SIZE, scale_dtype),
         address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32),
         address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32),

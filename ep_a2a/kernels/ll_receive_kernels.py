@@ -21,8 +21,8 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.receive_kernels import COUNTS, wait_counts
 
-FLAGGED_ROWS = tl.constexpr(Region.FLAGGED_ROWS.value)
-FLAGGED_SIDES = tl.constexpr(Region.FLAGGED_SIDES.value)
+LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
+LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
 WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
@@ -215,7 +215,7 @@ def receive_row(
 
 
 @portable
-def receive_flagged_rows(
+def receive_low_latency_rows(
     step, places, receiver, num_receivers, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
 ):
     """Moves this program's share of the rows from where peers push them to where the experts read them.
@@ -241,8 +241,8 @@ def receive_flagged_rows(
         counts = tl.where((lanes % (S.WORLD_SIZE + 1) == rank) & (sources < S.WORLD_SIZE), all_counts, 0)
         num_units = tl.where(poison == 0, reduce_max(counts, 0) * num_sources, 0)
     count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
-    flagged_rows = address(table, FLAGGED_ROWS, rank, S.WORLD_SIZE, tl.int32)
-    flagged_sides = address(table, FLAGGED_SIDES, rank, S.WORLD_SIZE, tl.int64)
+    all_rows = address(table, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, tl.int32)
+    all_sides = address(table, LOW_LATENCY_SIDES, rank, S.WORLD_SIZE, tl.int64)
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
         source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
@@ -251,8 +251,8 @@ def receive_flagged_rows(
             if S.COMPACT:
                 number = reduce_sum(tl.where(sources < source, counts, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
-            words = tl.multiple_of(flagged_rows + slot * ROW.ROW_WORDS, 16)
-            beside = flagged_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
+            words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
+            beside = all_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
             row = ArrivingRow(words, beside, count_words + source * (S.WORLD_SIZE + 1), source, index, number)
             poison = receive_row(step, places, row, sides_at, sent, poison, S, ROW, LL, FORM)
     return poison

@@ -52,7 +52,7 @@ EMPTY = tl.constexpr(-1)
 
 TIMEOUT = tl.constexpr(FailureCode.TIMEOUT.value)
 ALTERNATION = tl.constexpr(FailureCode.ALTERNATION.value)
-STRIDE_MISMATCH = tl.constexpr(FailureCode.STRIDE_MISMATCH.value)
+STEP_TOKENS_MISMATCH = tl.constexpr(FailureCode.STEP_TOKENS_MISMATCH.value)
 CAPACITY = tl.constexpr(FailureCode.CAPACITY.value)
 FOREIGN_INDICES = tl.constexpr(FailureCode.FOREIGN_INDICES.value)
 WEIGHTS_MISSING = tl.constexpr(FailureCode.WEIGHTS_MISSING.value)

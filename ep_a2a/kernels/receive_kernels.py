@@ -12,7 +12,7 @@ from ep_a2a.kernels.primitives import (
     NOBODY,
     POLLS_PER_CLOCK,
     STATE,
-    STRIDE_MISMATCH,
+    STEP_TOKENS_MISMATCH,
     address,
     epoch_of,
     fail,
@@ -32,7 +32,7 @@ INDICES = tl.constexpr(Region.INDICES.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
-LAST_STEP_TOKENS = tl.constexpr(State.LAST_STRIDE.value)
+LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 
 
 class DispatchStep(NamedTuple):
@@ -200,7 +200,7 @@ def accept_rows(step, old, S: tl.constexpr):
     poison = tl.full((), 0, tl.int32)
     total = reduce_sum(counts, 0)
     if reduce_max(((words != step.wire_word) & present).to(tl.int32), 0) > 0:
-        poison = tl.full((), (STRIDE_MISMATCH << 16) | NOBODY, tl.int32)
+        poison = tl.full((), (STEP_TOKENS_MISMATCH << 16) | NOBODY, tl.int32)
         fail(table, poison, DISPATCH_PHASE, step.epoch, step.wire_word, words, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif total > step.row_limit:
         poison = (rank | (CAPACITY << 16)).to(tl.int32)

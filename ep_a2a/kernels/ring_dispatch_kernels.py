@@ -164,17 +164,17 @@ def exchange_channel(
 
 
 @portable(
-    do_not_specialize=["num_tokens", "stride", "row_limit", "positions_per_rank", "rank"],
+    do_not_specialize=["num_tokens", "step_tokens", "row_limit", "positions_per_rank", "rank"],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def exchange_kernel(
-    x, scales, weights, ids, table, num_tokens, stride, row_limit, positions_per_rank, rank,
+    x, scales, weights, ids, table, num_tokens, step_tokens, row_limit, positions_per_rank, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
     """Sends this rank's chunks to all nodes and forwards those that come from them.
 
     Args:
-        x, scales, weights, ids, num_tokens, stride, row_limit: as of bulk_dispatch_kernel.
+        x, scales, weights, ids, num_tokens, step_tokens, row_limit: as of bulk_dispatch_kernel.
         positions_per_rank: W * M, by which source positions count.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. X: Exchange.
     """
@@ -183,7 +183,7 @@ def exchange_kernel(
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
     poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     source = Source(x, scales, weights, ids, num_tokens)
-    places = Places(stride, row_limit, positions_per_rank)
+    places = Places(step_tokens, row_limit, positions_per_rank)
     if S.COMPACT and X.FORWARDS:
         if poison == 0:
             _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)

@@ -40,7 +40,7 @@ class Places(NamedTuple):
     rank may receive, and W * M, by which source positions count.
     """
 
-    stride: tl.tensor
+    step_tokens: tl.tensor
     row_limit: tl.tensor
     positions_per_rank: tl.tensor
 
@@ -73,7 +73,7 @@ def store_to_rows(
 @portable
 def first_row_at_each(table, source, places, rank, S: tl.constexpr):
     """[WORLD_LANES] where the rows of rank `source` begin at every rank."""
-    bases = like(tl.arange(0, S.WORLD_LANES), source * places.stride)
+    bases = like(tl.arange(0, S.WORLD_LANES), source * places.step_tokens)
     if S.COMPACT:
         bases = rows_before(table, rank, source, S.WORLD_SIZE, S.WORLD_LANES)
     return bases

@@ -36,21 +36,21 @@ def offer_row(rows_in, weights_in, places, row, S: tl.constexpr, B: tl.constexpr
         tl.store(places.weights + where, words, mask=choices < S.TOPK)
 
 
-@portable(do_not_specialize=["num_tokens", "stride", "rank"], do_not_specialize_on_alignment=["weights_in"])
+@portable(do_not_specialize=["num_tokens", "step_tokens", "rank"], do_not_specialize_on_alignment=["weights_in"])
 def offer_results_kernel(
-    rows_in, weights_in, table, num_tokens, stride, rank,
+    rows_in, weights_in, table, num_tokens, step_tokens, rank,
     S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, POISON_LANES: tl.constexpr,
 ):  # fmt: skip
     """Puts the received rows' results where the ranks of this node read them, and raises this rank's flags.
 
     Args:
-        rows_in, weights_in, stride: as of combine_kernel.
+        rows_in, weights_in, step_tokens: as of combine_kernel.
         S: Shape. B: Block of what is taken at once. POISON_LANES: at least the threads of a program.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, stride, S.COMPACT)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
@@ -60,7 +60,7 @@ def offer_results_kernel(
         for source in range(S.WORLD_SIZE):
             count = tl.load(counts + source)
             if not S.COMPACT:
-                first = source * stride
+                first = source * step_tokens
             # rows are shared out over all sources: a few from each would else all be the first programs'
             own = (program + num_programs - before % num_programs) % num_programs
             for index in range(own, count, num_programs):

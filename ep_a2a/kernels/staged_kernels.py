@@ -222,9 +222,9 @@ def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
     tl.atomic_xchg(flags, like(members, epoch), mask=present, sem="release", scope="sys")
 
 
-@portable(do_not_specialize=["num_chunks", "stride", "row_limit", "positions_per_rank", "rank"])
+@portable(do_not_specialize=["num_chunks", "step_tokens", "row_limit", "positions_per_rank", "rank"])
 def forward_kernel(
-    table, num_chunks, stride, row_limit, positions_per_rank, rank,
+    table, num_chunks, step_tokens, row_limit, positions_per_rank, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, COUNT_LANES: tl.constexpr,
     POISON_LANES: tl.constexpr,
 ):  # fmt: skip
@@ -232,14 +232,14 @@ def forward_kernel(
 
     Args:
         num_chunks: those of a step.
-        stride, row_limit: as of bulk_dispatch_kernel. positions_per_rank: as of exchange_kernel.
+        step_tokens, row_limit: as of bulk_dispatch_kernel. positions_per_rank: as of exchange_kernel.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. COUNT_LANES, POISON_LANES: as in Exchange.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    places = Places(stride, row_limit, positions_per_rank)
+    places = Places(step_tokens, row_limit, positions_per_rank)
     if poison == 0:
         poison = wait_for_all_counts(table, epoch, rank, S, R, COUNT_LANES)
     for unit in range(program, num_chunks * R.NODES, num_programs):

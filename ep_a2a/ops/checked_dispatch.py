@@ -96,6 +96,6 @@ def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:
     positions = memory.view(Region.SOURCE_POSITIONS)
     if memory.config.layout == Layout.COMPACT:
         return positions[: sum(counts)]
-    step_tokens = int(memory.view(Region.STATE)[State.LAST_STRIDE])
+    step_tokens = int(memory.view(Region.STATE)[State.LAST_STEP_TOKENS])
     starts = [source * step_tokens for source in range(len(counts))]
     return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])

@@ -66,7 +66,7 @@ class Failure:
     @property
     def is_incomplete(self) -> bool:
         """Whether a peer has reported that ranks disagree, which fits into no word, and not how."""
-        return self.code in (FailureCode.STRIDE_MISMATCH, FailureCode.WEIGHTS_MISSING) and not self.detail
+        return self.code in (FailureCode.STEP_TOKENS_MISMATCH, FailureCode.WEIGHTS_MISSING) and not self.detail
 
     def completed(self, per_rank: Sequence[int]) -> Failure:
         """This failure with what each rank has said of the step; as it was where that shows no disagreement."""
@@ -108,7 +108,7 @@ class Failure:
                 return self._timeout(rank, where, timeouts, seen or {}, verdict or Verdict())
             case FailureCode.ALTERNATION:
                 return self._alternation(where)
-            case FailureCode.STRIDE_MISMATCH:
+            case FailureCode.STEP_TOKENS_MISMATCH:
                 return self._disagreement(where)
             case FailureCode.CAPACITY:
                 return self._too_many_rows(where)

@@ -209,7 +209,7 @@ class BoundMemory:
         self.peers.begin_anew()
         self.failure_key = f"step behind meeting {self._arena.rendezvous.last_meeting}"
         self.acquired.symmetric["own"].local.zero_()
-        self.view(Region.FLAGGED_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
+        self.view(Region.LOW_LATENCY_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
@@ -254,8 +254,8 @@ class BoundMemory:
         """Returns what each rank has told this one of its last step, by rank. The device should have come to rest.
 
         Args:
-            code: STRIDE_MISMATCH for the words that all ranks must share; WEIGHTS_MISSING for 1 where a rank brought
-                no weights to combine.
+            code: STEP_TOKENS_MISMATCH for the words that all ranks must share; WEIGHTS_MISSING for 1 where a rank
+                brought no weights to combine.
 
         Returns:
             () while a graph is captured, and where a rank has told nothing of that step.

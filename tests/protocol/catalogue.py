@@ -123,9 +123,11 @@ MUTANTS = (
     Case(
         "no release behind a row that contains EMPTY",
         Rules(paths=FLAGGED, written_in_full=True, releases=False),
-        f"{STALE_READ}: FLAGGED_ROWS",
+        f"{STALE_READ}: LOW_LATENCY_ROWS",
     ),
-    Case("staging of a bulk dispatch in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: FLAGGED_ROWS"),
+    Case(
+        "staging of a bulk dispatch in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: LOW_LATENCY_ROWS"
+    ),
     Case("flagged words accepted whatever their epoch", Rules(tags_are_compared=False), STALE_READ),
     Case("readers do not leave EMPTY", Rules(readers_empty=False), STALE_READ),
     Case("relaxed flags, launches that end before their stores have drained", Rules(launches_drain=False), OVERWRITTEN),

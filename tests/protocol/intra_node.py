@@ -34,12 +34,12 @@ class IntraNode(Model):
         first_read = len(self.words.names)
         self.counts = region("COUNTS", copies, ranks, ranks)
         self.tokens = region("TOKENS", ranks, ranks)
-        self.flagged_rows = region("FLAGGED_ROWS", copies, ranks, ranks)
-        self.sides = region("FLAGGED_SIDES", copies, ranks, ranks)
+        self.flagged_rows = region("LOW_LATENCY_ROWS", copies, ranks, ranks)
+        self.sides = region("LOW_LATENCY_SIDES", copies, ranks, ranks)
         self.combine_rows = region("COMBINE_ROWS", ranks, ranks)
         self._read_once = range(first_read, len(self.words.names))
         self._empty_before = {
-            word for word, name in enumerate(self.words.names) if name.startswith(("FLAGGED_ROWS", "COMBINE_ROWS"))
+            word for word, name in enumerate(self.words.names) if name.startswith(("LOW_LATENCY_ROWS", "COMBINE_ROWS"))
         }
         self._subsets = {rank: self._routes_of(rank) for rank in range(ranks)}
 

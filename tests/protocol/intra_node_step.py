@@ -175,7 +175,7 @@ class Step:
             for peer in self.others:
                 push(self.model.flagged_rows(self.copy, peer, self.rank), self.data)
 
-        return self.does("pushes FLAGGED_ROWS", act)
+        return self.does("pushes LOW_LATENCY_ROWS", act)
 
     def pushes_sides(self) -> Program:
         """push_position: released when the row cannot be its own flag."""
@@ -186,7 +186,7 @@ class Step:
                 turn.signal(self.model.sides(self.copy, peer, self.rank), self.data + full)
 
         fence = self.fence(of_all_programs=False) if full else ()
-        return (*fence, self.does("pushes FLAGGED_SIDES", act))
+        return (*fence, self.does("pushes LOW_LATENCY_SIDES", act))
 
     def moves_row(self, peer: int) -> Action:
         """take_row_block and what follows: waits for the row or the count that there is none; leaves EMPTY."""

@@ -46,7 +46,7 @@ def error_of(failed: Failure) -> EpA2AError:
 
 
 def test_codes_are_those_of_the_kernels():
-    codes = ("TIMEOUT", "ALTERNATION", "STRIDE_MISMATCH", "CAPACITY", "FOREIGN_INDICES", "WEIGHTS_MISSING")
+    codes = ("TIMEOUT", "ALTERNATION", "STEP_TOKENS_MISMATCH", "CAPACITY", "FOREIGN_INDICES", "WEIGHTS_MISSING")
     values = [getattr(primitives, name).value for name in codes]
     assert values == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS]
     assert primitives.NOBODY.value == NOBODY

@@ -203,5 +203,5 @@ def test_a_rack_with_real_sizes():
     assert layout.dispatch[Region.TOKENS].num_bytes == 72 * 4096 * 7168 * 2 > 2**31
     assert layout.control[Region.COUNTS].shape == (72, 73)
     # 264 rows of all ranks together, so 3 tokens of each, are ever flagged
-    assert layout.control[Region.FLAGGED_ROWS].shape == (72 * 3, 7168)
+    assert layout.control[Region.LOW_LATENCY_ROWS].shape == (72 * 3, 7168)
     assert layout.combine[Region.COMBINE_ROWS].num_bytes == 72 * 4096 * 7168 * 2

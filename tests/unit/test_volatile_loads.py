@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KERNELS = Path(ep_a2a.__file__).parent / "kernels"
 PARSERS = ("payload_of", "epoch_of")
 """They take flagged words apart, which are valid only once their writer has stored them."""
-POLLED_REGIONS = ("POISON", "COUNTS", "WEIGHT_EPOCHS", "CHUNK_COUNTS", "FLAGGED_ROWS", "FLAGGED_SIDES")
+POLLED_REGIONS = ("POISON", "COUNTS", "WEIGHT_EPOCHS", "CHUNK_COUNTS", "LOW_LATENCY_ROWS", "LOW_LATENCY_SIDES")
 """Regions that others write during a launch, and whose readers need no acquire."""
 POLLING_FUNCTIONS = ("read_block", "before_reading")
 """They load, at addresses that this test does not trace, what others write during a launch."""

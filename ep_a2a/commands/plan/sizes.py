@@ -148,7 +148,7 @@ def _parts(config: EpDispatchCombineConfig, layout: OpLayout) -> dict[str, tuple
     return {
         "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), (Region.TOKENS,)),
         "scales_and_weights": (f"{scales}{config.topk} weights for each", (Region.SCALES, Region.WEIGHTS)),
-        "flagged_region": (few, (Region.FLAGGED_ROWS, Region.FLAGGED_SIDES)),
+        "flagged_region": (few, (Region.LOW_LATENCY_ROWS, Region.LOW_LATENCY_SIDES)),
         "control": ("and source positions, of received rows", ()),
         "combine_rows": (combine_rows, (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS)),
         "result": (result, (Region.RESULT, Region.RESULT_WEIGHTS)),
