@@ -144,6 +144,8 @@ def test_schedules_from_the_command_line(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (("bench", "--device", "cpu", "--schedules", "micro_batches"), "no --schedules without --layer"),
+        (("bench", "--device", "cpu", "--layers", "3"), "no --layers without --layer"),
+        ((*SMALL, "--cold-cache"), "no --cold-cache with --layer"),
         ((*SMALL, "--contenders", "deepep"), "ep_a2a, flashinfer, nccl_agrs"),
         ((*SMALL, "--schedules", "none_such"), "micro_batches, shared_expert"),
         ((*SMALL, "--layout", "compact"), "rank_major of a layer"),

@@ -16,7 +16,6 @@ from ep_a2a.commands.bench.contenders import CONTENDERS, check_names
 from ep_a2a.commands.bench.picture import choose_x, make_lines, plot_bench
 from ep_a2a.commands.bench.report import (
     CPU_NOTE,
-    JsonLines,
     compare,
     constant_fields,
     describe,
@@ -25,6 +24,7 @@ from ep_a2a.commands.bench.report import (
     show,
     shown_name,
     varying_fields,
+    write_lines,
     write_markdown,
 )
 from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
@@ -180,13 +180,11 @@ def test_the_commit_is_that_of_this_package_alone(tmp_path, monkeypatch):
     assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?", report.commit() or "")
 
 
-def test_json_lines_grow_behind_their_header(tmp_path):
+def test_json_lines_stand_behind_their_header(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
-    lines = JsonLines(path, HEADER)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER]
     records = compare(rows_of(workload_of(8)))
-    lines.append(records)
+    write_lines(path, HEADER, records)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *records]
 
 

@@ -22,7 +22,7 @@ from ep_a2a.commands.bench.contenders import (
 )
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
-from ep_a2a.commands.bench.report import JsonLines, compare, describe, reasons, show, shown_name, write_markdown
+from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines, write_markdown
 from ep_a2a.commands.bench.runner import Status, make_runner, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""
-LAYER_OPTIONS = ("schedules", "intermediate", "comm_sms", "traces")
+LAYER_OPTIONS = ("layers", "intermediate", "schedules", "comm_sms", "traces")
 """Options that say nothing without --layer."""
 
 _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
@@ -98,6 +98,8 @@ def run(options: SimpleNamespace) -> bool:
     kind = choose_device(options.device.value)
     if not options.layer:
         refuse({name: getattr(options, name) for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
+    if options.layer:
+        refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
     if options.schedules:
         refuse({"contenders": options.contenders}, "with --schedules, which run this package's op", "Say one.")
     options = with_defaults(options, kind)
@@ -198,12 +200,13 @@ def execute(
     Raises:
         UnsupportedError: no contender can run here, so nothing was measured.
     """
-    output, plot, markdown = options.output, options.plot, options.markdown
+    output, plot, markdown = options.output if runner.shows_results else None, options.plot, options.markdown
     header = describe(device) if runner.shows_results else {}
     shared = runner.note(max(workload.world_size for workload in workloads))
     header |= {"note": shared} if shared else {}
-    lines = JsonLines(output, header) if output is not None and runner.shows_results else None
     records: list[Record] = []
+    if output is not None:
+        write_lines(output, header, records)
     progress_console = messages.notices()
     progress_console.quiet |= not runner.shows_results
     with Progress("measuring", len(workloads) * len(names) * settings.num_rounds, progress_console) as progress:
@@ -216,10 +219,9 @@ def execute(
             lambda workload, name: progress.begin(_part_text(workload.num_tokens, workload.max_sms, name, device)),
         )
         for of_workload in sweep:
-            compared = compare(of_workload, device)
-            records += compared
-            if lines is not None:
-                lines.append(compared)
+            records += compare(of_workload, device)
+            if output is not None:
+                write_lines(output, header, records)
     if all(record["status"] == Status.UNAVAILABLE for record in records):
         remedy = "Name others by --contenders, or run this where they can run."
         raise UnsupportedError("a contender that can run here", "; ".join(reasons(records)), remedy)

@@ -169,23 +169,9 @@ def _of_layer(record: Record) -> Record:
     return found | {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
 
 
-class JsonLines:
-    """A file of JSON lines that grows with the sweep: always whole, so that an end of the process keeps earlier rows.
-
-    Args:
-        path: the file; earlier content is replaced.
-        header: its first line.
-    """
-
-    def __init__(self, path: Path, header: Record) -> None:
-        self._path = path
-        self._text = ""
-        self.append([header])
-
-    def append(self, records: Iterable[Record]) -> None:
-        """Adds a line per record."""
-        self._text += "".join(json.dumps(record) + "\n" for record in records)
-        write_text(self._path, self._text, confirms=False)
+def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
+    """Writes JSON lines: the header, then the records. Whole at any time, so that an end of the process keeps rows."""
+    write_text(path, "".join(json.dumps(each) + "\n" for each in (header, *records)), confirms=False)
 
 
 def varying_fields(records: Sequence[Record]) -> list[str]:
