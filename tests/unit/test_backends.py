@@ -21,7 +21,7 @@ from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem, problems
-from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.deepep import (
     BUFFER,
     ELASTIC_BUFFER,
@@ -296,20 +296,20 @@ def test_a_manager_whose_library_is_missing_cannot_be_made(name):
 
 def test_padding_and_global_ids():
     local = torch.tensor([[0, -1], [1, 0], [7, 7]])
-    ids = received_rows.global_ids(local, 4, -9)
+    ids = conversions.global_ids(local, 4, -9)
     assert ids.tolist() == [[4, -9], [5, 4], [11, 11]]
     assert ids.dtype == torch.int32
-    assert received_rows.padded_ids(ids, torch.tensor([2]), -1).tolist() == [[4, -9], [5, 4], [-1, -1]]
-    assert received_rows.valid_ids(torch.tensor([-1, 0, 7, 8]), 8).tolist() == [False, True, True, False]
+    assert conversions.padded_ids(ids, torch.tensor([2]), -1).tolist() == [[4, -9], [5, 4], [-1, -1]]
+    assert conversions.valid_ids(torch.tensor([-1, 0, 7, 8]), 8).tolist() == [False, True, True, False]
 
 
 def test_counts_and_positions():
-    counts = received_rows.counts_from_prefix(torch.tensor([2, 2, 5], dtype=torch.int32))
+    counts = conversions.counts_from_prefix(torch.tensor([2, 2, 5], dtype=torch.int32))
     assert counts.tolist() == [2, 0, 3]
-    sources = received_rows.sources_of_rows(counts)
+    sources = conversions.sources_of_rows(counts)
     assert sources.tolist() == [0, 0, 2, 2, 2]
     tokens = torch.tensor([1, 3, 0, 1, 5], dtype=torch.int32)
-    assert received_rows.positions(sources, tokens, 100).tolist() == [1, 3, 200, 201, 205]
+    assert conversions.positions(sources, tokens, 100).tolist() == [1, 3, 200, 201, 205]
     ids = torch.tensor([[4, 5], [4, -1], [3, 8]], dtype=torch.int32)
     assert count_ids(ids, 4, 3).tolist() == [2, 1, 0]
 
@@ -317,29 +317,29 @@ def test_counts_and_positions():
 def test_rows_by_source_of_deepeps_ranges():
     """First row << 32 | rows, as its tests/legacy/test_low_latency.py reads them."""
     ranges = torch.tensor([[(0 << 32) | 2, (2 << 32) | 1], [(0 << 32) | 0, (0 << 32) | 4]])
-    assert received_rows.rows_per_source(ranges).tolist() == [2, 5]
+    assert conversions.rows_per_source(ranges).tolist() == [2, 5]
 
 
 def test_dropped_slots_go_where_the_token_goes_anyway():
     ids = torch.tensor([[3, -1], [-1, 6], [9, -4], [1, 2]], dtype=torch.int32)
-    assert received_rows.routed_ids(ids, 8, 5).tolist() == [[3, 3], [6, 6], [5, 5], [1, 2]]
+    assert conversions.routed_ids(ids, 8, 5).tolist() == [[3, 3], [6, 6], [5, 5], [1, 2]]
 
 
 def test_dropped_slots_go_to_experts_that_the_token_does_not_name():
     ids = torch.tensor([[3, -1, 6], [-1, 8, -5], [0, 6, 99], [7, -1, -1], [1, 2, 3]], dtype=torch.int32)
-    filled = received_rows.filled_ids(ids, 8, 6)
+    filled = conversions.filled_ids(ids, 8, 6)
     assert filled.tolist() == [[3, 7, 6], [6, 7, 0], [0, 6, 7], [7, 6, 0], [1, 2, 3]]
     assert filled.dtype == torch.int32
     # as many experts as a token has slots
-    assert received_rows.filled_ids(torch.tensor([[1, -1]], dtype=torch.int32), 2, 0).tolist() == [[1, 0]]
-    assert received_rows.filled_ids(torch.empty(0, 3, dtype=torch.int32), 8, 6).shape == (0, 3)
+    assert conversions.filled_ids(torch.tensor([[1, -1]], dtype=torch.int32), 2, 0).tolist() == [[1, 0]]
+    assert conversions.filled_ids(torch.empty(0, 3, dtype=torch.int32), 8, 6).shape == (0, 3)
 
 
 def test_weights_say_which_slots_were_dropped():
     ids = torch.tensor([[3, 3], [5, 5]], dtype=torch.int32)
     weights = torch.tensor([[0.5, torch.nan], [torch.nan, 2.0]])
     valid = torch.tensor([[True, False], [True, True]])
-    got_ids, got = received_rows.unmarked(ids, received_rows.marked_weights(weights, valid))
+    got_ids, got = conversions.unmarked(ids, conversions.marked_weights(weights, valid))
     assert got_ids.tolist() == [[3, -1], [5, 5]]
     # a weight that is no number stays one
     assert torch.equal(got.nan_to_num(7.0), torch.tensor([[0.5, 0.0], [7.0, 2.0]]))

@@ -12,10 +12,10 @@ from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ConfigError
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
         # DeepEP sends ids only together with weights
         self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=self.device)
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config, native = self.config, self._native
         ids = self._ids_for_native(step.ids)
         per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(
@@ -174,9 +174,9 @@ class DeepEPHighThroughputOp(DeepEPOp):
             topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
             num_worst_tokens=0 if self._internode else self.num_rows(step.step_tokens),
         )
-        recv_ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
-        counts = received_rows.counts_from_prefix(self._prefix())
-        return Arrived(*rows_and_scales(received), recv_ids, weights, per_source=counts)
+        recv_ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
+        counts = conversions.counts_from_prefix(self._prefix())
+        return ReceivedRows(*rows_and_scales(received), recv_ids, weights, per_source=counts)
 
     def _prefix(self) -> torch.Tensor:
         """Returns the prefix sum [W] of received rows by source."""
@@ -189,9 +189,9 @@ class DeepEPHighThroughputOp(DeepEPOp):
     def _positions(self) -> torch.Tensor:
         if self._internode:
             raise self._unsupported("source positions on several nodes")
-        sources = received_rows.sources_of_rows(self._recv_counts)
+        sources = conversions.sources_of_rows(self._recv_counts)
         tokens = self._native_handle[SOURCE_TOKENS][: sources.numel()]
-        return received_rows.positions(sources, tokens, self.max_num_tokens_to_send())
+        return conversions.positions(sources, tokens, self.max_num_tokens_to_send())
 
 
 class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
@@ -246,7 +246,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
 
     casts_inside = True
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
         self._native_ids = self._ids_for_native(step.ids)
         # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
@@ -258,8 +258,8 @@ class DeepEPLowLatencyOp(DeepEPOp):
             use_fp8=config.casts_in_dispatch,
             round_scale=config.scale_format != ScaleFormat.FLOAT32,
         )
-        sources = received_rows.rows_per_source(self._native_handle[RANGES])
-        return Arrived(*rows_and_scales(received), per_source=sources, per_expert=counts)
+        sources = conversions.rows_per_source(self._native_handle[RANGES])
+        return ReceivedRows(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
@@ -323,7 +323,7 @@ class DeepEPV2Op(DeepEPOp):
     _max_num_tokens = 1
     """Of the latest dispatch."""
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
         self._max_num_tokens = step.step_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
@@ -340,9 +340,9 @@ class DeepEPV2Op(DeepEPOp):
         row = torch.arange(tokens.shape[0], device=self.device)
         total = self._native_handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
         sources = torch.where(row < total, self._global_tokens() // step.step_tokens, -1)
-        ids = received_rows.global_ids(local_ids, config.first_expert, step.pad_id)
-        ids = received_rows.padded_ids(ids, total, step.pad_id)
-        return Arrived(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
+        ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
+        ids = conversions.padded_ids(ids, total, step.pad_id)
+        return ReceivedRows(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
 
     def _global_tokens(self) -> torch.Tensor:
         """Returns each row's source, rank * max_num_tokens + token; anything past the received rows."""
@@ -352,7 +352,7 @@ class DeepEPV2Op(DeepEPOp):
     def _positions(self) -> torch.Tensor:
         tokens = self._global_tokens()[: int(self._total_recv)]
         stride = self._max_num_tokens
-        return received_rows.positions(tokens // stride, tokens % stride, self.max_num_tokens_to_send())
+        return conversions.positions(tokens // stride, tokens % stride, self.max_num_tokens_to_send())
 
 
 class DeepEPV2All2AllManager(LibraryAll2AllManager):

@@ -12,10 +12,10 @@ from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import StateError
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -235,14 +235,14 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received: dict[str, torch.Tensor] = {}
         self._workspace_rows: torch.Tensor | None = None
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config, limit = self.config, step.step_tokens
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:
             sent["weights"] = step.weights
         if step.scales is not None:
             sent["scales"] = step.scales.view(torch.uint8)
-        routed = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
+        routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
         received = self._exchange.dispatch(routed, self._exchange.packed(sent), limit, tuple(sent))
         self._exchange.mark_padding(received["positions"], NO_EXPERT)
         came = received["positions"] >= 0
@@ -250,7 +250,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._received = received
         counts = came.flatten(1).sum(1, dtype=torch.int32)
         scales = None if step.scales is None else received["scales"].view(step.scales.dtype)
-        return Arrived(received["tokens"], scales, ids, received.get("weights"), per_source=counts)
+        return ReceivedRows(received["tokens"], scales, ids, received.get("weights"), per_source=counts)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         rows, step = given.rows, given.step
@@ -260,7 +260,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         # a cast in place would destroy the rows
         self._exchange.combine(rows, step.step_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
         self._workspace_rows = None
-        named = received_rows.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
+        named = conversions.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
         return CombineResult(result.masked_fill_(~named, 0), None)
 
     def _is_registered(self, rows: torch.Tensor) -> bool:
@@ -330,10 +330,10 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
         self._native_info: Any = None
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config, experts = self.config, self.config.total_experts
         # an id that is the number of experts belongs to no rank
-        ids = torch.where(received_rows.valid_ids(step.ids, experts), step.ids, experts)
+        ids = torch.where(conversions.valid_ids(step.ids, experts), step.ids, experts)
         self._native_info, recv_ids, weights, _ = self._native.mnnvl_moe_alltoallv_prepare_without_allgather(
             expert_ids=ids,
             scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
@@ -348,11 +348,11 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         )
         tokens = self._alltoallv(step.tokens)
         scales = None if step.scales is None else self._alltoallv(step.scales)
-        counts = received_rows.counts_from_prefix(self._native_info.recv_rank_count_cumsum)
-        recv_ids = received_rows.padded_ids(
+        counts = conversions.counts_from_prefix(self._native_info.recv_rank_count_cumsum)
+        recv_ids = conversions.padded_ids(
             torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
         )
-        return Arrived(tokens, scales, recv_ids, weights, per_source=counts)
+        return ReceivedRows(tokens, scales, recv_ids, weights, per_source=counts)
 
     def _alltoallv(self, rows: torch.Tensor) -> torch.Tensor:
         """Exchanges rows [T, n]. Returns those for this rank, [W * max_num_tokens, n], dense by source."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.base_op import OpenStep
 
 
-class Arrived(NamedTuple):
+class ReceivedRows(NamedTuple):
     """The rows that a library returned for a dispatch, in this package's terms.
 
     Attributes:
@@ -66,7 +66,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         self._local_expert_count, self._expert_recv_count = (int32(config.num_local_experts) for _ in range(2))
 
     @abc.abstractmethod
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         """Dispatches by the library."""
 
     def _send(self, step: StepInputs) -> DispatchResult:

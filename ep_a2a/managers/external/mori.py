@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -51,13 +51,13 @@ class MoriOp(LibraryDispatchCombineOp):
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
         self._fills_slots = config.kernel_type is EpDispatchCombineKernelType.InterNodeV1LL
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
         weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
-        valid = received_rows.valid_ids(step.ids, config.total_experts)
+        valid = conversions.valid_ids(step.ids, config.total_experts)
         if self._fills_slots:
-            self._native_ids = received_rows.routed_ids(step.ids, config.total_experts, config.first_expert)
-            weights = received_rows.marked_weights(weights, valid)
+            self._native_ids = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
+            weights = conversions.marked_weights(weights, valid)
         else:
             # for ids past the last expert, MORI's kernels between nodes would combine rows of an earlier step
             self._native_ids = torch.where(valid, step.ids, NO_EXPERT)
@@ -68,16 +68,16 @@ class MoriOp(LibraryDispatchCombineOp):
         rows = self.num_rows(step.step_tokens)
         ids, weights = ids[:rows], weights[:rows]
         if self._fills_slots:
-            ids, weights = received_rows.unmarked(ids, weights)
-        ids = received_rows.padded_ids(ids, total, step.pad_id)
-        return Arrived(tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total)
+            ids, weights = conversions.unmarked(ids, weights)
+        ids = conversions.padded_ids(ids, total, step.pad_id)
+        return ReceivedRows(tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         # MORI's combine takes this rank's own indices, never those that dispatch returned
         result, sums = self._native.combine(input=given.rows, weights=given.weights, indices=self._native_ids)
         combined = self._combine_result(result, given, sums)
         if self._fills_slots:
-            named = received_rows.valid_ids(given.step.ids, self.config.total_experts).any(1, keepdim=True)
+            named = conversions.valid_ids(given.step.ids, self.config.total_experts).any(1, keepdim=True)
             combined.tokens[: given.step.num_tokens].masked_fill_(~named, 0)
         return combined
 

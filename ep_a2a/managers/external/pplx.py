@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.managers.capabilities import Capabilities
-from ep_a2a.managers.external import received_rows
+from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import Arrived, LibraryDispatchCombineOp
+from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class PplxOp(LibraryDispatchCombineOp):
         most = config.max_num_inp_token_per_rank
         self._result = torch.empty(most, config.hidden_dim, dtype=config.combined_dtype, device=device)
 
-    def _exchange_rows(self, step: StepInputs) -> Arrived:
+    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         counts, config = self._expert_recv_count.view(torch.uint32), self.config
-        ids = received_rows.filled_ids(step.ids, config.total_experts, config.first_expert)
+        ids = conversions.filled_ids(step.ids, config.total_experts, config.first_expert)
         self._native_ids = ids.view(torch.uint32)
         self._native.dispatch(
             out_expert_num_tokens=counts,
@@ -63,12 +63,12 @@ class PplxOp(LibraryDispatchCombineOp):
             indices=self._native_ids,
             bound_m=None,
         )
-        return Arrived(self._tokens, self._scales, per_expert=self._expert_recv_count)
+        return ReceivedRows(self._tokens, self._scales, per_expert=self._expert_recv_count)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         step = given.step
         assert step.weights is not None  # layout expert_major needs them, which has been checked
-        valid = received_rows.valid_ids(step.ids, self.config.total_experts)
+        valid = conversions.valid_ids(step.ids, self.config.total_experts)
         self._native.combine(
             out_tokens=self._result,
             indices=self._native_ids,
