@@ -190,10 +190,10 @@ class RankTimeoutError(EpA2AError, TimeoutError):
     """A wait for other ranks ran out of time.
 
     Attributes:
-        missing_ranks: ranks of the group that are gone, in ascending order: their processes have ended, or are stopped
-            for longer than the bound, or nobody of their host is heard. Survivors that share memory or hear each
-            other name the same ones. Of a meeting on the host: those that did not come and are not seen to run.
-        late_ranks: ranks whose processes run and that others waited for, in ascending order.
+        missing_ranks: ranks of the group that are gone, in ascending order: their processes have ended, or nothing is
+            heard from them any more. All survivors of a host name the same ranks. Of a meeting on the host also ranks
+            that did not come and were never seen.
+        late_ranks: where nobody is gone, ranks that live and that others waited for, in ascending order.
         wanted: the epoch that a kernel waited for; None where no kernel waited.
         seen: by kind of flag ("counts" and "flags" of a dispatch, "flags" of a combine), the epoch that each rank's
             stands at here, in rank order, read when the error was raised; 0 for one that was never posted.

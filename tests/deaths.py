@@ -55,6 +55,8 @@ SLACK_SECS = 8.0
 """What a loaded machine may add."""
 TO_ERROR_SECS = 0.5
 """From the verdict to the error that tells it, and from a death to where it is seen."""
+TO_OTHER_HOSTS_SECS = 3.0
+"""From a death to where other hosts have heard of it."""
 MAX_STEPS = 4
 PATHS = (
     "IntraNode",
@@ -354,7 +356,8 @@ def wrong_names(run: Run, struck: Mapping[int, float], seen: Mapping[int, dict[s
     elif run.phase != "step":
         most_secs = SILENT_SECS + SLACK_SECS
     first_error = min((each["at"] for each in seen.values() if each["named"]), default=0.0)
-    sure = {rank for rank in died if struck[rank] < first_error - TO_ERROR_SECS}
+    unsure_secs = TO_ERROR_SECS if run.is_on_one_host else TO_OTHER_HOSTS_SECS
+    sure = {rank for rank in died if struck[rank] < first_error - unsure_secs}
     named = {rank: seen[rank]["named"] for rank in survivors if rank in seen}
     # hosts agree on who is gone, and need not on who is late
     compared = [each if run.is_on_one_host else each and each[0] for each in named.values()]

@@ -22,7 +22,7 @@ BEAT_SECS = 0.2
 """How often a process looks at the locks of its peers."""
 HEART_SECS = 0.5
 """How often a rank tells other hosts that it lives."""
-UNHEARD_SECS = 1.5
+UNHEARD_SECS = 1.0
 """A rank of another host that says nothing for longer may be gone."""
 SILENT_SECS = 30.0
 """A rank of another host that was heard, and has been silent for so long, is not waited for in a meeting."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ep_a2a.memory.arena import Arena
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.op_cases import make_inputs, make_op, run_step
 from tests.cases.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
+from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from ep_a2a.testing import RankContext
+    from tests.cases.op_cases import Case
 
 WORLD_SIZE = 2
 
@@ -30,11 +38,11 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(ranks: Any, flagged_max_tok
 
 
 @pytest.mark.parametrize(("place", "call"), [("before dispatch", "dispatch 0"), ("before combine", "combine 0")])
-def test_a_rank_that_stops_for_long_is_named_by_all(ranks: Any, place: str, call: str, tmp_path: Path) -> None:
+def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, place: str, call: str, tmp_path: Path) -> None:
     case = case_of(FLAGGED, WORLD_SIZE)
     answers = ranks(fault_cases.stopped_for_long, WORLD_SIZE, case, place, str(tmp_path), device="cuda")
     for rank, seen in enumerate(answers):
-        assert seen["missing"] == [VICTIM]
+        assert (seen["missing"], seen["late"]) == ([], [VICTIM])
         assert seen["call"] == ("any" if rank == VICTIM else call)
         assert seen["secs"] < TIMEOUT_SECS + SLACK_SECS
 
@@ -43,3 +51,31 @@ def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
     case = case_of(FLAGGED, WORLD_SIZE)
     told = ranks(fault_cases.told_of_a_failure, WORLD_SIZE, case, TIMEOUT_SECS, device="cuda")
     assert told == [[[], [0]]] * WORLD_SIZE
+
+
+def alarm_in_a_capture(context: RankContext, case: Case) -> None:
+    """Another thread sounds the alarm while this one captures a graph: the capture ends, and the word is there."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        mine = make_inputs(case, 0, context.rank)
+        x, ids = mine.tokens.to(context.device), mine.ids.to(context.device)
+
+        def body(call: Callable[[Callable[[], None]], None]) -> None:
+            rows, *_ = op.dispatch(x, None, None, ids)
+            alarm = threading.Thread(target=arena.alarm, args=(VICTIM,))
+            alarm.start()
+            alarm.join()
+            op.combine(rows, None, ids)
+
+        CapturedStep(op, body)
+        failure = op.memory.poison.read()
+        assert failure is not None
+        assert failure.accused == VICTIM
+        op.reset()
+        run_step(case, op, 1, context.device)
+
+
+def test_an_alarm_does_not_break_a_capture(ranks: Any) -> None:
+    case = case_of(FLAGGED, WORLD_SIZE, with_weights=False, combine_weights=False)
+    ranks(alarm_in_a_capture, WORLD_SIZE, case, device="cuda")

@@ -1,0 +1,112 @@
+"""Deaths while ranks are on the host, and calls in another order: named within seconds, whatever the bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory import rendezvous
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.subgroups import make_subgroup
+from ep_a2a.testing import RankFailure, RankPool
+from tests.cases.op_cases import Case, Step, make_op, run_step
+from tests.cases.op_checks import raised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.testing import RankContext
+
+VICTIM = 1
+ON_HOST_SECS = 2.0
+SLACK_SECS = 8.0
+"""What a loaded machine may add."""
+CASE = Case(world_size=3, hidden_dim=32, num_experts=6, tokens=((4, 3, 5),), max_tokens=5)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_meeting(context: RankContext) -> Callable[[], Any]:
+    return lambda: rendezvous.Rendezvous(context.group).barrier("the first of all")
+
+
+def build(context: RankContext) -> Callable[[], Any]:
+    arena = Arena(context.group, context.device)
+    return lambda: make_op(context, CASE, arena)
+
+
+def reset(context: RankContext) -> Callable[[], Any]:
+    return make_op(context, CASE, Arena(context.group, context.device)).reset
+
+
+def subgroup(context: RankContext) -> Callable[[], Any]:
+    rendezvous.Rendezvous(context.group).barrier("all know each other")
+    return lambda: make_subgroup(context.group, range(context.world_size))
+
+
+PHASES = {each.__name__: each for each in (first_meeting, build, reset, subgroup)}
+
+
+def die_in(context: RankContext, phase: str, folder: str) -> None:
+    """One rank dies when it would wait for the others; each of these writes down whom its error names."""
+    work = PHASES[phase](context)
+    if context.rank == VICTIM:
+        # it has told that it is there before
+        rendezvous.Rendezvous.exchange = lambda *_: die()  # type: ignore[method-assign]
+        if phase == "subgroup":
+            die()
+    start = time.monotonic()
+    error = raised(RankTimeoutError, work)
+    assert isinstance(error, RankTimeoutError)
+    seen = {"missing": error.missing_ranks, "secs": time.monotonic() - start}
+    Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_death_on_the_host_is_named(phase: str, tmp_path: Path) -> None:
+    with RankPool(3, timeout_secs=60, grace_secs=30) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(die_in, phase, str(tmp_path))
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    for rank in (0, 2):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen["missing"] == [VICTIM]
+        assert seen["secs"] < ON_HOST_SECS + SLACK_SECS
+
+
+def call_in_another_order(context: RankContext, case: Case) -> str:
+    """Rank 0 dispatches by one op and then by another, rank 1 the other way round; all hear that."""
+    with Arena(context.group, context.device) as arena:
+        ops = [make_op(context, case, arena, index=index) for index in range(2)]
+        for op in ops:
+            run_step(case, op, 0, context.device)
+            op.set_timeout(5.0)
+        arena.rendezvous.barrier("both ops work")
+        op = ops[context.rank]
+
+        def step() -> None:
+            Step.dispatch(case, op, 1, op.device)
+            op.check()
+
+        error = raised(RankTimeoutError, step, "in the same order on every rank")
+        assert isinstance(error, RankTimeoutError)
+        assert (error.missing_ranks, error.late_ranks) == ((), ())
+        arena.rendezvous.barrier("both have heard")
+        for op in ops:
+            op.reset()
+            run_step(case, op, 2, context.device)
+        return str(error)
+
+
+def test_calls_of_two_ops_in_another_order_are_named_by_all(ranks: Any) -> None:
+    for text in ranks(call_in_another_order, 2, Case(world_size=2, hidden_dim=32)):
+        assert "rank 0 in dispatch 2 of the op of index 0" in text
+        assert "rank 1 in dispatch 2 of the op of index 1" in text

@@ -1,0 +1,265 @@
+"""Who is gone, who is late and who waits elsewhere, by a clock that only the test moves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from ep_a2a import clock
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory import agreement, host_record, peers
+from ep_a2a.memory.agreement import agree, described, judge, remedy_of, with_verdict
+from ep_a2a.memory.peers import GivenUp, Peers, Presence, Verdict
+from ep_a2a.memory.rendezvous import await_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
+BOUND_SECS = 10.0
+HERE, THERE = "the step", "a step of another op"
+
+
+def gave_up(*lacked: int, failure: str = HERE, began: bool = True, at: float = 100.0) -> GivenUp:
+    return GivenUp(failure, f"dispatch of {failure}", lacked, began, at)
+
+
+CAME_LATE = gave_up(began=False)
+CALLS = ((0, f"dispatch of {HERE}"), (1, f"dispatch of {THERE}"))
+CASES = {
+    "one has ended": ((ALIVE, ALIVE, GONE), {0: gave_up(1, 2)}, Verdict((2,))),
+    "two have ended": ((ALIVE, GONE, ALIVE, GONE), {0: gave_up(1)}, Verdict((1, 3))),
+    "one has ended, and another one is late": ((ALIVE, ALIVE, GONE), {0: gave_up(1)}, Verdict((2,))),
+    "one of another host may be gone": ((ALIVE, ALIVE, UNHEARD), {0: gave_up(1, 2)}, None),
+    "others may still give up": ((ALIVE, ALIVE), {0: gave_up(1)}, None),
+    "one is late and has come meanwhile": ((ALIVE, ALIVE), {0: gave_up(1), 1: CAME_LATE}, Verdict(late=(1,))),
+    "a late one is told to lack itself": (
+        (ALIVE, ALIVE),
+        {0: gave_up(1), 1: gave_up(1, began=False)},
+        Verdict((), (1,)),
+    ),
+    "a rank that waits is never late": ((ALIVE, ALIVE), {0: gave_up(1), 1: gave_up(0)}, Verdict()),
+    "two calls in another order": ((ALIVE, ALIVE), {0: gave_up(1), 1: gave_up(0, failure=THERE)}, Verdict(calls=CALLS)),
+    "a rank that waits elsewhere for a late one": (
+        (ALIVE, ALIVE, ALIVE),
+        {0: gave_up(1, 2), 1: gave_up(2, failure=THERE), 2: CAME_LATE},
+        Verdict(late=(2,)),
+    ),
+    "what was given up long ago": (
+        (ALIVE, ALIVE),
+        {0: gave_up(1), 1: gave_up(0, failure=THERE, at=1.0)},
+        Verdict((), (1,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_judge(name: str) -> None:
+    seen, given_up, expected = CASES[name]
+    assert judge(HERE, dict(enumerate(seen)), given_up, since=50.0) == expected
+
+
+def test_who_says_nothing_is_late_in_the_end_unless_it_waits_on_the_host() -> None:
+    seen = {0: ALIVE, 1: ALIVE, 2: ALIVE}
+    assert judge(HERE, seen, {0: gave_up(1, 2)}, on_host=[2], is_over=True) == Verdict(late=(1,))
+
+
+def test_words() -> None:
+    error = RankTimeoutError("every rank", "nobody")
+    for verdict, rank, said, remedy in (
+        (Verdict((1, 2)), 0, "ranks 1, 2 are gone", RankTimeoutError.remedy),
+        (Verdict(late=(1,)), 0, "rank 1 is late", RankTimeoutError.remedy),
+        (Verdict(late=(1,)), 1, "this rank, 1, came after the others had given up", RankTimeoutError.remedy),
+        (Verdict(calls=CALLS), 0, f"rank 0 in {CALLS[0][1]}, rank 1 in {CALLS[1][1]}", "in the same order"),
+        (Verdict(), 0, "no rank is gone or late", "EP_A2A_TIMEOUT_SECS"),
+    ):
+        told = with_verdict(error, verdict, rank)
+        assert (told.missing_ranks, told.late_ranks) == (verdict.missing, verdict.late)
+        assert said in described(verdict, rank)
+        assert said in str(told)
+        assert remedy in (remedy_of(verdict) or error.remedy)
+
+
+# --- ranks of one host and of several ---
+
+
+class Time:
+    """A clock that stands still but for sleeps; `at` a time something happens."""
+
+    def __init__(self) -> None:
+        self.now, self.at = 100.0, {}
+
+    def sleep(self, secs: float) -> None:
+        self.now += secs
+        for moment in sorted(self.at):
+            if moment <= self.now:
+                self.at.pop(moment)()
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(clock, "now", lambda: made.now)
+    monkeypatch.setattr(clock, "sleep", made.sleep)
+    # the threads beside stand still as well
+    monkeypatch.setattr(peers, "BEAT_SECS", 1e6)
+    monkeypatch.setattr(peers, "HEART_SECS", 1e6)
+    return made
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def view(store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Peers]:
+    """Makes the view of a rank. All are in one process, which sees its own locks as free: `dead` says who has ended."""
+    dead: set[int] = set()
+    monkeypatch.setattr(host_record.HostRecord, "has_ended", lambda record, rank: rank in dead)
+
+    def make(rank: int, host: str = "a", world_size: int = 3) -> Peers:
+        monkeypatch.setattr(host_record, "host_identity", lambda: host)
+        return Peers(rank, world_size, store)
+
+    make.dead = dead
+    return make
+
+
+def all_of(view: Callable[..., Peers], hosts: str = "aaa") -> list[Peers]:
+    made = [view(rank, host, len(hosts)) for rank, host in enumerate(hosts)]
+    for _ in range(2):
+        for each in made:
+            each.look()
+            each.beat()
+    return made
+
+
+def test_survivors_of_a_host_name_all_that_die_together(view: Any, time: Time) -> None:
+    first, second, _ = all_of(view)
+    time.at = {100.1: lambda: view.dead.add(2)}
+    assert agree(first, gave_up(1, 2), BOUND_SECS) == Verdict((2,))
+    assert time.now < 100.1 + peers.GRACE_SECS + 0.2
+    # written down: nothing is judged anew
+    view.dead.add(1)
+    assert agree(second, gave_up(2, 0), BOUND_SECS) == Verdict((2,))
+
+
+def test_a_death_in_the_grace_of_another_is_named_with_it(view: Any, time: Time) -> None:
+    first, *_ = all_of(view)
+    view.dead.add(2)
+    time.at = {100.5: lambda: view.dead.add(1)}
+    assert agree(first, gave_up(2), BOUND_SECS) == Verdict((1, 2))
+
+
+def test_a_late_rank_reads_that_it_is_late(view: Any, time: Time) -> None:
+    first, second, third = all_of(view)
+    second.give_up(gave_up(2))
+    assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
+    assert time.now >= 100.0 + agreement.PATIENCE_SECS
+    assert agree(third, gave_up(began=False), BOUND_SECS) == Verdict(late=(2,))
+
+
+def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
+    first, second = all_of(view, "aa")
+    time.at = {101.0: lambda: second.give_up(gave_up(0, failure=THERE, at=101.0))}
+    assert agree(first, gave_up(1), BOUND_SECS) == Verdict(calls=CALLS)
+    assert agree(second, gave_up(0, failure=THERE), BOUND_SECS) == Verdict(calls=CALLS)
+    second.begin_anew()
+    assert first.given_up().keys() == {0}
+
+
+def test_another_host_says_who_has_ended_there(view: Any, time: Time) -> None:
+    first, second, _ = all_of(view, "abb")
+    view.dead.add(2)
+    second.settle()
+    second.beat()
+    first.beat()
+    assert agree(first, gave_up(2), BOUND_SECS) == Verdict((2,))
+    assert agree(second, gave_up(2), BOUND_SECS) == Verdict((2,))
+
+
+def test_a_silent_host_is_gone_after_the_bound_and_waited_for_before(view: Any, time: Time) -> None:
+    first, second, _ = all_of(view, "abc")
+    for beat in range(1, 50):
+        time.at[100.0 + beat / 2] = lambda: (second.beat(), first.beat())
+    assert agree(first, gave_up(1, 2), BOUND_SECS) == Verdict((2,))
+    assert time.now >= 100.0 + BOUND_SECS
+    # the store keeps the first verdict
+    assert agree(second, gave_up(0), BOUND_SECS) == Verdict((2,))
+
+
+def test_a_store_that_ends_silences_other_hosts(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = all_of(view, "abc")
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(first, "_store", type("Ended", (), {"set": fail, "compare_set": fail})())
+    assert not first.beat()
+    assert agree(first, gave_up(1), BOUND_SECS) == Verdict((1, 2))
+
+
+def test_what_a_stranger_writes_into_the_store_is_no_death(view: Any, store: dist.Store) -> None:
+    first, *_ = all_of(view, "abb")
+    for text in ("", "[]", "[1, [7, -1]]", "[1, 2]", "{", "[1, [0]]"):
+        store.set("ep_a2a/peers/beat/1", text)
+        assert first.beat()
+    assert first.settle() == ()
+
+
+def test_a_meeting_ends_with_a_death_and_not_with_one_that_has_come(view: Any, store: dist.Store, time: Time) -> None:
+    first, *_ = all_of(view)
+    keys = ["0", "1", "2"]
+    store.set("0", "")
+    store.set("2", "")
+    time.at = {101.0: lambda: view.dead.add(2), 105.0: lambda: view.dead.add(1)}
+    assert await_keys(store, keys, range(3), first, 400.0) == (1,)
+    assert time.now < 105.0 + peers.GRACE_SECS + 0.2
+    assert first.part((1,)) == Verdict((1,))
+
+
+def test_ranks_without_the_file_count_as_another_host(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = view(0)
+    first.forget_name()
+    second = view(1)
+    second.look()
+    assert (first._joined, second._joined) == ({0}, {1})
+    monkeypatch.setattr(host_record, "create_private", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    third = view(2)
+    third.give_up(gave_up(0))
+    assert third.record(HERE, Verdict((1,))) == Verdict((1,)) == third.verdict(HERE)
+
+
+HOLDER = """
+import sys, time
+import torch.distributed as dist
+from ep_a2a.memory.peers import Peers
+there = Peers(1, 2, dist.FileStore(sys.argv[1]))
+with there.waiting():
+    print("waits", flush=True)
+    sys.stdin.readline()
+print("goes on", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_lock_of_a_process_falls_with_it(tmp_path: Any) -> None:
+    own = Peers(0, 2, dist.FileStore(str(tmp_path / "store")))
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "store")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waits\n"
+        own.look()
+        assert own.waits(1)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "goes on\n"
+        assert not own.waits(1)
+        assert own.settle() == ()
+        process.kill()
+        process.wait()
+        assert own.settle() == (1,)
