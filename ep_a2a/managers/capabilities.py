@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ep_a2a.config import QuantType
+from ep_a2a.config.enums import QuantType
 from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -219,6 +217,8 @@ def _use_another(name: str, possible: tuple[Any, ...]) -> str:
 
 def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
     """Returns why a backend cannot work on tensors of this device here, or None."""
+    import torch  # here, so that the doctor reads capabilities where torch is broken
+
     if device_type == "cpu":
         return None if capabilities.runs_on_cpu else f"does not run on CPU: needs {_gpus(capabilities)}"
     if not torch.cuda.is_available():
