@@ -19,6 +19,7 @@ default_role = "literal"
 # Links to headings are written as `page.md#a-heading`, as on GitHub.
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # else fields of a NamedTuple are described twice
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 html_theme = "furo"

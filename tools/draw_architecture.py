@@ -74,17 +74,19 @@ ROOMS: tuple[tuple[str, tuple[Box, ...]], ...] = (
     (
         "memory",
         (
-            Box(250, 190, "arena", "lifetimes, meetings", "3"),
-            Box(475, 220, "of a host", "symmetric, CUDA IPC, /dev/shm"),
-            Box(660, 110, "NVSHMEM", "heap"),
-            Box(830, 190, "transports", "torch.distributed"),
+            Box(220, 130, "arena", "lifetimes", "3"),
+            Box(350, 110, "peers", "who is alive"),
+            Box(520, 210, "host memory", "symmetric, CUDA IPC, /dev/shm"),
+            Box(680, 98, "NVSHMEM", "heap"),
+            Box(792, 114, "transports", "of the host"),
+            Box(900, 82, "topology", "nodes"),
         ),
     ),
     (
         "ground",
         (
             Box(270, 230, "interface, reference", "contract, oracle"),
-            Box(530, 210, "topology, tuning"),
+            Box(530, 210, "tuning, routing"),
             Box(790, 210, "config, env, errors"),
         ),
     ),
