@@ -11,7 +11,7 @@ import torch
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.use_order import StreamOrder, is_capturing
-from ep_a2a.ops.arguments import NO_BIASES, StepInputs
+from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
@@ -84,16 +84,15 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     def _bring_back(self, given: RowsBack) -> CombineResult:
         """Move the experts' rows back, add them, and return combine's result."""
 
-    def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
-        warn_of_launch(type(self).__name__, block_num, rdma_block_num, warp_per_block)
+    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+        warn_of_launch(type(self).__name__)
+        return NO_WISH
 
     def _prepare_dispatch(self, step: StepInputs) -> StepInputs:
         check_dispatch(self.config, self.device, step)
         return step
 
-    def _run_dispatch(
-        self, call: StepInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> OpenStep[AdapterStep]:
+    def _run_dispatch(self, call: StepInputs, stages: Stages, wish: LaunchWish) -> OpenStep[AdapterStep]:
         ids, tokens, scales = call.ids, call.tokens, call.scales
         if not self.casts_inside:
             tokens, scales = self._cast(tokens, scales)
@@ -136,12 +135,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         return RowsBack(rows, weights, inputs, out, biases)
 
     def _run_combine(
-        self,
-        step: OpenStep[AdapterStep],
-        call: RowsBack,
-        stages: Stages,
-        block_num: int = -1,
-        warp_per_block: int = -1,
+        self, step: OpenStep[AdapterStep], call: RowsBack, stages: Stages, wish: LaunchWish
     ) -> CombineResult:
         # whatever comes of it, the step is over
         self._end_step()

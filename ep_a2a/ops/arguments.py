@@ -30,6 +30,20 @@ SEND = Stages(True, False)
 RECEIVE = Stages(False, True)
 
 
+class LaunchWish(NamedTuple):
+    """The launch numbers that a call asks for; -1 lets the op choose.
+
+    Attributes:
+        block_num: programs.
+        warp_per_block: warps of a program.
+    """
+
+    block_num: int = -1
+    warp_per_block: int = -1
+
+
+NO_WISH = LaunchWish()
+
 Copies = tuple[tuple["torch.Tensor", "torch.Tensor"], ...]
 """Pairs (target, source) to copy before a launch."""
 Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]

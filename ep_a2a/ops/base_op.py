@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.memory.use_order import OwnProcess
-from ep_a2a.ops.arguments import SEND, WHOLE, CombineInputs, StepInputs
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
 from ep_a2a.ops.op_sizes import OpSizes, num_rows
 
 if TYPE_CHECKING:
@@ -91,17 +91,15 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """
 
     @abc.abstractmethod
-    def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
-        """Raise if the launch numbers cannot be used; warn if they have no effect."""
+    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+        """The launch numbers of a call. Raise if they cannot be used; warn if they have no effect."""
 
     @abc.abstractmethod
     def _prepare_dispatch(self, step: StepInputs) -> DispatchCall:
         """Check the arguments of a dispatch; launch nothing."""
 
     @abc.abstractmethod
-    def _run_dispatch(
-        self, call: DispatchCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> OpenStep[Facts]:
+    def _run_dispatch(self, call: DispatchCall, stages: Stages, wish: LaunchWish) -> OpenStep[Facts]:
         """Launch a dispatch, or its first half, and return the open step."""
 
     @abc.abstractmethod
@@ -109,9 +107,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """Check the arguments of a combine of the open step; launch nothing of the combine."""
 
     @abc.abstractmethod
-    def _run_combine(
-        self, step: OpenStep[Facts], call: CombineCall, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> CombineResult:
+    def _run_combine(self, step: OpenStep[Facts], call: CombineCall, stages: Stages, wish: LaunchWish) -> CombineResult:
         """Launch a combine; or its first half, and set the step's `finish`."""
 
     def dispatch(
@@ -132,12 +128,13 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
 
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments, results and errors.
         """
-        # before the step begins: a call that is refused must not hold the memory against other ops
+        wish = NO_WISH
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
-            self._check_launch(block_num, rdma_block_num, warp_per_block)
+            # before the step begins: a call that is refused must not hold the memory against other ops
+            wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
-        return self._dispatch("dispatch", step, WHOLE, block_num, warp_per_block)
+        return self._dispatch("dispatch", step, WHOLE, wish)
 
     def dispatch_send(
         self,
@@ -189,10 +186,11 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
 
         `DispatchCombineOp.combine` in ep_a2a/interface.py has the arguments, results and errors.
         """
+        wish = NO_WISH
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
-            self._check_launch(block_num, rdma_block_num, warp_per_block)
+            wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
         given = CombineInputs(input, weights, indices, out, (bias_0, bias_1))
-        return self._combine("combine", given, WHOLE, block_num, warp_per_block)
+        return self._combine("combine", given, WHOLE, wish)
 
     def combine_send(
         self,
@@ -221,9 +219,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         self._end_step()
         return step.combined
 
-    def _dispatch(
-        self, name: str, given: StepInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> DispatchResult:
+    def _dispatch(self, name: str, given: StepInputs, stages: Stages, wish: LaunchWish = NO_WISH) -> DispatchResult:
         """Check and launch a dispatch, or its first half; open a step."""
         self._require_ready()
         if self._step is not None:
@@ -232,23 +228,21 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         self.streams.follow(self.device)
         self._interrupted = name
         try:
-            self._step = self._run_dispatch(call, stages, block_num, warp_per_block)
+            self._step = self._run_dispatch(call, stages, wish)
         except EpA2AError:
             self._interrupted = None
             raise
         self._interrupted = None
         return self._step.dispatched
 
-    def _combine(
-        self, name: str, given: CombineInputs, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> CombineResult:
+    def _combine(self, name: str, given: CombineInputs, stages: Stages, wish: LaunchWish = NO_WISH) -> CombineResult:
         """Check and launch a combine, which ends the step, or its first half."""
         step = self._expect("combine", name)
         call = self._prepare_combine(step, given)
         self.streams.follow(self.device)
         self._interrupted = name
         try:
-            combined = self._run_combine(step, call, stages, block_num, warp_per_block)
+            combined = self._run_combine(step, call, stages, wish)
         except EpA2AError:
             self._interrupted = None
             raise

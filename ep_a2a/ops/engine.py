@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ep_a2a.kernels.compilation import compile_all
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.tuning.tables import arch_name, load_tables
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
     from ep_a2a.ops.op_kernels import OpKernels
     from ep_a2a.tuning.tables import TunedTables
+
+
+Launched = tuple["CompiledKernel", tuple[Any, ...], int]
+"""A launch: kernel, run-time arguments, programs."""
 
 
 class Engine(Protocol):
@@ -31,17 +35,13 @@ class Engine(Protocol):
     kernels: OpKernels
     sends_late: bool
 
-    def dispatch(
-        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a dispatch, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
 
-    def combine(
-        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a combine, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
 
-    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+    def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
     def quiet(self) -> None:
@@ -71,7 +71,7 @@ class Engine(Protocol):
         kernels.spans = True
         kernels.plans.clear()
         if kernels.by_expert is not None:
-            kernels.by_expert = ExpertMajorKernels(kernels.config, kernels.table, kernels.device, spans=True)
+            kernels.by_expert = ExpertMajorKernels(kernels)
         self.compile()
 
     def warmup_split(self) -> None:

@@ -11,13 +11,12 @@ from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, CompiledKernel
 from ep_a2a.kernels.constants import Expand, constants
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
-from ep_a2a.ops.row_constants import shape_of
 from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.op_kernels import OpKernels
 
 NUMBER_WARPS = 8
 NUMBERED_IDS = 8192
@@ -31,22 +30,18 @@ THREADS_PER_SM = 1024
 
 
 class ExpertMajorKernels:
-    """Compiles and launches the local kernels of layout expert_major for one config.
+    """Compiles and launches the local kernels of layout expert_major.
 
     Args:
-        config: the op's.
-        table: address table on the device, int64 [regions, W].
-        device: where the kernels run; CPU means Triton's interpreter.
-        spans: kernels note when their programs begin and end (telemetry/profiler.py).
+        kernels: of the op.
     """
 
-    def __init__(
-        self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device, *, spans: bool = False
-    ) -> None:
-        self.config, self.table, self.device = config, table, device
+    def __init__(self, kernels: OpKernels) -> None:
+        self._kernels, self.config = kernels, kernels.config
+        config = self.config
         self._first_expert = config.first_expert
         self._row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
-        common = {"S": shape_of(config), "SPANS": spans}
+        common = {"S": kernels.shape, "SPANS": kernels.spans}
         block_rows = max(1, NUMBERED_IDS // padded(config.topk))
         most_rows = padded(config.world_size * config.max_num_inp_token_per_rank)
         self._number = CompiledKernel(
@@ -81,26 +76,25 @@ class ExpertMajorKernels:
         }
         return constants(Expand, values)
 
-    def expand(self, step_tokens: int, has_scales: bool, num_sms: int, max_sms: int) -> None:
+    def expand(self, step_tokens: int, has_scales: bool) -> None:
         """Launch the copy of the received rows to a block for each expert.
+
+        The launch that numbers the rows has a short program for each expert, whatever bounds the multiprocessors.
 
         Args:
             step_tokens: the step's bound.
             has_scales: whether the rows have scales.
-            num_sms: multiprocessors of the device; 0 on CPU.
-            max_sms: most programs that move rows, 0 = as many as keep all multiprocessors busy. The launch that numbers
-                rows has one short program for each expert in any case.
         """
         values, num_experts = self._values(step_tokens), self.config.num_local_experts
         # a rank without experts receives nothing, and a launch needs a program
-        self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self.device)
+        self._number.run(max(1, num_experts), (*values, self._first_expert, num_experts), self._kernels.device)
         expand = self._expand[has_scales]
-        self._run(expand, (*values, num_experts), self._num_row_blocks, step_tokens, num_sms, max_sms)
+        self._run(expand, (*values, num_experts), self._num_row_blocks, step_tokens)
 
-    def reduce(self, rows: torch.Tensor, step_tokens: int, num_sms: int, max_sms: int) -> None:
+    def reduce(self, rows: torch.Tensor, step_tokens: int) -> None:
         """Launch the weighted sum of the experts' rows, [E, W * step_tokens, H], into REDUCED_ROWS."""
         values = (rows, *self._values(step_tokens))
-        self._run(self._reduce, values, self._num_sum_blocks, step_tokens, num_sms, max_sms)
+        self._run(self._reduce, values, self._num_sum_blocks, step_tokens)
 
     def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (kernel, run-time arguments) that a step can need, with stand-in tensors."""
@@ -108,22 +102,15 @@ class ExpertMajorKernels:
         yield self._number, (*values, self._first_expert, num_experts)
         for expand in self._expand.values():
             yield expand, (*values, num_experts)
-        yield self._reduce, (torch.empty(16, dtype=self.config.combined_dtype, device=self.device), *values)
+        yield self._reduce, (torch.empty(16, dtype=self.config.combined_dtype, device=self._kernels.device), *values)
 
     def _values(self, step_tokens: int) -> tuple[Any, ...]:
-        return self.table, step_tokens, self.config.rank
+        return self._kernels.table, step_tokens, self.config.rank
 
-    def _run(
-        self,
-        variant: CompiledKernel,
-        values: tuple[Any, ...],
-        num_blocks: int,
-        step_tokens: int,
-        num_sms: int,
-        max_sms: int,
-    ) -> None:
+    def _run(self, kernel: CompiledKernel, values: tuple[Any, ...], num_blocks: int, step_tokens: int) -> None:
         """Launch a program for each possible block of rows, but no more than keep the multiprocessors busy."""
-        most = num_sms * max(1, THREADS_PER_SM // (32 * variant.num_warps)) or INTERPRETED_PROGRAMS
+        num_sms, max_sms = self._kernels.num_sms, self._kernels.max_sms
+        most = num_sms * max(1, THREADS_PER_SM // (32 * kernel.num_warps)) or INTERPRETED_PROGRAMS
         if 0 < max_sms < num_sms:
             most = max_sms  # the GPU spreads programs over all it has
-        variant.run(min(self.config.world_size * step_tokens * num_blocks, most), values, self.device)
+        kernel.run(min(self.config.world_size * step_tokens * num_blocks, most), values, self._kernels.device)

@@ -37,10 +37,9 @@ def warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozens
         _warn_once(op_name, changed)
 
 
-def warn_of_launch(op_name: str, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
+def warn_of_launch(op_name: str) -> None:
     """Warn of launch numbers that were given with a call."""
-    if block_num != -1 or rdma_block_num != -1 or warp_per_block != -1:
-        _warn_once(op_name, ("block_num, rdma_block_num and warp_per_block of calls",))
+    _warn_once(op_name, ("block_num, rdma_block_num and warp_per_block of calls",))
 
 
 def warn_of_max_sms(op_name: str, max_sms: int) -> None:

@@ -120,14 +120,6 @@ def check_integer(name: str, value: int) -> None:
         raise InputError(f"{name} to be an integer of 32 bits", repr(value))
 
 
-def check_launch(block_num: int, warp_per_block: int) -> None:
-    """Check the launch numbers of a call; -1 lets the op choose."""
-    if block_num == warp_per_block == -1:
-        return
-    check_integer("block_num", block_num)
-    check_integer("warp_per_block", warp_per_block)
-
-
 def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
     """Check the shape [rows, H] and the alignment for 16-byte accesses."""
     if tensor.dim() != 2:

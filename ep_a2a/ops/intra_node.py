@@ -14,33 +14,35 @@ import triton.language as tl
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Row, Scales, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
-from ep_a2a.ops.arguments import RECEIVE, WHOLE, add_to_cache
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.inputs import elements_of
-from ep_a2a.ops.launch_plan import make_plan
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants, scale_line
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.policy import (
     DISPATCH_WARPS,
     MAX_COUNTED_ALONE,
+    SPEAKERS,
     Launch,
     Phase,
     choose_launch,
     dispatch_phase,
+    fit,
     launch_shapes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
-    from ep_a2a.ops.launch_plan import Launches
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.engine import Launched
 
 
 BLOCK_TOKENS = 64
@@ -66,35 +68,29 @@ class IntraNodeEngine(Engine):
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.kernels = OpKernels(config, table, device)
 
-    def dispatch(
-        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a dispatch, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         kernels = self.kernels
-        for kernel, values, num_programs in self._dispatch_launches(args, stages, block_num, warp_per_block):
+        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
             kernel.run(num_programs, values, kernels.device)
         if kernels.by_expert is not None and stages.receive:
             kernels.expand(args)
 
-    def combine(
-        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a combine, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         kernels = self.kernels
         if stages.send and (args.copies or kernels.by_expert is not None):
             kernels.prepare_rows(args)
-        for kernel, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
+        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
             kernel.run(num_programs, values, kernels.device)
 
-    def _dispatch_launches(
-        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
+    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         kernels = self.kernels
-        key = args.num_tokens, args.step_tokens, dispatch_form(args), stages, block_num, warp_per_block
+        key = args.num_tokens, args.step_tokens, dispatch_form(args), stages, wish
         found = kernels.plans.get(key)
         if found is None:
             phase = dispatch_phase(kernels.config, args.step_tokens)
-            launch = self.launch_of(phase, args.num_tokens, args.step_tokens, block_num, warp_per_block)
+            launch = self.launch_of(phase, args.num_tokens, args.step_tokens, wish)
             kernel_of = functools.partial(dispatch_kernel, kernels, args, phase, launch)
             plan = make_plan(kernels, phase, launch, stages, kernel_of, dispatch_values(kernels, args, phase, launch))
             found = add_to_cache(kernels.plans, key, (phase, plan))
@@ -104,14 +100,12 @@ class IntraNodeEngine(Engine):
             launches.append((kernel, dispatch_values(kernels, args, phase, launch), num_programs))
         return launches
 
-    def _combine_launches(
-        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
+    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         plans = self.kernels.plans
-        key = Phase.COMBINE, args.num_tokens, args.step_tokens, combine_form(args), stages, block_num, warp_per_block
+        key = Phase.COMBINE, args.num_tokens, args.step_tokens, combine_form(args), stages, wish
         plan = plans.get(key)
         if plan is None:
-            launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.step_tokens, block_num, warp_per_block)
+            launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.step_tokens, wish)
             kernel_of = functools.partial(self._combine_kernel, args, launch, in_place=stages == WHOLE)
             values = self._combine_values(args, launch)
             plan = add_to_cache(plans, key, make_plan(self.kernels, Phase.COMBINE, launch, stages, kernel_of, values))
@@ -120,9 +114,7 @@ class IntraNodeEngine(Engine):
             launches.append((kernel, self._combine_values(args, launch), num_programs))
         return launches
 
-    def launch_of(
-        self, phase: Phase, num_tokens: int, step_tokens: int, block_num: int = -1, warp_per_block: int = -1
-    ) -> Launch:
+    def launch_of(self, phase: Phase, num_tokens: int, step_tokens: int, wish: LaunchWish = NO_WISH) -> Launch:
         """Launch numbers of a call."""
         kernels = self.kernels
         launch = choose_launch(
@@ -131,8 +123,7 @@ class IntraNodeEngine(Engine):
             num_tokens,
             step_tokens,
             kernels.num_sms,
-            block_num,
-            warp_per_block,
+            *wish,
             kernels.tables,
             kernels.max_sms,
         )
@@ -140,12 +131,12 @@ class IntraNodeEngine(Engine):
             kernels.tables.log_source(kernels.config, phase.value, step_tokens, launch.reason)
         return launch
 
-    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+    def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, 0 that exchange chunks between nodes, warps per program) of a call with M tokens."""
         config = self.kernels.config
         tokens = config.max_num_inp_token_per_rank
         phase = dispatch_phase(config, tokens) if is_dispatch else Phase.COMBINE
-        launch = self.launch_of(phase, tokens, tokens, block_num, warp_per_block)
+        launch = self.launch_of(phase, tokens, tokens, wish)
         return launch.num_programs, 0, launch.num_warps
 
     def quiet(self) -> None:
@@ -339,7 +330,7 @@ def row_operands(kernels: OpKernels, args: DispatchArguments, scale_width_bytes:
     return tokens, scales, weights, args.ids, kernels.table
 
 
-def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> Launched:
     """(kernel, run-time arguments, programs) of the receiving stage of a bulk dispatch whose rows others have placed.
 
     It reads no row, so one kernel serves rows of every kind.
@@ -347,3 +338,56 @@ def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> tuple[Compi
     plain = args._replace(tokens=args.ids, scales=None, weights=None)
     kernel = dispatch_kernel(kernels, plain._replace(step_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
     return kernel, dispatch_values(kernels, plain, Phase.DISPATCH, RECEIVING), 1
+
+
+def make_plan(
+    kernels: OpKernels,
+    phase: Phase,
+    launch: Launch,
+    stages: Stages,
+    kernel_of: Callable[[Stages], CompiledKernel],
+    values: tuple[Any, ...],
+) -> tuple[tuple[CompiledKernel, Launch, int], ...]:
+    """The launches of a call that does `stages`. Kernels are compiled: the registers that they got bound the programs.
+
+    Args:
+        kernels: of the op.
+        phase, launch: of the whole call, as the policy has them.
+        kernel_of: the kernel of a launch that does these stages.
+        values: run-time arguments like those of the call.
+    """
+    parts = _parts(phase, stages, is_interpreted=kernels.interpreted)
+    found = [(kernel_of(part), part) for part in parts]
+    if not kernels.interpreted:
+        compile_all(((kernel, values) for kernel, _ in found), kernels.config)
+    plan = []
+    for kernel, part in found:
+        fitted = fitted_launch(kernels, launch, phase, kernel)
+        plan.append((kernel, fitted, _num_programs(fitted, phase, part)))
+    return tuple(plan)
+
+
+def _parts(phase: Phase, stages: Stages, *, is_interpreted: bool) -> tuple[Stages, ...]:
+    """The interpreter, which runs programs in turn, cannot send and receive in one launch where programs wait."""
+    if is_interpreted and stages == WHOLE and phase is not Phase.DISPATCH:
+        return (SEND, RECEIVE)
+    return (stages,)
+
+
+def fitted_launch(kernels: OpKernels, launch: Launch, phase: Phase, kernel: CompiledKernel) -> Launch:
+    """The launch cut down to the programs that the registers of its compiled kernel leave room for."""
+    if kernel.programs_per_sm is None:
+        return launch
+    most = kernels.num_sms * kernel.programs_per_sm
+    if 0 < kernels.max_sms < kernels.num_sms:
+        most = min(most, kernels.max_sms)
+    return launch if launch.num_programs <= most else fit(launch, phase, most)
+
+
+def _num_programs(launch: Launch, phase: Phase, stages: Stages) -> int:
+    """Programs of a launch that does these stages."""
+    if stages == WHOLE:
+        return launch.num_programs
+    if phase is Phase.DISPATCH:
+        return launch.num_programs if stages.send else 1
+    return SPEAKERS[phase] + (launch.num_senders if stages.send else launch.num_receivers)

@@ -21,6 +21,7 @@ from ep_a2a.ops.arguments import (
     CombineArguments,
     CombineInputs,
     DispatchArguments,
+    LaunchWish,
     StepInputs,
     add_to_cache,
 )
@@ -128,10 +129,12 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self.memory.initialize(self.timeouts, refill=False)
         self.engine.compile()
 
-    def _check_launch(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> None:
-        inputs.check_launch(block_num, warp_per_block)
+    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+        inputs.check_integer("block_num", block_num)
+        inputs.check_integer("warp_per_block", warp_per_block)
         if warp_per_block > 0 and self.config.uses_rings:
             warn_of_warps(f"warp_per_block={warp_per_block}")
+        return LaunchWish(block_num, warp_per_block)
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
         """Check the arguments of a dispatch, and take the memory that ops of this index share."""
@@ -156,12 +159,10 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         )
         return PreparedDispatch(args, checked, counts_experts)
 
-    def _run_dispatch(
-        self, call: PreparedDispatch, stages: Stages, block_num: int = -1, warp_per_block: int = -1
-    ) -> OpenStep[CheckedDispatch]:
+    def _run_dispatch(self, call: PreparedDispatch, stages: Stages, wish: LaunchWish) -> OpenStep[CheckedDispatch]:
         args, checked, counts_experts = call
         try:
-            self.engine.dispatch(args, block_num, warp_per_block, stages)
+            self.engine.dispatch(args, stages, wish)
         except StateError:
             # refused before its first launch
             self.memory.acquired.slot.leave(self)
@@ -176,7 +177,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     def _receive(self, args: DispatchArguments) -> None:
         """Launch the second half of a split dispatch."""
-        self.engine.dispatch(args, -1, -1, RECEIVE)
+        self.engine.dispatch(args, RECEIVE)
         if self.engine.sends_late and self.device.type == "cuda":
             # the copies may belong to another stream, whose next work must not get their memory yet
             for copy in args.tensors:
@@ -233,16 +234,11 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         return target, ((target, tensor),)
 
     def _run_combine(
-        self,
-        step: OpenStep[CheckedDispatch],
-        call: CombineArguments,
-        stages: Stages,
-        block_num: int = -1,
-        warp_per_block: int = -1,
+        self, step: OpenStep[CheckedDispatch], call: CombineArguments, stages: Stages, wish: LaunchWish
     ) -> CombineResult:
-        self.engine.combine(call, block_num, warp_per_block, stages)
+        self.engine.combine(call, stages, wish)
         if not stages.receive:
-            step.finish = lambda: self.engine.combine(call, -1, -1, RECEIVE)
+            step.finish = lambda: self.engine.combine(call, RECEIVE)
         return CombineResult(call.result, None if call.weights is None else self._result_weights)
 
     @functools.cached_property
@@ -276,7 +272,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
-        return self.engine.full_sized_launch(is_dispatch, block_num, warp_per_block)
+        return self.engine.full_sized_launch(is_dispatch, LaunchWish(block_num, warp_per_block))
 
     def set_max_sms(self, max_sms: int) -> None:
         """Bound the multiprocessors that launches use from now on; 0 = all. Between nodes equal on all ranks.

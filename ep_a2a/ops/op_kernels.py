@@ -77,7 +77,7 @@ class OpKernels:
         )
         self.by_expert: ExpertMajorKernels | None = None
         if config.layout == Layout.EXPERT_MAJOR:
-            self.by_expert = ExpertMajorKernels(config, table, device)
+            self.by_expert = ExpertMajorKernels(self)
 
     def get(self, key: Hashable, make: Callable[[], CompiledKernel]) -> CompiledKernel:
         """The kernel of this key, made once."""
@@ -112,14 +112,14 @@ class OpKernels:
         """Launches the copy of received rows to a block per expert; only for layout expert_major."""
         if self.by_expert is not None:
             has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self.by_expert.expand(args.step_tokens, has_scales, self.num_sms, self.max_sms)
+            self.by_expert.expand(args.step_tokens, has_scales)
 
     def prepare_rows(self, args: CombineArguments) -> None:
         """Launches what comes before a combine: copies, and the weighed sums of experts' rows in expert_major."""
         for target, source in args.copies:
             target.copy_(source)
         if self.by_expert is not None and args.expert_rows is not None:
-            self.by_expert.reduce(args.expert_rows, args.step_tokens, self.num_sms, self.max_sms)
+            self.by_expert.reduce(args.expert_rows, args.step_tokens)
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launches the count of received slots per local expert into `counts`, int32 [E]."""

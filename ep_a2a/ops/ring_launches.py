@@ -20,6 +20,7 @@ from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments
+    from ep_a2a.ops.engine import Launched
     from ep_a2a.ops.op_kernels import OpKernels
 
 RING_WARPS = 8
@@ -67,9 +68,7 @@ class RingLaunches:
         most = self.most_programs(per_sm) or INTERPRETED_PROGRAMS
         return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 
-    def numbering(
-        self, args: DispatchArguments, block_num: int, *, finishes: bool
-    ) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+    def numbering(self, args: DispatchArguments, block_num: int, *, finishes: bool) -> Launched:
         """The launch that numbers a rank's rows at every rank. finishes: whether the call ends with it."""
         kernels = self.kernels
 
@@ -87,7 +86,7 @@ class RingLaunches:
         kernel = kernels.get(("number", finishes), make)
         return kernel, values, self.num_programs(args.num_tokens, block_num)
 
-    def offering(self, args: CombineArguments, block_num: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+    def offering(self, args: CombineArguments, block_num: int) -> Launched:
         """The launch that copies results, or casts them, to where the ranks of this node can read them."""
         kernels, config = self.kernels, self.config
 

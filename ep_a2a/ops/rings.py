@@ -14,7 +14,7 @@ from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
 from ep_a2a.kernels.ring_shape import Rings
-from ep_a2a.ops.arguments import SEND, WHOLE
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
@@ -22,11 +22,11 @@ from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, OFFERING_PROGRAMS_PER_SM
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
-    from ep_a2a.ops.launch_plan import Launches
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.engine import Launched
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 CHANNEL_PROGRAMS_PER_SM = 2
@@ -63,30 +63,24 @@ class RingEngine(Engine):
         """
         return min(self._ring.rings.num_channels, self._ring.most_programs(CHANNEL_PROGRAMS_PER_SM) or 1)
 
-    def dispatch(
-        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a dispatch, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
-        for kernel, values, num_programs in self._dispatch_launches(args, stages, block_num, warp_per_block):
+    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
+        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
             kernel.run(num_programs, values, self.kernels.device)
         if stages.receive:
             self.kernels.expand(args)
 
-    def combine(
-        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
-        """Launch a combine, or one of its halves, on the current stream. Launch numbers that are -1 are chosen."""
+    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+        """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         if stages.send:
             self.kernels.prepare_rows(args)
-        for kernel, values, num_programs in self._combine_launches(args, stages, block_num, warp_per_block):
+        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
             kernel.run(num_programs, values, self.kernels.device)
 
-    def _dispatch_launches(
-        self, args: DispatchArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
+    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         ring = self._ring
         if stages.send:
-            yield ring.numbering(args, block_num, finishes=stages == SEND and not ring.holds_a_step)
+            yield ring.numbering(args, wish.block_num, finishes=stages == SEND and not ring.holds_a_step)
             yield from self._put_mirrors(counts=True)
         sends, forwards = stages.send, stages.receive
         if not ring.holds_a_step:
@@ -97,23 +91,21 @@ class RingEngine(Engine):
             yield receiving_launch(self.kernels, args)
         yield from self._put_mirrors()
 
-    def _combine_launches(
-        self, args: CombineArguments, stages: Stages, block_num: int, warp_per_block: int
-    ) -> Launches:
+    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         if stages.send:
-            yield self._ring.offering(args, block_num)
+            yield self._ring.offering(args, wish.block_num)
             yield from self._put_mirrors(flags=True, weights=args.weights is not None)
         if stages.receive:
             yield self._return(args)
             yield from self._put_mirrors()
 
-    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+    def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
         ring, tokens = self._ring, self.kernels.config.max_num_inp_token_per_rank
-        num_programs = ring.num_programs(tokens, block_num)
+        num_programs = ring.num_programs(tokens, wish.block_num)
         if not is_dispatch:
             most_rows = self.kernels.config.world_size * tokens
-            num_programs = ring.num_programs(most_rows, block_num, OFFERING_PROGRAMS_PER_SM)
+            num_programs = ring.num_programs(most_rows, wish.block_num, OFFERING_PROGRAMS_PER_SM)
         return num_programs, self.num_channel_programs, RING_WARPS
 
     def quiet(self) -> None:
@@ -123,7 +115,7 @@ class RingEngine(Engine):
             kernel = kernels.get("quiet", lambda: CompiledKernel(quiet_kernel, {}, 1, **self._linked))
             kernel.run(1, (kernels.table,), kernels.device)
 
-    def _put_mirrors(self, *, counts: bool = False, flags: bool = False, weights: bool = False) -> Launches:
+    def _put_mirrors(self, *, counts: bool = False, flags: bool = False, weights: bool = False) -> Iterable[Launched]:
         """Puts failures, and the named kinds of words, to ranks that kernels cannot store to (put_mirrors_kernel)."""
         rings, config = self._ring.rings, self.kernels.config
         num_remote = config.world_size - rings.gpus_per_node
@@ -140,9 +132,7 @@ class RingEngine(Engine):
         kernel = self.kernels.get(key, lambda: CompiledKernel(put_mirrors_kernel, given, 1, **self._linked))
         yield kernel, (self.kernels.table, config.rank), num_remote
 
-    def _exchange(
-        self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool
-    ) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+    def _exchange(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Launched:
         kernels, config, ring = self.kernels, self.kernels.config, self._ring
 
         def make() -> CompiledKernel:
@@ -167,7 +157,7 @@ class RingEngine(Engine):
         key = "exchange", dispatch_form(args), stages
         return kernels.get(key, make), values, self.num_channel_programs
 
-    def _return(self, args: CombineArguments) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+    def _return(self, args: CombineArguments) -> Launched:
         kernels = self.kernels
 
         def make() -> CompiledKernel:
@@ -182,10 +172,10 @@ class RingEngine(Engine):
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         config, device = self.kernels.config, self.kernels.device
         for dispatch in warmup_dispatches(config, device):
-            for kernel, values, _ in self._dispatch_launches(dispatch, stages, -1, -1):
+            for kernel, values, _ in self._dispatch_launches(dispatch, stages, NO_WISH):
                 yield kernel, values
         for combine in warmup_combines(config, device):
-            for kernel, values, _ in self._combine_launches(combine, stages, -1, -1):
+            for kernel, values, _ in self._combine_launches(combine, stages, NO_WISH):
                 yield kernel, values
 
 

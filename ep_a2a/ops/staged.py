@@ -20,7 +20,7 @@ from ep_a2a.kernels.staged_kernels import (
 )
 from ep_a2a.memory.agreement import agree, with_verdict
 from ep_a2a.memory.peers import GivenUp
-from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.arguments import NO_WISH, WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
@@ -29,13 +29,13 @@ from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, Rin
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.memory.node_transport import Exchange, NodeTransport
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
-    from ep_a2a.ops.launch_plan import Launches
+    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.engine import Launched
     from ep_a2a.ops.memory import BoundMemory
 
 PROGRAMS_PER_SM = 2
@@ -71,36 +71,32 @@ class StagedEngine(Engine):
         self._running: Exchange | None = None
         self._is_connected = self.kernels.interpreted
 
-    def dispatch(
-        self, args: DispatchArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
+    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream, and begin or end its exchange."""
         with self._naming_who_is_gone():
             if stages.send:
                 self._between.require_open()
-                self._run(self._packing(args, block_num))
+                self._run(self._packing(args, wish.block_num))
                 self._running = self._begin(args.step_tokens, back=False)
             if stages.receive:
                 self._end()
-                self._run(self._forwarding(args, block_num))
+                self._run(self._forwarding(args, wish.block_num))
                 self.kernels.expand(args)
 
-    def combine(
-        self, args: CombineArguments, block_num: int = -1, warp_per_block: int = -1, stages: Stages = WHOLE
-    ) -> None:
+    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a combine, or one of its halves, on the current stream; the second half makes its exchange."""
         with self._naming_who_is_gone():
             if stages.send:
                 self.kernels.prepare_rows(args)
-                self._run([self._ring.offering(args, block_num)])
+                self._run([self._ring.offering(args, wish.block_num)])
             if stages.receive:
                 self._between.require_open()
-                self._run(self._packing_sums(args, block_num))
+                self._run(self._packing_sums(args, wish.block_num))
                 self._running = self._begin(args.step_tokens, back=True)
                 self._end(back=True)
-                self._run(self._adding(args, block_num))
+                self._run(self._adding(args, wish.block_num))
 
-    def _run(self, launches: Launches) -> None:
+    def _run(self, launches: Iterable[Launched]) -> None:
         for kernel, values, num_programs in launches:
             kernel.run(num_programs, values, self.kernels.device)
 
@@ -172,7 +168,7 @@ class StagedEngine(Engine):
                 self._memory.view(Region.STAGED_CHUNKS, (rings.num_nodes, rings.head_words)),
             )
 
-    def _packing(self, args: DispatchArguments, block_num: int) -> Launches:
+    def _packing(self, args: DispatchArguments, block_num: int) -> Iterable[Launched]:
         kernels, ring = self.kernels, self._ring
         key = "pack", dispatch_form(args)
         kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
@@ -181,7 +177,7 @@ class StagedEngine(Engine):
         yield ring.numbering(args, block_num, finishes=False)
         yield kernel, values, self._programs(args.step_tokens, block_num)
 
-    def _forwarding(self, args: DispatchArguments, block_num: int) -> Launches:
+    def _forwarding(self, args: DispatchArguments, block_num: int) -> Iterable[Launched]:
         config, ring = self.kernels.config, self._ring
         yield from self._passing_on(args.step_tokens, back=False, has_weights=False)
         values = (
@@ -200,7 +196,7 @@ class StagedEngine(Engine):
         yield kernel, values, self._programs(args.step_tokens, block_num)
         yield receiving_launch(self.kernels, args)
 
-    def _packing_sums(self, args: CombineArguments, block_num: int) -> Launches:
+    def _packing_sums(self, args: CombineArguments, block_num: int) -> Iterable[Launched]:
         # ids are compared where nodes are added
         key = "pack sums", args.weights is None
         kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(args._replace(ids=None)))
@@ -208,7 +204,7 @@ class StagedEngine(Engine):
         values = (self.kernels.table, num_chunks, self.kernels.config.rank)
         yield kernel, values, self._programs(args.step_tokens, block_num)
 
-    def _adding(self, args: CombineArguments, block_num: int) -> Launches:
+    def _adding(self, args: CombineArguments, block_num: int) -> Iterable[Launched]:
         kernels = self.kernels
         yield from self._passing_on(args.step_tokens, back=True, has_weights=args.weights is not None)
         values = (
@@ -224,7 +220,7 @@ class StagedEngine(Engine):
         kernel = self._kernel(key, sum_nodes_kernel, lambda: self._ring.sum_constants(args))
         yield kernel, values, self._programs(args.step_tokens, block_num, num_nodes=1)
 
-    def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Launches:
+    def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Iterable[Launched]:
         ring, num_nodes = self._ring, self._ring.rings.num_nodes
         if num_nodes == 1:
             return
@@ -237,7 +233,7 @@ class StagedEngine(Engine):
         values = (self.kernels.table, ring.rings.chunks_of_step(step_tokens), self.kernels.config.rank)
         yield kernel, values, num_nodes - 1
 
-    def _failing(self, poison: int, phase: int) -> tuple[CompiledKernel, tuple[Any, ...], int]:
+    def _failing(self, poison: int, phase: int) -> Launched:
         """The launch that tells the ranks of this node of a failure: code << 16 | accused rank."""
         kernel = self._kernel("post failure", post_failure_kernel, lambda: {"S": self.kernels.shape})
         return kernel, (self.kernels.table, poison, phase, self.kernels.config.rank), 1
@@ -258,11 +254,11 @@ class StagedEngine(Engine):
     ) -> CompiledKernel:
         return self.kernels.get(key, lambda: CompiledKernel(kernel, constants_of(), RING_WARPS, max_registers))
 
-    def full_sized_launch(self, is_dispatch: bool, block_num: int, warp_per_block: int) -> tuple[int, int, int]:
+    def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs that share the chunks, 0 of channels, warps per program) of a call with M tokens."""
         num_nodes = None if is_dispatch else 1
         tokens = self.kernels.config.max_num_inp_token_per_rank
-        return self._programs(tokens, block_num, num_nodes), 0, RING_WARPS
+        return self._programs(tokens, wish.block_num, num_nodes), 0, RING_WARPS
 
     def _programs(self, step_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""

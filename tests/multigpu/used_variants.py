@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.engine import Engine
 from ep_a2a.tuning.tables import arch_name, load_tables
 
@@ -67,9 +67,9 @@ def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) 
     combine = CombineArguments(rows, weights, word if gives_ids else None, rows, num_tokens, stride)
     combine = combine._replace(biases=tuple(biases))
     for stages in _stages(case, step, rank, "dispatch"):
-        yield from (launch[:2] for launch in engine._dispatch_launches(dispatch, stages, -1, -1))
+        yield from (launch[:2] for launch in engine._dispatch_launches(dispatch, stages, NO_WISH))
     for stages in _stages(case, step, rank, "combine"):
-        yield from (launch[:2] for launch in engine._combine_launches(combine, stages, -1, -1))
+        yield from (launch[:2] for launch in engine._combine_launches(combine, stages, NO_WISH))
 
 
 def _stages(case: Case, step: int, rank: int, phase: str) -> tuple[Stages, ...]:

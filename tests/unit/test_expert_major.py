@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from ep_a2a.errors import InputError
 from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
@@ -90,7 +91,7 @@ config_of = functools.partial(deepseek_v3, rank=1, layout="expert_major", expert
 
 def variants_of(config: EpDispatchCombineConfig) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
     table = torch.zeros(64, dtype=torch.int64)
-    return list(ExpertMajorKernels(config, table, torch.device("cpu")).variants())
+    return list(ExpertMajorKernels(OpKernels(config, table, torch.device("cpu"))).variants())
 
 
 def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +99,13 @@ def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "ep_a2a.kernels.compiled_kernel.CompiledKernel.run", lambda _, programs, *__: launched.append(programs)
     )
-    kernels = ExpertMajorKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
+    kernels = OpKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
+    by_expert = ExpertMajorKernels(kernels)
+    kernels.num_sms = 132
     for max_sms in (24, 0):
-        kernels.expand(4096, False, 132, max_sms)
-        kernels.reduce(torch.empty(0), 4096, 132, max_sms)
+        kernels.max_sms = max_sms
+        by_expert.expand(4096, has_scales=False)
+        by_expert.reduce(torch.empty(0), 4096)
     assert launched[:3] == [32, 24, 24]
     assert min(launched[4:]) > 132
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.ops import launch_plan
+from ep_a2a.ops.intra_node import fitted_launch
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
     INTERPRETED_PROGRAMS,
@@ -293,5 +293,6 @@ def test_a_bound_of_all_multiprocessors_bounds_nothing():
     variant = SimpleNamespace(programs_per_sm=4)
     launch = Launch(528, 4, "analytic", 200, 327)
     for max_sms, most in ((0, 528), (H200_SMS, 528), (H200_SMS + 9, 528), (24, 24)):
-        fitted = launch_plan._fitted(launch, Phase.COMBINE, variant, H200_SMS, max_sms)
+        kernels = SimpleNamespace(num_sms=H200_SMS, max_sms=max_sms)
+        fitted = fitted_launch(kernels, launch, Phase.COMBINE, variant)
         assert fitted.num_programs == most

@@ -12,7 +12,7 @@ import torch
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
-from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.arguments import NO_WISH, WHOLE
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from tests.cases.configs import deepseek_v3
@@ -112,8 +112,8 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     (combine,) = warmup_combines(config, engine.kernels.device)
     most = config.max_num_inp_token_per_rank
     launches = [
-        *engine._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, -1, -1),
-        *engine._combine_launches(combine._replace(step_tokens=most), WHOLE, -1, -1),
+        *engine._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, NO_WISH),
+        *engine._combine_launches(combine._replace(step_tokens=most), WHOLE, NO_WISH),
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {

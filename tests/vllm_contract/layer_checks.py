@@ -345,8 +345,6 @@ def nothing_is_counted_by_default(context: RankContext) -> None:
 
 def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
     """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
-    from ep_a2a.kernels.layout import Stage
-
     for counted in ("0", "2"):
         variables = {"EP_A2A_SHARED_EXPERTS": "halves", "EP_A2A_COUNTERS": counted}
         with mock.patch.dict(os.environ, variables), manager_of(context) as manager:
@@ -354,17 +352,17 @@ def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
             kernel = kernel_of(case, manager)
             ours = kernel.prepare_finalize
             assert ours.supports_async()
-            stages, finalize = [], ours.finalize_async
+            next_calls, finalize = [], ours.finalize_async
 
-            def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, stages: Any = stages) -> Any:
+            def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, next_calls: Any = next_calls) -> Any:
                 receive = finalize(*args)
-                stages.append(ours._op._stage)
+                next_calls.append(ours._op._step.next_call)
                 return receive
 
             ours.finalize_async = observed
             for _ in range(2):
                 check_result(case, run_kernel(case, kernel, context.rank), context.rank)
-            assert stages == [Stage.COMBINE_RECEIVE] * 2
+            assert next_calls == ["combine_recv"] * 2
 
 
 def experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
