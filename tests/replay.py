@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.memory.use_order import recording_on_cpu
+from ep_a2a.memory.guards import recording_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from ep_a2a.errors import (
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.use_order import is_capturing
 from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.memory.use_order import is_capturing
+from ep_a2a.memory.guards import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Arena: hands out the memory of a manager's ops, shared by ops that run one after another, until close()."""
+"""Arena: hands out memory to ops. Ops of one index share it; `close` gives it back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ep_a2a.errors import (
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu
+from ep_a2a.memory.guards import SharedBlocks
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.use_order import Slot
 
 if TYPE_CHECKING:
     import weakref
@@ -45,7 +45,7 @@ def default_device() -> torch.device:
 
 
 def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Allocates one region on every rank. Collective.
+    """Allocate one region on every rank. Collective.
 
     Args:
         rendezvous: the ranks that take part.
@@ -54,7 +54,7 @@ def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: 
 
     Raises:
         ConfigMismatchError: ranks ask for different sizes.
-        HostMemoryError, DeviceMemoryError, PeerAccessError: the memory cannot be had or shared.
+        HostMemoryError, DeviceMemoryError, PeerAccessError: the memory cannot be allocated or shared.
     """
     sizes = rendezvous.exchange("symmetric memory size", [num_bytes, device.type])
     if any(size != sizes[0] for size in sizes):
@@ -78,8 +78,8 @@ class BlockSizes:
         local_own: memory of this rank and op alone.
         local_shared: memory of this rank that ops share, by role.
         record_words: int32 words of the error record that kernels write and the host polls.
-        fill_bytes: by shared role, the value of every byte between steps. Ops keep to it; `Slot.spoilt` says when one
-            could not. Blocks of other roles hold anything.
+        fill_bytes: by shared role, the value of every byte between steps, which ops restore; see SharedBlocks.spoilt.
+            Blocks of other roles hold arbitrary bytes.
     """
 
     own: int
@@ -91,17 +91,22 @@ class BlockSizes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that an arena's `num_bytes` grows by where the blocks are new; the error record does not count."""
+        """Bytes of all blocks; the error record does not count."""
         return self.own + sum(self.shared.values()) + self.local_own + sum(self.local_shared.values())
 
 
 @dataclass
 class OpMemory:
-    """Memory of one op: symmetric memory by role ("own" and the shared roles), local tensors, the error record.
+    """Memory of one op.
 
     Attributes:
-        table: addresses by which the op's kernels find everything.
-        spans: where kernels note times, if asked to. Captured graphs hold the addresses of both, so they stay here.
+        symmetric: symmetric memory by role: "own" and the shared roles.
+        local_own, local_shared: memory of this rank: the op's own, and shared by role.
+        record: the error record, int32, on the host.
+        shared_blocks: the blocks that ops of its index share.
+        user: the op that lives on this memory.
+        table: the address table that kernels read.
+        spans: the notes of kernels that note times. Graphs hold the addresses of both, so they outlive the op.
         alarm: poisons this rank's kernels of the op, since a rank is gone.
     """
 
@@ -109,7 +114,7 @@ class OpMemory:
     local_own: torch.Tensor
     local_shared: dict[str, torch.Tensor]
     record: torch.Tensor
-    slot: Slot
+    shared_blocks: SharedBlocks
     user: weakref.ref[object] | None = None
     table: torch.Tensor | None = None
     spans: torch.Tensor | None = None
@@ -117,7 +122,7 @@ class OpMemory:
 
     @property
     def in_use(self) -> bool:
-        """Whether an op that has not been closed lives on this memory."""
+        """Whether an open op lives on this memory."""
         return self.user is not None and self.user() is not None
 
 
@@ -125,14 +130,14 @@ class OpMemory:
 class Arena:
     """Hands out symmetric memory to the ops of one group and device.
 
-    Ops of the same index share their large blocks, so their steps must not overlap. The same key gets the same
-    memory again, because captured graphs hold raw addresses; a larger op later gets new blocks and leaves the
-    earlier ops' alone. All methods that allocate are collective and must come in the same order on all ranks.
+    Ops of the same index share their large blocks, so their steps must not overlap. The same key gets the same memory
+    again, because captured graphs hold raw addresses. A larger op gets new blocks, and earlier ops keep theirs. Methods
+    that allocate are collective; all ranks call them in the same order.
 
     Args:
-        group: ranks that take part.
+        group: the ranks that take part.
         device: where the memory lies.
-        allocate: what makes symmetric memory in place of allocate_symmetric.
+        allocate: a function that makes symmetric memory; None takes allocate_symmetric.
 
     Attributes:
         between_nodes: moves blocks to other nodes, where memory is mapped inside of a node only; else None.
@@ -147,7 +152,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.group)
-        self._slots: dict[int, Slot] = {}
+        self._shared_blocks: dict[int, SharedBlocks] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}
         # held while memory is given back, which another thread may be about to write to
         self._giving_back = threading.RLock()
@@ -168,7 +173,7 @@ class Arena:
                     memory.alarm(rank)
 
     def unshared_index(self) -> int:
-        """Returns an index that no other op has, for an op whose steps may overlap with any other's. Collective.
+        """An index that no other op has, for an op whose steps may overlap with any other's. Collective.
 
         Indices of ops that every rank has dropped without closing them are free again. An op whose calls a graph has
         captured keeps its memory until it is closed, since the graph may be replayed.
@@ -181,7 +186,7 @@ class Arena:
         return -self._num_unshared
 
     def _reclaim(self) -> None:
-        """Frees the indices of dropped ops. Ranks collect their garbage at different times, so they agree on them."""
+        """Free the indices of dropped ops. Ranks collect garbage at different times, so they agree on the indices."""
         dropped = [-number for number in range(1, self._num_unshared + 1) if self._is_dropped(-number)]
         everywhere = self.rendezvous.exchange("indices of dropped ops", dropped)
         for index in sorted(set(dropped).intersection(*everywhere)):
@@ -194,11 +199,11 @@ class Arena:
 
     def _is_dropped(self, index: int) -> bool:
         found = self._memory_of(index)
-        unused = not any(memory.in_use or memory.slot.streams.has_captured for memory in found)
+        unused = not any(memory.in_use or memory.shared_blocks.streams.has_captured for memory in found)
         return unused and any(memory.user is not None for memory in found)
 
     def give_back(self, index: int) -> None:
-        """Frees an index from `unshared_index`, on all ranks in the same order; other indices are ignored."""
+        """Free an index from `unshared_index`; ignore other indices. All ranks call it in the same order."""
         if index < 0:
             self._free_unshared.append(index)
 
@@ -218,7 +223,7 @@ class Arena:
         return (key, index) in self._memory and self._memory[key, index].in_use
 
     def acquire(self, key: str, index: int, sizes: BlockSizes) -> OpMemory:
-        """Returns memory for the op of this key and index, zeroed when new. Collective.
+        """Memory for the op of this key and index, zeroed when new. Collective.
 
         Raises:
             ClosedError: the arena has been closed.
@@ -227,7 +232,7 @@ class Arena:
             raise ClosedError("an open arena", "a closed one")
         if (key, index) not in self._memory:
             try:
-                self._memory[key, index] = self._allocate(self._slots.setdefault(index, Slot()), sizes)
+                self._memory[key, index] = self._allocate(self._shared_blocks.setdefault(index, SharedBlocks()), sizes)
             except EpA2AError:
                 # on every rank; the index's memory that exists serves the next op
                 self.give_back(index)
@@ -235,28 +240,30 @@ class Arena:
             logger.info("allocated memory for op %s index %d: %d bytes in all", key, index, self.num_bytes)
         return self._memory[key, index]
 
-    def _allocate(self, slot: Slot, sizes: BlockSizes) -> OpMemory:
+    def _allocate(self, shared: SharedBlocks, sizes: BlockSizes) -> OpMemory:
         symmetric = {
-            role: self._shared(slot, role, num_bytes, sizes.fill_bytes.get(role))
+            role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self._symmetric)
             for role, num_bytes in sizes.shared.items()
         }
         symmetric["own"] = self._symmetric(sizes.own)
-        return self._with_local_memory(symmetric, slot, sizes)
+        return self._with_local_memory(symmetric, shared, sizes)
 
     def _symmetric(self, num_bytes: int) -> SymmetricMemory:
         return (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
 
-    def _with_local_memory(self, symmetric: dict[str, SymmetricMemory], slot: Slot, sizes: BlockSizes) -> OpMemory:
-        """Allocates memory that only this rank reaches, on all ranks or none, so no rank waits for one that fails."""
+    def _with_local_memory(
+        self, symmetric: dict[str, SymmetricMemory], shared: SharedBlocks, sizes: BlockSizes
+    ) -> OpMemory:
+        """Allocate the memory that only this rank reaches: on all ranks or on none, so that no rank waits."""
         memory: OpMemory | None = None
         error: EpA2AError | None = None
         try:
             memory = OpMemory(
                 symmetric,
-                zeros_outside_pools(sizes.local_own, self.device),
-                {role: self._shared_local(slot, role, num_bytes) for role, num_bytes in sizes.local_shared.items()},
+                self._zeros(sizes.local_own),
+                {role: shared.local_block(role, size, self._zeros) for role, size in sizes.local_shared.items()},
                 torch.zeros(sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"),
-                slot,
+                shared,
             )
         except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
             kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
@@ -269,41 +276,26 @@ class Arena:
             raise
         return cast("OpMemory", memory)
 
-    def _shared(self, slot: Slot, role: str, num_bytes: int, fill_byte: int | None) -> SymmetricMemory:
-        blocks = slot.symmetric.setdefault(role, [])
-        for block in blocks:
-            if block.num_bytes >= num_bytes:
-                return block
-        blocks.append(self._symmetric(num_bytes))
-        if fill_byte is not None:
-            slot.fill_new(role, blocks[-1], fill_byte)
-        return blocks[-1]
+    def _zeros(self, num_bytes: int) -> torch.Tensor:
+        return zeros_outside_pools(num_bytes, self.device)
 
     def shared_local(self, index: int, role: str, num_bytes: int) -> torch.Tensor:
-        """Returns memory of this rank, uint8, that ops of `index` share for `role`. Local."""
-        return self._shared_local(self._slots[index], role, num_bytes)
-
-    def _shared_local(self, slot: Slot, role: str, num_bytes: int) -> torch.Tensor:
-        tensors = slot.local.setdefault(role, [])
-        for tensor in tensors:
-            if tensor.numel() >= num_bytes:
-                return tensor
-        tensors.append(zeros_outside_pools(num_bytes, self.device))
-        return tensors[-1]
+        """Memory of this rank, uint8, at least num_bytes, that ops of `index` share for `role`. Local."""
+        return self._shared_blocks[index].local_block(role, num_bytes, self._zeros)
 
     def _all_symmetric(self) -> list[SymmetricMemory]:
-        shared = [block for slot in self._slots.values() for blocks in slot.symmetric.values() for block in blocks]
+        shared = [block for each in self._shared_blocks.values() for block in each.symmetric_blocks]
         return shared + [memory.symmetric["own"] for memory in self._memory.values()]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank holds for ops, symmetric and local."""
-        local = sum(t.numel() for slot in self._slots.values() for tensors in slot.local.values() for t in tensors)
+        local = sum(each.num_local_bytes for each in self._shared_blocks.values())
         own = sum(memory.local_own.numel() for memory in self._memory.values())
         return sum(block.num_bytes for block in self._all_symmetric()) + local + own
 
     def together(self, label: str, work: Callable[[], Any]) -> None:
-        """Does `work` on each rank's part of the memory while no rank uses it; when one rank fails, all raise."""
+        """Do `work` on each rank's part of the memory while no rank uses it; if it fails on one rank, all raise."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.rendezvous.barrier(f"{label}: start")
@@ -318,18 +310,18 @@ class Arena:
     def healthy(self) -> bool:
         """Whether no op has recorded a failure here and none was left in the middle of a step."""
         failed = any(int(memory.record[0]) for memory in self._memory.values())
-        return not failed and not any(slot.spoilt or slot.in_use for slot in self._slots.values())
+        return not failed and not any(each.spoilt or each.in_use for each in self._shared_blocks.values())
 
     def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
-        """Gives all memory back; a second call does nothing. No op of this arena may be used afterwards.
+        """Give all memory back; a second call does nothing. No op of this arena may be used afterwards.
 
-        Collective where all is well: it returns when all ranks have come, or after CLOSE_PATIENCE_SECS; the log names
-        those who have not. Local where an op has failed here or is in the middle of a step. A forked child closes
-        nothing of its parent's.
+        If no op has failed here or is in the middle of a step, the call is collective: it returns when all ranks have
+        come, or after CLOSE_PATIENCE_SECS, and the log names the missing ranks. Else it is local. In a forked child it
+        frees nothing.
 
         Args:
-            alone: waits for nobody. Other ranks that use what they mapped of this memory can go on.
-            also: memory of all ranks that no op uses, to be given back with the arena's.
+            alone: wait for no rank. Other ranks can still use their mappings of this memory.
+            also: symmetric memory that no op uses, to give back with the arena's.
         """
         if self.closed:
             return
@@ -347,7 +339,7 @@ class Arena:
         finally:
             for block in (*self._all_symmetric(), *also):
                 block.close()
-            self._slots.clear()
+            self._shared_blocks.clear()
             self._memory.clear()
 
     def __enter__(self) -> Arena:

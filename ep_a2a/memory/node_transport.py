@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import ContiguityError, ShapeError, StateError
 from ep_a2a.memory.device_groups import DeviceGroups, wait_for
+from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.peers import STORE_SECS, within
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.use_order import is_capturing
 
 if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid

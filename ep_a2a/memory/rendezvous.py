@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.peers import peers_of, within
-from ep_a2a.memory.use_order import OwnProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

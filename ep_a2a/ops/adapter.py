@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.memory.use_order import StreamOrder, is_capturing
+from ep_a2a.memory.guards import StreamOrder, is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
-from ep_a2a.memory.use_order import OwnProcess
+from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
 from ep_a2a.ops.op_sizes import OpSizes, num_rows
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.memory.use_order import StreamOrder
+    from ep_a2a.memory.guards import StreamOrder
     from ep_a2a.ops.arguments import Stages
 
 DispatchCall = TypeVar("DispatchCall")

@@ -23,8 +23,8 @@ from ep_a2a.kernels.layout import (
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
-from ep_a2a.memory.use_order import is_capturing
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
 from ep_a2a.ops.poison import PoisonWord
 
@@ -65,7 +65,7 @@ class BoundMemory:
     Args:
         config: the op's.
         arena: where the memory comes from; acquiring is collective.
-        index: the arena's slot.
+        index: the place in the arena.
 
     Attributes:
         failure_key: names the failure of this op's steps, if one comes, on all ranks.
@@ -216,8 +216,8 @@ class BoundMemory:
         self.set_timeouts(timeouts)
         self.steps.zero_()
         self.record.zero_()
-        if refill or self.acquired.slot.spoilt:
-            self.acquired.slot.refill()
+        if refill or self.acquired.shared_blocks.spoilt:
+            self.acquired.shared_blocks.refill()
         if self.acquired.local_own.is_cuda:
             torch.cuda.synchronize(self.acquired.local_own.device)
 

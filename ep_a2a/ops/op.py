@@ -116,7 +116,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self.timeouts = Timeouts.of(config)
         self.memory = BoundMemory(config, arena, self.index)
         self.memory.acquired.user = weakref.ref(self)
-        super().__init__(config, arena.device, self.memory.acquired.slot.streams)
+        super().__init__(config, arena.device, self.memory.acquired.shared_blocks.streams)
         self.engine = make_engine(config, self.memory, arena)
         share_gpu(share, self, arena)
         self._checked_calls: dict[Hashable, CheckedDispatch] = {}
@@ -145,7 +145,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
         inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
-        self.memory.acquired.slot.enter(self)
+        self.memory.acquired.shared_blocks.enter(self)
         args = DispatchArguments(
             tokens,
             scales if checked.scales_travel else checked.stand_in,
@@ -165,7 +165,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             self.engine.dispatch(args, stages, wish)
         except StateError:
             # refused before its first launch
-            self.memory.acquired.slot.leave(self)
+            self.memory.acquired.shared_blocks.leave(self)
             raise
         if counts_experts:
             self.engine.count_local_experts(self.local_expert_count, args.step_tokens)
@@ -320,7 +320,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     def _end_step(self) -> None:
         super()._end_step()
-        self.memory.acquired.slot.leave(self)
+        self.memory.acquired.shared_blocks.leave(self)
 
     def close(self) -> None:
         """End the use of the op; a second call does nothing.
@@ -335,7 +335,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.device)  # what still runs may yet fail
             if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
-                self.memory.acquired.slot.spoil()
+                self.memory.acquired.shared_blocks.spoil()
             self._end_step()
             self.memory.acquired.user = None
             self.arena.give_back(self.index)

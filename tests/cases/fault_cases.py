@@ -462,8 +462,11 @@ def no_memory(context: RankContext, case: Case, kind: str, number: int) -> dict[
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         # what the failed op had got serves this one
-        assert len(arena._slots) == 1
-        for blocks in (*arena._slots[op.index].symmetric.values(), *arena._slots[op.index].local.values()):
+        assert len(arena._shared_blocks) == 1
+        for blocks in (
+            *arena._shared_blocks[op.index].symmetric.values(),
+            *arena._shared_blocks[op.index].local.values(),
+        ):
             assert len(blocks) == 1
         return seen
 

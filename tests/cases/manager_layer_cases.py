@@ -20,7 +20,7 @@ from ep_a2a.errors import (
     StateError,
     UnsupportedError,
 )
-from ep_a2a.memory.use_order import recording_on_cpu
+from ep_a2a.memory.guards import recording_on_cpu
 from tests.cases.manager_cases import create
 from tests.cases.op_cases import same_bits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ep_a2a.memory.use_order import Slot
+from ep_a2a.memory.guards import SharedBlocks
 from tools import walk
 
 
@@ -33,7 +33,7 @@ def test_managers_reach_the_same_launch(ranks):
 
 
 def test_only_calls_of_python_functions_count():
-    slot = Slot()
+    slot = SharedBlocks()
     found = walk.record(functools.partial(slot.enter, test_only_calls_of_python_functions_count))
-    assert found.functions == {"memory/use_order.py": ["Slot.enter"]}
+    assert found.functions == {"memory/guards.py": ["SharedBlocks.enter"]}
     assert found.num_calls == 1

@@ -94,7 +94,7 @@ class PhaseBuffers:
     """One op with its own memory, so that steps of both phases may be open at once. Construction is collective.
 
     Args:
-        config: the op's. arena: allocates its memory. index: the arena's slot.
+        config: the op's. arena: allocates its memory. index: its place in the arena.
 
     Attributes:
         op: the op. num_tokens: T of its latest dispatch.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ep_a2a.memory import use_order
-from ep_a2a.memory.use_order import StreamOrder
+from ep_a2a.memory import guards
+from ep_a2a.memory.guards import StreamOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: made.current.number, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made.current)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
-    monkeypatch.setattr(use_order, "is_capturing", lambda _: made.current.captures)
+    monkeypatch.setattr(guards, "is_capturing", lambda _: made.current.captures)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Orders the uses of shared memory: one process, one step at a time, calls across streams; detects captures."""
+"""Guards of an op's memory: the process that made it, the one step that uses it, the order of calls on streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ep_a2a.errors import AlternationError, ForkedProcessError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ep_a2a.memory.symmetric import SymmetricMemory
 
@@ -20,13 +20,13 @@ _recorded_on_cpu = False
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread's launches on `device` are captured instead of run; on CPU, inside of `recording_on_cpu`."""
+    """Whether a graph captures this thread's launches on `device`; on CPU, whether `recording_on_cpu` is active."""
     return torch._C._cuda_isCurrentStreamCapturing() if device.type == "cuda" else _recorded_on_cpu
 
 
 @contextlib.contextmanager
 def recording_on_cpu() -> Iterator[None]:
-    """Makes calls on CPU fail as in a GPU's capture where they need memory or code that a capture cannot make."""
+    """Context in which calls on CPU fail as in a GPU's capture: where they need new memory or newly compiled code."""
     global _recorded_on_cpu
     _recorded_on_cpu = True
     try:
@@ -36,10 +36,9 @@ def recording_on_cpu() -> Iterator[None]:
 
 
 class OwnProcess:
-    """The process that made an object whose memory and connections belong to it.
+    """Remembers the process that made an object with shared memory or connections.
 
-    A forked child has the same memory mapped and the same connection to the store: its calls would be taken for its
-    parent's.
+    A forked child inherits both. Other ranks would take its calls for those of its parent.
     """
 
     def __init__(self) -> None:
@@ -47,15 +46,11 @@ class OwnProcess:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is that process, and not a forked child of it."""
+        """Whether this process made the object, and is no forked child."""
         return os.getpid() == self._pid
 
     def require(self, what: str) -> None:
-        """Raises ForkedProcessError in a forked child.
-
-        Args:
-            what: the object, for the error's text.
-        """
+        """Raise ForkedProcessError in a forked child; `what` names the object in the error."""
         if not self.is_current:
             raise ForkedProcessError(
                 f"{what} to be used by process {self._pid}, which made it", f"process {os.getpid()}"
@@ -63,7 +58,7 @@ class OwnProcess:
 
 
 class StreamOrder:
-    """Orders each call behind the previous one when that ran on another stream.
+    """Makes each call wait for the one before, if that ran on another stream.
 
     Attributes:
         has_captured: whether a graph has captured a call.
@@ -74,7 +69,7 @@ class StreamOrder:
         self._last: tuple[int, bool, torch.cuda.Stream] | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Makes the current stream wait for the previous call; to be called before anything is launched."""
+        """Make the current stream wait for the previous call. Call it before the first launch."""
         if device.type != "cuda":
             return
         # The stream's number costs a tenth of the host time of its Python object.
@@ -93,12 +88,12 @@ class StreamOrder:
         self._last = (number, capturing, stream)
 
 
-class Slot:
-    """Memory that ops of one index share; at most one of them may be between dispatch and combine.
+class SharedBlocks:
+    """Memory that ops of one index share. At most one of these ops may be between dispatch and combine.
 
     Attributes:
-        symmetric, local: the shared blocks, by role.
-        streams: order among the calls on this memory, whichever op makes them.
+        symmetric, local: the blocks by role, for ops of different sizes.
+        streams: orders the calls of all these ops.
     """
 
     def __init__(self) -> None:
@@ -110,7 +105,7 @@ class Slot:
         self._was_left_open = False
 
     def refill(self) -> None:
-        """Brings this rank's shared blocks into the state between steps. No rank may be using them."""
+        """Bring this rank's blocks into the state between steps. No rank may be using them."""
         for role, value in self._fill_bytes.items():
             for block in self.symmetric.get(role, []):
                 block.local.fill_(value)
@@ -120,20 +115,47 @@ class Slot:
 
     @property
     def spoilt(self) -> bool:
-        """Whether shared blocks may not hold their fill byte: an op was closed, or collected, in a step."""
+        """Whether blocks may lack their fill byte, because an op was closed or collected in the middle of a step."""
         return self._was_left_open or (self._user is not None and not self.in_use)
 
     def spoil(self) -> None:
-        """Marks the slot as left by an op in the middle of a step, or after one that failed."""
+        """Mark the memory as left by an op in the middle of a step, or after a failure."""
         self._was_left_open = True
 
-    def fill_new(self, role: str, block: SymmetricMemory, value: int) -> None:
-        """Fills a new block and records the value for `refill`."""
-        self._fill_bytes[role] = value
-        block.local.fill_(value)
+    def symmetric_block(
+        self, role: str, num_bytes: int, fill_byte: int | None, make: Callable[[int], SymmetricMemory]
+    ) -> SymmetricMemory:
+        """A symmetric block of at least num_bytes; a new one is filled with fill_byte, if that is given."""
+        for block in self.symmetric.setdefault(role, []):
+            if block.num_bytes >= num_bytes:
+                return block
+        made = make(num_bytes)
+        self.symmetric[role].append(made)
+        if fill_byte is not None:
+            self._fill_bytes[role] = fill_byte
+            made.local.fill_(fill_byte)
+        return made
+
+    def local_block(self, role: str, num_bytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Memory of this rank of at least num_bytes, uint8."""
+        for block in self.local.setdefault(role, []):
+            if block.numel() >= num_bytes:
+                return block
+        self.local[role].append(make(num_bytes))
+        return self.local[role][-1]
+
+    @property
+    def symmetric_blocks(self) -> list[SymmetricMemory]:
+        """All symmetric blocks."""
+        return [block for blocks in self.symmetric.values() for block in blocks]
+
+    @property
+    def num_local_bytes(self) -> int:
+        """Bytes of the memory of this rank."""
+        return sum(block.numel() for blocks in self.local.values() for block in blocks)
 
     def enter(self, op: object) -> None:
-        """Marks the slot as used by an op's step.
+        """Mark the memory as used by a step of an op.
 
         Raises:
             AlternationError: another op's step is not over.
@@ -155,7 +177,7 @@ class Slot:
         self._user = weakref.ref(op)
 
     def leave(self, op: object) -> None:
-        """Ends an op's step."""
+        """Mark the op's step as ended."""
         if self._user is not None and self._user() is op:
             self._user = None
 
