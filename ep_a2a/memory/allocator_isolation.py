@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the tensor that `make` makes on `device`, from torch's own allocator whatever pool this thread uses.
+    """Call `make`, which allocates a tensor on `device`, so that torch's default pool serves it.
 
     Engines load weights within a pool that they unmap later and may not restore (vLLM's sleep mode). Pools are per
     thread, so another thread allocates.
@@ -28,5 +28,5 @@ def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> tor
 
 
 def zeros_outside_pools(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Returns zeroed memory of this rank, uint8 [num_bytes], outside of pools."""
+    """Zeroed memory of this rank, uint8 [num_bytes], from torch's default pool."""
     return outside_pools(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=device), device)

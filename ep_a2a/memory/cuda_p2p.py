@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def allocate_cuda_peer(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Allocates a zeroed region of `num_bytes` on every rank's GPU, mapped by all; see allocate_symmetric."""
+    """Allocate a zeroed region of num_bytes on every rank's GPU, mapped by all ranks. Collective."""
     if rendezvous.world_size == 1:
         local = zeros_outside_pools(num_bytes, device)
         return SymmetricMemory(local, (local.data_ptr(),), "CUDA memory of one rank", lambda: None)

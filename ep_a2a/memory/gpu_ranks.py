@@ -1,4 +1,4 @@
-"""Which ranks of a group use one GPU: asked of the GPUs themselves, since ranks number what they see."""
+"""Finds the ranks that use the same GPU, by the GPUs' UUIDs: device indices differ between processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Returns the identity of a CUDA device, the same in all processes; "" for the CPU."""
+    """The UUID of a CUDA device, equal in all processes; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def ranks_by_gpu(rendezvous: Rendezvous, device: torch.device) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks that use each GPU, by its identity. Collective; the same on all ranks. Nothing on CPU."""
+    """The ranks that use each GPU, by its UUID; empty on CPU. Collective; equal on all ranks."""
     found: dict[str, tuple[int, ...]] = {}
     if device.type == "cpu":
         return found
@@ -28,7 +28,7 @@ def ranks_by_gpu(rendezvous: Rendezvous, device: torch.device) -> dict[str, tupl
 
 
 def require_own_gpus(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Raises on all ranks where NCCL would refuse the group. Collective.
+    """Raise on all ranks if NCCL would refuse the group. Collective.
 
     Raises:
         UnsupportedError: several ranks use one GPU.

@@ -29,7 +29,7 @@ _living: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 
 
 def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
-    """Allocates a zeroed region of `num_bytes` in every rank's shared memory. Collective; see allocate_symmetric.
+    """Allocate a zeroed region of num_bytes in shared memory for every rank, mapped by all ranks. Collective.
 
     The memory lives until its last tensor is gone, so a forgotten tensor cannot crash the process.
     """
@@ -68,14 +68,14 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
 
 
 def _remedy_of(cause: OSError) -> str | None:
-    """The remedy of an error that is not about room in shared memory; None for others."""
+    """The remedy for too many open files; None for other errors."""
     if cause.errno in (errno.EMFILE, errno.ENFILE):
         return "Raise the limit of open files (`ulimit -n`): each op holds some for each rank. Close unused ops."
     return None
 
 
 def put(target: int, source: int, num_bytes: int, rank: int) -> None:
-    """Copies bytes to a rank's memory, at the offset of `target` in this rank's, as NVSHMEM's puts do.
+    """Copy bytes to a rank's memory, as NVSHMEM's puts do: `target` is this rank's address of the same offset.
 
     Raises:
         StateError: there is no symmetric memory at `target`.
@@ -84,7 +84,7 @@ def put(target: int, source: int, num_bytes: int, rank: int) -> None:
 
 
 def count(counter: int, rank: int) -> None:
-    """Adds one to the int64 in a rank's memory at the offset of `counter` in this rank's; it has one writer."""
+    """Add one to an int64 in a rank's memory: `counter` is this rank's address of the same offset. One writer only."""
     place = ctypes.c_int64.from_address(_place_of(counter, rank))
     place.value += 1
 
@@ -100,14 +100,14 @@ def _place_of(address: int, rank: int) -> int:
 
 
 def remove_stale_files() -> None:
-    """Removes files whose process died between creating and unlinking them.
+    """Remove files whose process died between creating and unlinking them.
 
-    Process numbers mean something only inside their namespace, so files of other containers are left alone. So is what
-    this user has not made, and what is no file: names here are anybody's choice.
+    Process numbers are comparable inside one PID namespace only, so files of other containers stay. Files of other
+    users stay, too, and so does everything that is no file: anybody may choose such a name.
     """
     for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{process_namespace()}_*_*"):
         pid = path.name.split("_")[-2]
-        # whatever is wrong with a foreign name is not this rank's matter
+        # a file that cannot be looked at is none of ours
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
@@ -116,17 +116,17 @@ def remove_stale_files() -> None:
 
 
 def process_namespace() -> int:
-    """Processes of equal namespaces know each other by the same numbers."""
+    """The inode of this process's PID namespace. Process numbers are comparable inside one namespace only."""
     return PID_NAMESPACE.stat().st_ino
 
 
 def new_path() -> Path:
-    """A path for a file of this process that nobody can guess."""
+    """A path for a file of this process, with a name that nobody can guess."""
     return SHM_DIRECTORY / f"{NAME_PREFIX}{process_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
 
 
 def create_private(path: Path, num_bytes: int) -> int:
-    """Makes a file of zeros that only this user can open, and returns its descriptor.
+    """Create a file of zeros that only this user can open, and return its descriptor.
 
     Raises:
         OSError: there is no room, or something has this name.
@@ -144,12 +144,12 @@ def create_private(path: Path, num_bytes: int) -> int:
 
 
 def in_shared_memory(name: str) -> Path:
-    """The path of a file that a peer has named: the name only, since it must stay in this folder."""
+    """The path of a file that a peer has named; only the name counts, so the path stays in the folder."""
     return SHM_DIRECTORY / Path(name).name
 
 
 def open_private(path: Path, num_bytes: int) -> int:
-    """Opens a file that a rank of this user has made, and returns its descriptor.
+    """Open a file that a rank of this user has made, and return its descriptor.
 
     Raises:
         UntrustedFolderError: it is not such a file.
@@ -165,7 +165,7 @@ def open_private(path: Path, num_bytes: int) -> int:
 
 
 def _require_private(path: Path, status: os.stat_result, num_bytes: int) -> None:
-    """Refuses files that no rank of this user made: names come from the group's store, which others may reach."""
+    """Raise UntrustedFolderError unless a rank of this user made the file: others may write names to the store."""
     private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid() or status.st_size < num_bytes:
         raise UntrustedFolderError(

@@ -1,4 +1,4 @@
-"""A group's ranks as a grid: a row for each node, a column for each local rank."""
+"""NodeGrid: a group's ranks as a grid, with a row for each node and a column for each local rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arenas whose ranks reach each other's memory inside of a node only, and exchange blocks between nodes."""
+"""NodeArena: memory that is mapped inside of each node, with a transport for blocks between nodes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class NodeArena(Arena):
-    """An arena of all ranks, of which each maps the memory of its node; `between_nodes` moves blocks to other nodes.
+    """An arena of all ranks, each of which maps the memory of its node only.
 
     Making one is collective over the ranks of a node.
 
     Args:
         group: all ranks.
-        grid: the nodes, and where this rank is.
+        grid: the nodes, and this rank's place.
         device: where the memory lies.
-        between_nodes: of the same grid; closed with the arena.
+        between_nodes: the transport of the same grid; closed with the arena.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class NodeArena(Arena):
         self.between_nodes = between_nodes
 
     def _allocate_on_node(self, everyone: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-        """Memory that the ranks of this node map; the addresses of others are 0. All nodes have it, or none."""
+        """Allocate memory that the ranks of this node map, on all nodes or on none. Other ranks have address 0."""
         memory: SymmetricMemory | None = None
         error: EpA2AError | None = None
         try:
@@ -61,7 +61,7 @@ class NodeArena(Arena):
         return replace(memory, peer_addresses=addresses, elements=tuple(range(everyone.world_size)))
 
     def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
-        """Gives all memory back, and the groups of the node and between nodes; see Arena.close."""
+        """Give back all memory, the node's process group and the transport; arguments are those of Arena.close."""
         if not self.closed:
             super().close(alone=alone, also=also)
             if self.between_nodes is not None:

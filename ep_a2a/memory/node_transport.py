@@ -1,4 +1,4 @@
-"""Moves blocks between nodes, among the ranks that have the same local rank on each node."""
+"""NodeTransport: moves blocks between the ranks of the same local rank on all nodes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GLOO_PATIENCE_SECS = 5.0
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange that has begun.
+    """A running exchange.
 
     Attributes:
-        work: what is waited for; None where the exchange has ended, or is a part of the stream already.
-        tensors: what it reads and writes, kept alive.
+        work: the collective to wait for; None if the exchange has ended, or ends in the stream.
+        tensors: the tensors that it reads and writes, kept alive.
         number: counts this rank's exchanges, for a transport that does.
     """
 
@@ -40,7 +40,7 @@ class Exchange:
 
 
 class NodeTransport(abc.ABC):
-    """Moves blocks between this rank and its partners, the ranks of the same local rank on the other nodes.
+    """Moves blocks between this rank and its partners: the ranks of the same local rank on the other nodes.
 
     Making one is collective over the partners, and so is every exchange: partners make the same ones in the same
     order, whichever op each is for. A subclass connects in `_connect` and moves blocks in `_start` and `_finish`;
@@ -69,27 +69,27 @@ class NodeTransport(abc.ABC):
 
     @abc.abstractmethod
     def _connect(self) -> None:
-        """Makes ready for exchanges with `grid.partners`. Collective over them."""
+        """Connect with `grid.partners`. Collective over them."""
 
     @abc.abstractmethod
     def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
-        """Begins to move blocks; see `begin`. Both are bytes, [num_nodes, ...], this node's own block among them."""
+        """Begin to move blocks. Both tensors are bytes, [num_nodes, ...], and include this node's own block."""
 
     @abc.abstractmethod
     def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
-        """Waits until an exchange has ended; any exception breaks the transport until `renew`."""
+        """Wait for the end of an exchange. Any exception breaks the transport until `renew`."""
 
     @abc.abstractmethod
     def _disconnect(self) -> None:
-        """Undoes `_connect`; local."""
+        """Undo `_connect`. Local."""
 
     @property
     def is_open(self) -> bool:
-        """Whether exchanges can be made: none has failed."""
+        """Whether exchanges can be made: the transport is not closed and no exchange has failed."""
         return self._state == "open"
 
     def require_open(self) -> None:
-        """Raises StateError where an exchange has failed, or this is closed."""
+        """Raise StateError if an exchange has failed or the transport is closed."""
         if not self.is_open:
             raise StateError(
                 "a transport between nodes that works",
@@ -98,20 +98,20 @@ class NodeTransport(abc.ABC):
             )
 
     def begin(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> Exchange:
-        """Begins to send block n of `sent` to the partner on node n, whose block for this rank comes to `received`.
+        """Begin to send block n of `sent` to the partner on node n, and to receive that partner's block in `received`.
 
-        This node's own block is copied. Nothing waits on the host. On CUDA the exchange comes behind what the current
-        stream does now; while a graph is captured it ends in the stream, too. The first exchange on a device must come
-        before a capture: it connects.
+        This node's own block is copied. The host does not wait. On CUDA the exchange follows the work on the current
+        stream; in a graph's capture it also ends in that stream. The first exchange on a device connects, so it must
+        come before a capture.
 
         Args:
-            received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping. Until
-                the exchange has ended they are its own.
+            received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping. Leave
+                them alone until the exchange has ended.
             timeout_secs: bound of this exchange on CPU; None for the transport's.
 
         Raises:
-            ShapeError, ContiguityError: the tensors are not so; nothing was sent.
-            StateError: an exchange has failed before, or this is closed.
+            ShapeError, ContiguityError: the tensors do not fit; nothing was sent.
+            StateError: an exchange has failed, or the transport is closed.
         """
         self.require_open()
         check_blocks(received, sent, self.grid.num_nodes)
@@ -122,7 +122,7 @@ class NodeTransport(abc.ABC):
         return self._start(received, sent, self._bound(timeout_secs))
 
     def end(self, exchange: Exchange, timeout_secs: float | None = None) -> None:
-        """Waits for an exchange: on CPU until it has ended, on CUDA by making the current stream wait.
+        """End an exchange: wait for it on CPU; on CUDA make the current stream wait.
 
         Raises:
             RankTimeoutError: on CPU, partners did not come in time; no exchange can be made until `renew`.
@@ -137,14 +137,14 @@ class NodeTransport(abc.ABC):
             raise
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
-        """`begin` and `end` in one."""
+        """Begin and end an exchange."""
         self.end(self.begin(received, sent, timeout_secs), timeout_secs)
 
     def _bound(self, timeout_secs: float | None) -> float:
         return self.timeout_secs if timeout_secs is None else timeout_secs
 
     def renew(self) -> None:
-        """Connects anew after a failed exchange. Collective over the partners; no exchange may be running.
+        """Connect anew after a failed exchange. Collective over the partners; no exchange may be running.
 
         Raises:
             RankTimeoutError: a partner did not come.
@@ -153,7 +153,7 @@ class NodeTransport(abc.ABC):
         self._open()
 
     def close(self) -> None:
-        """Gives up the connection; local, no exchange may be running. A second call does nothing.
+        """Give up the connection. Local; no exchange may be running. A second call does nothing.
 
         After a failed exchange it may take GLOO_PATIENCE_SECS.
         """
@@ -163,7 +163,7 @@ class NodeTransport(abc.ABC):
 
 
 class NodeAllToAll(NodeTransport):
-    """Moves blocks by all_to_all_single: NCCL for CUDA tensors, within NCCL's own bound, gloo for CPU tensors."""
+    """Moves blocks by all_to_all_single: NCCL with its own time-out for CUDA tensors, gloo for CPU tensors."""
 
     def _connect(self) -> None:
         self._group = make_subgroup(self.group, self.grid.partners)
@@ -222,7 +222,7 @@ class NodeAllToAll(NodeTransport):
 
 
 def check_blocks(received: torch.Tensor, sent: torch.Tensor, num_nodes: int) -> None:
-    """Refuses what an exchange cannot take."""
+    """Raise ShapeError or ContiguityError unless the tensors fit an exchange."""
     for what, tensor in (("received", received), ("sent", sent)):
         if tensor.dim() == 0 or tensor.shape[0] != num_nodes:
             raise ShapeError(f"{what} to have one block for each of {num_nodes} nodes", str(tuple(tensor.shape)))

@@ -49,12 +49,12 @@ class _Attributes(ctypes.Structure):
 
 
 def _version(kind: type[ctypes.Structure] | int) -> int:
-    """First word of a structure of version 1."""
+    """The first word of a structure of version 1."""
     return (1 << 16) + (kind if isinstance(kind, int) else ctypes.sizeof(kind))
 
 
 def library_folder() -> Path | None:
-    """Returns the folder of nvidia-nvshmem's libraries; None without the package."""
+    """The folder of nvidia-nvshmem's libraries; None without the package."""
     try:
         found = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:
@@ -96,7 +96,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _host_library() -> ctypes.CDLL:
-    """The library, which is torch's own if torch has loaded it already."""
+    """NVSHMEM's host library: torch's own if torch has loaded it."""
     try:
         library = ctypes.CDLL(str(_folder() / HOST_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
@@ -110,12 +110,12 @@ def _host_library() -> ctypes.CDLL:
 
 @dataclass
 class Block:
-    """Symmetric memory: at the same place of the heap on every rank of a group.
+    """A block at the same place of NVSHMEM's heap on every rank of a group.
 
     Attributes:
         address: on this rank.
         num_bytes: its size.
-        is_lent: whether somebody uses it here.
+        is_lent: whether memory of this process is using it.
     """
 
     address: int
@@ -123,7 +123,7 @@ class Block:
     is_lent: bool = True
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """All of it, uint8 [num_bytes]."""
+        """The block as uint8 [num_bytes]."""
         return bytes_at(self.address, self.num_bytes, device)
 
 
@@ -141,7 +141,7 @@ class Nvshmem:
     blocks: list[Block] = field(default_factory=list)
 
     def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> Block:
-        """Zeroed memory on every rank of the group. Collective.
+        """Allocate a zeroed block on every rank of the group. Collective.
 
         Args:
             rendezvous: the ranks that NVSHMEM was started for.
@@ -164,7 +164,7 @@ class Nvshmem:
         return block
 
     def symmetric(self, rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
-        """The same as symmetric memory; 0 stands for the address of a rank that no store reaches."""
+        """Allocate a zeroed block as SymmetricMemory; a rank that no store reaches has address 0."""
         block = self.allocate(rendezvous, num_bytes)
         addresses = tuple(_host_library().nvshmem_ptr(block.address, element) or 0 for element in self.elements)
 
@@ -188,7 +188,7 @@ class Nvshmem:
 
 
 def load_into(module: int) -> None:
-    """Tells the NVSHMEM that runs of a loaded CUDA module (its CUmodule), which kernels that call it must be in."""
+    """Register a loaded CUDA module (CUmodule) with NVSHMEM; kernels that call NVSHMEM must be in one."""
     status = _host_library().nvshmemx_cumodule_init(module)
     if status:
         raise DeviceMemoryError("NVSHMEM to take a kernel's module", f"status {status}", "See NVSHMEM's own log.")
@@ -199,12 +199,12 @@ _started: dict[tuple[int, ...], Nvshmem] = {}
 
 
 def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Memory of NVSHMEM's heap on every rank, which is started for it. Collective; errors of `start` and `allocate`."""
+    """Allocate memory of NVSHMEM's heap on every rank, starting NVSHMEM first. Collective."""
     return start(rendezvous, device).symmetric(rendezvous, num_bytes)
 
 
 def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
-    """The NVSHMEM of a group, started by its first call in a process. Collective.
+    """The NVSHMEM of a group; the first call in a process starts it. Collective.
 
     One that another library of this process has started (torch's symmetric memory, DeepEP) is used if the group is all
     of it.

@@ -1,4 +1,4 @@
-"""SymmetricMemory: one region per rank, of any kind, and where this process reaches each."""
+"""SymmetricMemory: one region per rank, and the addresses at which this process reaches them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class SymmetricMemory:
 
     Attributes:
         local: this rank's region, uint8 [num_bytes]; zero after allocation.
-        peer_addresses: by rank, where this process (or its GPU) reaches that rank's region.
+        peer_addresses: by rank, the address at which this process (or its GPU) reaches that rank's region.
         kind: how the memory is shared, for logs.
-        elements: by rank, its number for puts.
-        release: gives this rank's mappings back. Local. On a GPU, tensors made of `local` must be gone.
+        elements: by rank, its number in NVSHMEM.
+        release: gives this rank's mappings back. Local. On a GPU no tensor over `local` may be left.
     """
 
     local: torch.Tensor
@@ -39,7 +39,7 @@ class SymmetricMemory:
         return self.local.numel()
 
     def close(self) -> None:
-        """Gives the mappings back; a second call does nothing."""
+        """Give the mappings back; a second call does nothing."""
         if not self.closed:
             self.closed = True
             self.release()
@@ -52,7 +52,7 @@ class SymmetricMemory:
 
 
 class _DeviceBytes:
-    """Memory at an address, in the form that torch.as_tensor takes."""
+    """GPU memory at an address, as an object that torch.as_tensor accepts."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -65,7 +65,7 @@ class _DeviceBytes:
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Returns GPU memory that torch did not allocate as uint8 [num_bytes]; it outlives the tensor."""
+    """GPU memory that torch did not allocate, as uint8 [num_bytes]. The tensor does not own it."""
     import torch
 
     return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)

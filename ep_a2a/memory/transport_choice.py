@@ -1,4 +1,4 @@
-"""Chooses the transport between nodes, and names its network devices."""
+"""Chooses the transport between nodes, and passes the choice of network devices on to its library."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 
 def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the transport that carries tokens between nodes, and the reason.
+    """Choose the transport that carries tokens between nodes.
 
     Args:
-        name: one in INTERNODE_TRANSPORTS; "auto" for what EP_A2A_INTERNODE_TRANSPORT says, where "auto" is what is
-            fastest here.
-        why_not: transports that cannot be used here, and why.
+        name: a name in INTERNODE_TRANSPORTS. "auto" takes EP_A2A_INTERNODE_TRANSPORT; if that is "auto", too, the
+            fastest transport that works here.
+        why_not: the transports that cannot be used here, with the reason.
 
     Returns:
-        (name, reason): "torch.distributed" and registered transports exchange on the host what kernels pack; with
-            "peer_memory" and "nvshmem" kernels do all.
-            "nvshmem" only if asked for: no network of real nodes has been had to compare it with.
+        (name, reason). With "torch.distributed" and registered transports the host exchanges blocks that kernels have
+        packed; with "peer_memory" and "nvshmem" kernels do all of it. "auto" never takes "nvshmem", which has not been
+        measured on a network between hosts.
 
     Raises:
-        UnknownNameError: there is no transport of this name; the error lists those there are.
+        UnknownNameError: there is no transport of this name; the error lists the names.
         UnsupportedError: the transport cannot be used here.
     """
     asked = name if name != "auto" else env.INTERNODE_TRANSPORT.get()
@@ -59,7 +59,7 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
 def make_transport(
     name: str, reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
 ) -> NodeTransport:
-    """Makes a transport whose blocks the host moves, together with the partners.
+    """Make a transport whose blocks the host moves. Collective over the partners.
 
     Args:
         name: its name in INTERNODE_TRANSPORTS.
@@ -78,7 +78,7 @@ def make_transport(
 
 
 def name_network_devices() -> None:
-    """Hands EP_A2A_RDMA_DEVICES to NCCL and NVSHMEM, unless NCCL_IB_HCA or NVSHMEM_HCA_LIST is set.
+    """Pass EP_A2A_RDMA_DEVICES on to NCCL and NVSHMEM, unless NCCL_IB_HCA or NVSHMEM_HCA_LIST is set.
 
     The first call of a process says so in the log. NCCL looks when the process makes its first communicator, so engines
     that make one earlier call this before it.
