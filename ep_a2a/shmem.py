@@ -1,4 +1,4 @@
-"""MORI's `mori.shmem` on this package's arena: one symmetric world per process, for ops made without a manager."""
+"""MORI's `mori.shmem`: one symmetric world per process, from which ops without a manager take their memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _find_group(name: str) -> ProcessGroup:
 
 
 def default_arena() -> Arena:
-    """Returns the world's arena; NotInitializedError before shmem_torch_process_group_init."""
+    """The world's arena; NotInitializedError before shmem_torch_process_group_init."""
     if _arena is None or _arena.closed:
         raise NotInitializedError(
             "a symmetric world", "none", "Call ep_a2a.shmem.shmem_torch_process_group_init(name), or pass arena=."
@@ -67,9 +67,9 @@ def default_arena() -> Arena:
 
 
 def shmem_finalize() -> int:
-    """Gives all memory of the world back, as Arena.close does, and returns 0. A second call does nothing.
+    """Give all memory of the world back, and return 0. A second call does nothing.
 
-    Where one rank has freed all of its memory before, the others wait CLOSE_PATIENCE_SECS for it.
+    The ranks wait for each other for 3 seconds at most.
     """
     global _arena
     memories = tuple(_allocations.values())
@@ -83,22 +83,24 @@ def shmem_finalize() -> int:
 
 
 def shmem_mype() -> int:
-    """Returns this rank in the world."""
+    """This process's rank in the world."""
     return default_arena().rendezvous.rank
 
 
 def shmem_npes() -> int:
-    """Returns the number of ranks of the world."""
+    """The number of ranks of the world."""
     return default_arena().rendezvous.world_size
 
 
 def shmem_barrier_all() -> None:
-    """Returns when all ranks have called it; does not wait for work queued on devices."""
+    """Wait until all ranks have called this. It does not wait for work that is queued on devices."""
     default_arena().rendezvous.barrier("shmem_barrier_all")
 
 
 def shmem_malloc(num_bytes: int) -> torch.Tensor:
-    """Returns symmetric memory, uint8 [num_bytes], zeroed, for the world's lifetime. Collective. MORI's is an address.
+    """Allocate symmetric memory: uint8 [num_bytes], zeroed, valid until shmem_finalize. Collective.
+
+    MORI returns an address instead of a tensor.
 
     Raises:
         InputError: num_bytes is not positive.
@@ -112,13 +114,13 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
 
 
 def shmem_free(tensor: torch.Tensor) -> None:
-    """Gives memory of shmem_malloc back. Local. Raises InputError for any other tensor, or one freed before."""
+    """Give memory of shmem_malloc back. Local. InputError for any other tensor, and for one that was freed before."""
     _allocation_of(tensor).close()
     del _allocations[tensor.data_ptr()]
 
 
 def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
-    """Returns the address at which this process reaches rank dest_pe's part of memory from shmem_malloc.
+    """The address at which this process reaches rank dest_pe's part of memory from shmem_malloc.
 
     Raises:
         InputError: the tensor is not from shmem_malloc, or there is no such rank.
@@ -130,7 +132,7 @@ def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
 
 
 def find_allocation(address: int) -> tuple[SymmetricMemory, int] | None:
-    """Returns the memory of shmem_malloc that holds an address of this process, and the offset; None for any other."""
+    """(memory of shmem_malloc, offset) of an address of this process; None for any other address."""
     for start, memory in _allocations.items():
         if start <= address < start + memory.num_bytes:
             return memory, address - start

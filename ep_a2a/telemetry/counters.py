@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NS_PER_US = 1000
 SCALE_BYTES = 4
-"""Of a scale on the combine wire."""
+"""Bytes of a scale that combine sends."""
 
 
 class StepCounters:
@@ -34,7 +34,7 @@ class StepCounters:
 
     Args:
         device: where the layer runs.
-        num_kept_steps: this many latest steps are kept singly, beside the sums; 1 at least.
+        num_kept_steps: the number of latest steps that are kept one by one, beside the sums; at least 1.
 
     Attributes:
         lines: int64 [1 + num_kept_steps, LINE_WORDS]; see counter_kernels.
@@ -46,13 +46,13 @@ class StepCounters:
         self.lines = outside_pools(lambda: torch.zeros(shape, dtype=torch.int64, device=device), device)
 
     def clear(self) -> None:
-        """Sets all counters to 0, on the current stream; between two steps."""
+        """Set all counters to 0, on the current stream. Call it between two steps."""
         self.lines.zero_()
 
     def read(self, config: EpDispatchCombineConfig) -> dict[str, Any]:
-        """Returns the counts so far, as numbers by name. Waits for the current stream.
+        """The counts so far, by name. The host waits for the current stream.
 
-        A row is a token on its way to one rank; it is kept when that is its own rank. Each rank knows all ranks' rows.
+        A row is a token sent to one rank. A kept row stays on its own rank. Each rank knows all ranks' rows.
         rank_rows is their mean per rank; skew_rows is the excess of the rank that received most over that mean. Bytes
         are those of rows and their scales, of dispatch and combine together, without ids, weights and flags.
 
@@ -116,11 +116,11 @@ class InstrumentedOp:
         self.engine.compile()
 
     def __getattr__(self, name: str) -> Any:
-        """Everything that is not counted is the op's."""
+        """Look up every attribute that is not defined here on the op."""
         return getattr(self.op, name)
 
     def dispatch(self, input: torch.Tensor, *args: Any, **options: Any) -> DispatchResult:  # noqa: A002
-        """Dispatches in two halves; arguments are those of `DispatchCombineOp.dispatch_send`."""
+        """Dispatch in two halves. Arguments are those of `DispatchCombineOp.dispatch_send`."""
         self.op.dispatch_send(input, *args, **options)
         self.engine.start_wait()
         result = self.op.dispatch_recv()
@@ -128,12 +128,12 @@ class InstrumentedOp:
         return result
 
     def combine(self, *args: Any, **options: Any) -> CombineResult:
-        """Combines in two halves; arguments are those of `DispatchCombineOp.combine_send`."""
+        """Combine in two halves. Arguments are those of `DispatchCombineOp.combine_send`."""
         self.op.combine_send(*args, **options)
         return self.combine_recv()
 
     def combine_recv(self) -> CombineResult:
-        """Ends a combine. Work that is launched between the halves does not count as waiting."""
+        """End a combine. Work that is launched between the halves does not count as waiting."""
         self.engine.start_wait()
         result = self.op.combine_recv()
         self.engine.count_combine()
@@ -146,28 +146,28 @@ class _CounterKernels:
     def __init__(self, op: EpDispatchCombineOp, counters: StepCounters) -> None:
         self._device, self._lines, self._num_kept = op.device, counters.lines, counters.num_kept_steps
         self._table, self._config, self._rank = op.memory.table, op.config, op.config.rank
-        self._start, self._dispatch, self._combine = _variants(op.config.world_size, op.device)
+        self._start, self._dispatch, self._combine = _kernels(op.config.world_size, op.device)
 
     def compile(self) -> None:
-        """Compiles and loads all of them, on a GPU; nothing is launched."""
+        """Compile and load the counting kernels on a GPU; launch nothing."""
         if self._device.type == "cuda":
-            variants = (
+            kernels = (
                 (self._start, (self._lines,)),
                 (self._dispatch, self._dispatch_values(0)),
                 (self._combine, (self._lines, self._num_kept)),
             )
-            compile_all(variants, self._config)
+            compile_all(kernels, self._config)
 
     def start_wait(self) -> None:
-        """Launches the time stamp before a receiving half."""
+        """Launch the time stamp before a receiving half."""
         self._start.run(1, (self._lines,), self._device)
 
     def count_dispatch(self, num_tokens: int) -> None:
-        """Launches the count of a dispatch to which this rank has brought num_tokens."""
+        """Launch the count of a dispatch of num_tokens tokens of this rank."""
         self._dispatch.run(1, self._dispatch_values(num_tokens), self._device)
 
     def count_combine(self) -> None:
-        """Launches the count of a combine."""
+        """Launch the count of a combine."""
         self._combine.run(1, (self._lines, self._num_kept), self._device)
 
     def _dispatch_values(self, num_tokens: int) -> tuple[Any, ...]:
@@ -175,8 +175,8 @@ class _CounterKernels:
 
 
 @functools.cache
-def _variants(world_size: int, device: torch.device) -> tuple[CompiledKernel, CompiledKernel, CompiledKernel]:
-    """Returns the kernels that start a wait, count a dispatch, count a combine: one set per device, for all layers."""
+def _kernels(world_size: int, device: torch.device) -> tuple[CompiledKernel, CompiledKernel, CompiledKernel]:
+    """The kernels that start a wait, count a dispatch and count a combine; all layers of a device share them."""
     world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size)}
     return (
         CompiledKernel(start_wait_kernel, {}, num_warps=1),

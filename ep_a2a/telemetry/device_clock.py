@@ -1,4 +1,4 @@
-"""Measures how a device's clock, which kernels read, stands to the host's."""
+"""Measures the offset between the clock that kernels read and the host's clock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CLOCK_TIMEOUT_SECS = 10.0
 
 
 class ClockOffset(NamedTuple):
-    """Offset of a device's clock from time.monotonic_ns of its host."""
+    """The offset of a device's clock from time.monotonic_ns of its host."""
 
     offset_ns: int  # to be added to the device's times
     width_ns: int  # the true offset is at most this much lower
 
 
 def clock_offset(device: torch.device) -> ClockOffset:
-    """Compares a device's clock with the host's: 0 on CPU, where kernels read the host's clock.
+    """Measure the offset of a device's clock; 0 on CPU, where kernels read the host's clock.
 
     On a GPU a program writes its time into host memory, which the host watches. The host sees the time after it was
     taken. So the smallest of many differences is closest to the truth, about equally close on every GPU of a host.

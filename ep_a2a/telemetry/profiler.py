@@ -1,4 +1,4 @@
-"""Records the spans of an op on this rank: those that its kernels note in device memory, and the host's calls."""
+"""StepProfiler: records when an op's kernels and the host's calls begin and end on this rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START, END, STEP = range(3)
 
 
 class StepProfiler:
-    """Makes an op's kernels note times from now on, and times the host's calls. Local: other ranks need not do so.
+    """Lets an op's kernels note times from now on, and times the host's calls. Local: other ranks need no profiler.
 
     Kernels note the first SPAN_PROGRAMS programs of each launch and the latest SPAN_STEPS steps. Kernels that note are
     variants of their own, compiled here; an op without a profiler has none of them. Graphs captured before go on
@@ -50,7 +50,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def call(self, phase: str) -> Iterator[None]:
-        """Records the host's time of a call of the op, made inside. phase: "dispatch" or "combine"."""
+        """Record the host's time of the op's call in the block; phase is "dispatch" or "combine"."""
         start_ns = time.monotonic_ns()
         yield
         end_ns = time.monotonic_ns()
@@ -59,12 +59,12 @@ class StepProfiler:
         self._calls.append(TraceSpan(phase, "call", phase, step, HOST, start_ns, end_ns, self._lane))
 
     def clear(self) -> None:
-        """Forgets all spans, on the current stream; between two steps."""
+        """Forget all spans, on the current stream. Call it between two steps."""
         self._lines.zero_()
         self._calls.clear()
 
     def spans(self) -> list[TraceSpan]:
-        """Returns the spans of the last steps: the host's, then the kernels' by start. Waits for the device."""
+        """The spans of the last steps: the host's, then the kernels' by start. The host waits for the device."""
         offset_ns, lines = clock_offset(self._op.device).offset_ns, self._lines.cpu()
         last = int(lines[..., STEP].max())
         whole = (lines[..., START] > 0) & (lines[..., END] >= lines[..., START])

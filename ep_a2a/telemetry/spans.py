@@ -1,4 +1,4 @@
-"""The spans of a trace, and the names of a step's parts in it."""
+"""TraceSpan: a bar of a trace; and the names of a step's parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ep_a2a.kernels.layout import Span
 
 HOST = -1
-"""In place of a program: what the host does."""
+"""The program number of spans of the host."""
 DISPATCH_NAMES = ("quant_and_put", "count_put", "wait", "postprocess")
 COMBINE_NAMES = ("copy_and_put", "recv_wait", "topk_reduce")
 PARTS: dict[Span, tuple[str, str]] = {
@@ -22,7 +22,7 @@ PARTS: dict[Span, tuple[str, str]] = {
     Span.RECV_WAIT: ("recv_wait", "first rows and flags"),
     Span.TOPK_REDUCE: ("topk_reduce", "sums, and waits for later rows"),
 }
-"""Name in the trace, and what exactly is meant."""
+"""Name in the trace, and the exact part of the step."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class TraceSpan:
 
     Attributes:
         name: one of DISPATCH_NAMES or COMBINE_NAMES; on the host "dispatch" or "combine".
-        part: what of it.
+        part: the exact part of the step.
         phase: "dispatch" or "combine".
         step: counted from 1. On the host it counts its own calls, which are fewer where graphs are replayed.
         program: of the kernel, or HOST.
         start_ns, end_ns: by time.monotonic_ns of the host, also for what a GPU did.
-        lane: names what beside the program tells bars apart, an op's set of buffers, say.
+        lane: a second name to tell bars apart by, for example the op's set of buffers.
     """
 
     name: str
