@@ -215,12 +215,12 @@ def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tup
                 ("combine-fp8", FP8_COMBINE, ("combine",)),
             ):
                 kernels = _kernels(ep_size, layout=layout, **changes)
-                yield from _named(f"ep{ep_size}-{layout}-{label}", kernels.variants(), part)
+                yield from _named(f"ep{ep_size}-{layout}-{label}", _listed(kernels), part)
         kernels = _kernels(ep_size, layout="expert_major", **FP8_DISPATCH)
-        yield from _named(f"ep{ep_size}-expert_major-cast", kernels.variants(), ("local",))
+        yield from _named(f"ep{ep_size}-expert_major-cast", _listed(kernels), ("local",))
         for label, changes in (("bf16", {}), ("cast", NODE_FORMS["cast"])):
             kernels = _kernels(ep_size, "rings", gpu_per_node=ep_size // 2, **changes)
-            yield from _named(f"ep{ep_size}-rings-{label}", kernels.variants(), ROLES)
+            yield from _named(f"ep{ep_size}-rings-{label}", _listed(kernels), ROLES)
 
 
 def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -232,17 +232,26 @@ def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[A
         for transport in TRANSPORTS:
             for label, changes in NODE_FORMS.items():
                 kernels = _kernels(ep_size, transport, gpu_per_node=gpus, **changes)
-                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", kernels.variants(), ROLES)
+                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", _listed(kernels), ROLES)
             if (num_nodes, gpus) == GRIDS[0]:
                 kernels = _kernels(ep_size, transport, gpu_per_node=gpus, compiled_calls="all")
                 yield from _named(f"ep{num_nodes}x{gpus}-{transport}-every", every_variant(kernels), ROLES)
 
 
+def _lister(engine: Any) -> Any:
+    """What lists an engine's kernels, in checkouts of any age."""
+    return getattr(engine, "compiled_kernels", None) or engine.variants
+
+
+def _listed(engine: Any) -> Any:
+    return _lister(engine)()
+
+
 def every_variant(kernels: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """The variants of whole calls and of halves, each once."""
-    whole = inspect.signature(kernels.variants).parameters["stages"].default
+    whole = inspect.signature(_lister(kernels)).parameters["stages"].default
     parts = [whole, *(type(whole)(send, not send) for send in (True, False))]
-    found = [one for part in parts for one in kernels.variants(part)]
+    found = [one for part in parts for one in _lister(kernels)(part)]
     return list({id(variant): (variant, args) for variant, args in found}.values())
 
 

@@ -112,7 +112,7 @@ class WeightExchange:
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own.view(torch.int64)
         self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64, device="cpu"))
-        self._variant = exchange_variant(config, spans=False)
+        self._kernel = exchange_kernel(config, spans=False)
         op.arena.together("initialising the exchange of weights", self._initialize)
 
     def _initialize(self) -> None:
@@ -121,11 +121,11 @@ class WeightExchange:
 
     def _compile(self) -> None:
         if self._device.type == "cuda":
-            compile_all([(self._variant, self._values(self._addresses, 0, 1))], self._config)
+            compile_all([(self._kernel, self._values(self._addresses, 0, 1))], self._config)
 
     def record_spans(self) -> None:
         """Takes a kernel that notes when its programs begin and end, from now on."""
-        self._variant = exchange_variant(self._config, spans=True)
+        self._kernel = exchange_kernel(self._config, spans=True)
         self._compile()
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class WeightExchange:
             )
         self._streams.follow(self._device)
         values = self._values(weights, num_tokens, max_num_tokens)
-        self._variant.run(self._config.world_size, values, self._device)
+        self._kernel.run(self._config.world_size, values, self._device)
 
     def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
         config = self._config
@@ -166,7 +166,7 @@ class WeightExchange:
         )
 
 
-def exchange_variant(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:
+def exchange_kernel(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:
     """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {

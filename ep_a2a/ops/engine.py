@@ -91,13 +91,13 @@ class Engine(Protocol):
         if kernels.tables is None:
             # here, because the other ranks learn of an error in this method
             self.use_tables(load_tables(arch_name(kernels.capability), kernels.config.world_size))
-        found = [each for stages in kernels.compiled_stages for each in self.variants(stages)]
+        found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
         first = kernels.config.rank % len(found)
         compile_all(found[first:] + found[:first], kernels.config)
 
-    def variants(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
+    def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (kernel, run-time arguments) that such calls of the op can need, with stand-in tensors."""
-        return without_repeats((*self._reachable(stages), *self.kernels.local_variants()))
+        return without_repeats((*self._reachable(stages), *self.kernels.local_kernels()))
 
 
 def without_repeats(

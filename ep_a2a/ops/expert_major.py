@@ -96,7 +96,7 @@ class ExpertMajorKernels:
         values = (rows, *self._values(step_tokens))
         self._run(self._reduce, values, self._num_sum_blocks, step_tokens)
 
-    def variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+    def compiled_kernels(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (kernel, run-time arguments) that a step can need, with stand-in tensors."""
         values, num_experts = self._values(1), self.config.num_local_experts
         yield self._number, (*values, self._first_expert, num_experts)

@@ -126,9 +126,9 @@ class OpKernels:
         values = (self.table, self.config.rank, step_tokens, self.config.first_expert, counts)
         self.count.run(counts.numel(), values, self.device)
 
-    def local_variants(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+    def local_kernels(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """The kernels beside dispatch and combine, with stand-in arguments."""
         if self.config.compiled_calls != CompiledCalls.SERVING:
             yield self.count, (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
         if self.by_expert is not None:
-            yield from self.by_expert.variants()
+            yield from self.by_expert.compiled_kernels()

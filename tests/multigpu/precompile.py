@@ -55,7 +55,9 @@ def variants_of(case: Case, which: str) -> Variants:
     find_tables(engine)
     if which != "all":
         return used_by(engine, case, gives_ids=which == "used")
-    return [each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in engine.variants(stages)]
+    return [
+        each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in engine.compiled_kernels(stages)
+    ]
 
 
 def tasks_of(cases: dict[str, Case], which: str) -> dict[str, Task]:

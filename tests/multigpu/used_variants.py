@@ -46,7 +46,9 @@ def used_by(engine: Any, case: Case, *, gives_ids: bool = True) -> Variants:
             recorded += _of_step(engine, case, step, rank, gives_ids=gives_ids)
         if case.layout == "expert_major":
             # launched beside dispatch and combine
-            recorded += [each for each in engine.variants() if re.search("expert|expand", each[0].kernel.__name__)]
+            recorded += [
+                each for each in engine.compiled_kernels() if re.search("expert|expand", each[0].kernel.__name__)
+            ]
     return list({id(kernel): (kernel, values) for kernel, values in recorded}.values())
 
 

@@ -91,7 +91,7 @@ config_of = functools.partial(deepseek_v3, rank=1, layout="expert_major", expert
 
 def variants_of(config: EpDispatchCombineConfig) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
     table = torch.zeros(64, dtype=torch.int64)
-    return list(ExpertMajorKernels(OpKernels(config, table, torch.device("cpu"))).variants())
+    return list(ExpertMajorKernels(OpKernels(config, table, torch.device("cpu"))).compiled_kernels())
 
 
 def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def variants_of(
     engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     engine.kernels.num_sms = NUM_SMS
     engine.kernels.can_depend = capability >= HOPPER
-    return engine.variants()
+    return engine.compiled_kernels()
 
 
 def kind_of(variant: CompiledKernel) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_a2a.compat import ep_low_latency, triton_distributed
-from ep_a2a.compat.combine_time_weights import exchange_variant
+from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
@@ -99,7 +99,7 @@ def test_arguments_are_those_of_triton_distributed():
 def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)
-    variant = exchange_variant(config_of(topk=topk), spans=spans)
+    variant = exchange_kernel(config_of(topk=topk), spans=spans)
     asm = compile_offline(
         variant.kernel, (words, addresses, addresses, 1, 1, 1, 1), variant.constants, variant.num_warps
     )

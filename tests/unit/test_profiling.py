@@ -115,7 +115,7 @@ def variants_of(spans: bool, layout: str) -> dict[str, Any]:
     engine.kernels.num_sms, engine.kernels.can_depend = NUM_SMS, True
     if spans:
         engine.record_spans()
-    return {kind_of(variant): (variant, args) for variant, args in engine.variants()}
+    return {kind_of(variant): (variant, args) for variant, args in engine.compiled_kernels()}
 
 
 def without_notes(source: str) -> str:

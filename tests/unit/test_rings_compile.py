@@ -53,7 +53,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     engine.kernels.num_sms = NUM_SMS
     moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
-    for variant, values in engine.variants():
+    for variant, values in engine.compiled_kernels():
         name = variant.kernel.__name__
         asm = compile_offline(
             variant.kernel, values, variant.constants, variant.num_warps, max_registers=variant.max_registers

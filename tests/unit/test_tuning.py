@@ -277,7 +277,9 @@ def test_the_ops_variants_are_those_of_the_tables():
     engine = engine_of(config)
     engine.use_tables(tables_of(entry(512, COMBINE), entry(128, TunedLaunch(2, 0, 8, 8, 4096, 256))))
     engine.kernels.num_sms = H200_SMS
-    combines = {v.num_warps: v.named_constants for v, _ in engine.variants() if v.kernel.__name__ == "combine_kernel"}
+    combines = {
+        v.num_warps: v.named_constants for v, _ in engine.compiled_kernels() if v.kernel.__name__ == "combine_kernel"
+    }
     assert set(combines) == {2, 4, 8}
     assert (combines[2]["SENT.GROUP"], combines[2]["ADDED.GROUP"]) == (4096, 256)
     assert (combines[8]["SENT.GROUP"], combines[8]["ADDED.GROUP"]) == (2048, 512)
