@@ -232,7 +232,7 @@ def dispatch_kernel(
     Args:
         kernels: of the op.
         args: the call's.
-        phase: LL_DISPATCH or DISPATCH, the bulk one.
+        phase: LOW_LATENCY_DISPATCH or BULK_DISPATCH.
         launch: its launch numbers.
         stages: what the launch does.
     """
@@ -246,7 +246,7 @@ def dispatch_kernel(
             "OWNERS": kernels.placement,
             "FORM": kernels.form(stages, has_weights=args.weights is not None, is_dependent=dependent),
         }
-        if phase is Phase.DISPATCH:
+        if phase is Phase.BULK_DISPATCH:
             given |= _bulk_constants(kernels, args, launch)
             return CompiledKernel(bulk_dispatch_kernel, given, launch.num_warps)
         given |= _low_latency_constants(kernels, args, launch)
@@ -303,7 +303,7 @@ def _count_lanes(world_size: int, threads: int) -> int:
 def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
     """Run-time arguments of the kernel of a dispatch."""
     config = kernels.config
-    width = config.scale_bytes if phase is Phase.LL_DISPATCH else kernels.scale_bytes(args.scales)
+    width = config.scale_bytes if phase is Phase.LOW_LATENCY_DISPATCH else kernels.scale_bytes(args.scales)
     values = (
         *row_operands(kernels, args, width),
         args.num_tokens,
@@ -315,7 +315,7 @@ def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, l
         config.rank * config.world_size * config.max_num_inp_token_per_rank,
         config.rank,
     )
-    return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.LL_DISPATCH else values
+    return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.LOW_LATENCY_DISPATCH else values
 
 
 def row_operands(kernels: OpKernels, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -336,8 +336,8 @@ def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> Launched:
     It reads no row, so one kernel serves rows of every kind.
     """
     plain = args._replace(tokens=args.ids, scales=None, weights=None)
-    kernel = dispatch_kernel(kernels, plain._replace(step_tokens=1), Phase.DISPATCH, RECEIVING, RECEIVE)
-    return kernel, dispatch_values(kernels, plain, Phase.DISPATCH, RECEIVING), 1
+    kernel = dispatch_kernel(kernels, plain._replace(step_tokens=1), Phase.BULK_DISPATCH, RECEIVING, RECEIVE)
+    return kernel, dispatch_values(kernels, plain, Phase.BULK_DISPATCH, RECEIVING), 1
 
 
 def make_plan(
@@ -369,7 +369,7 @@ def make_plan(
 
 def _parts(phase: Phase, stages: Stages, *, is_interpreted: bool) -> tuple[Stages, ...]:
     """The interpreter, which runs programs in turn, cannot send and receive in one launch where programs wait."""
-    if is_interpreted and stages == WHOLE and phase is not Phase.DISPATCH:
+    if is_interpreted and stages == WHOLE and phase is not Phase.BULK_DISPATCH:
         return (SEND, RECEIVE)
     return (stages,)
 
@@ -388,6 +388,6 @@ def _num_programs(launch: Launch, phase: Phase, stages: Stages) -> int:
     """Programs of a launch that does these stages."""
     if stages == WHOLE:
         return launch.num_programs
-    if phase is Phase.DISPATCH:
+    if phase is Phase.BULK_DISPATCH:
         return launch.num_programs if stages.send else 1
     return SPEAKERS[phase] + (launch.num_senders if stages.send else launch.num_receivers)

@@ -43,23 +43,23 @@ LEAST_PROGRAMS = 4
 
 
 class Phase(enum.Enum):
-    """Launches of an op. LL_DISPATCH is the low-latency dispatch of few tokens."""
+    """Launches of an op; the values name the phases in tuned tables."""
 
-    DISPATCH = "dispatch"
-    LL_DISPATCH = "flagged_dispatch"
+    BULK_DISPATCH = "dispatch"
+    LOW_LATENCY_DISPATCH = "flagged_dispatch"
     COMBINE = "combine"
 
     # Each call looks launches up by phase. An Enum's own hash is a slow Python function.
     __hash__ = object.__hash__
 
 
-THREADS_PER_SM = {Phase.DISPATCH: 256, Phase.LL_DISPATCH: 512, Phase.COMBINE: 640}
+THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
 """Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`)."""
 
 
-WIDE_WARPS = {Phase.DISPATCH: 16, Phase.LL_DISPATCH: 16, Phase.COMBINE: 16}
+WIDE_WARPS = {Phase.BULK_DISPATCH: 16, Phase.LOW_LATENCY_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
-SPEAKERS = {Phase.LL_DISPATCH: 2, Phase.COMBINE: 1}
+SPEAKERS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """Number of first programs, in a launch with two roles, that post to peers and neither send nor receive rows."""
 
 
@@ -155,10 +155,10 @@ def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
 
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
     """Returns a launch with a program per unit of work."""
-    if phase is Phase.DISPATCH:
+    if phase is Phase.BULK_DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
     few = max_num_tokens < FEW_TOKENS
-    if phase is Phase.LL_DISPATCH:
+    if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = SPEAKERS[phase] + senders + receivers
         return Launch(num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few)
@@ -192,7 +192,7 @@ def _tuned(
         return default
     tuned = found.entry.launch
     default = replace(default, num_warps=tuned.num_warps, reason=found.reason)
-    if phase is Phase.DISPATCH:
+    if phase is Phase.BULK_DISPATCH:
         return replace(default, num_programs=min(tuned.num_programs or num_tokens, num_tokens))
     to_send, to_receive = num_tokens, _rows_to_receive(config, max_num_tokens)
     if phase is Phase.COMBINE:
@@ -209,7 +209,7 @@ def _tuned(
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
     """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
-    return Phase.LL_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.DISPATCH
+    return Phase.LOW_LATENCY_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.BULK_DISPATCH
 
 
 def launch_shapes(
@@ -235,7 +235,7 @@ def launch_shapes(
                 launch.sparse_polls,
                 launch.read_ahead,
                 launch.dependent,
-                phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE,
+                phase is Phase.BULK_DISPATCH and size <= MAX_COUNTED_ALONE,
             )
             shapes.setdefault(shape, (phase, size, launch))
     return list(shapes.values())
@@ -247,7 +247,7 @@ def fit(wish: Launch, phase: Phase, most: int) -> Launch:
     A program waits for other ranks and for earlier programs only, so a larger launch would end, too. Its waiting
     programs would keep later ones from adding rows that have arrived.
     """
-    if phase is Phase.DISPATCH:
+    if phase is Phase.BULK_DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
     others = max(2, min(wish.num_programs, most) - SPEAKERS[phase])
     senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))

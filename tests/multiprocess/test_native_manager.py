@@ -155,7 +155,7 @@ def bounded(context: RankContext) -> dict[str, Any]:
 
 def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
     for seen in ranks(bounded, 4):
-        unbound = SPEAKERS[Phase.LL_DISPATCH] + 16 + 4 * 16
+        unbound = SPEAKERS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
         assert seen == {"bound": 4, "unbound": unbound, "after_bound": 4, "after_unbound": unbound, "own": 3}
 
 

@@ -204,7 +204,7 @@ def _check_co_residency(
     """Programs of a full launch wait for other ranks, so all must fit on the device together."""
     used = resources(cubin, directory)
     assert used["LOCAL"] == 0
-    phases = {"dispatch": Phase.DISPATCH, "flagged_dispatch": Phase.LL_DISPATCH, "combine": Phase.COMBINE}
+    phases = {"dispatch": Phase.BULK_DISPATCH, "flagged_dispatch": Phase.LOW_LATENCY_DISPATCH, "combine": Phase.COMBINE}
     if kind_of(variant) not in phases:
         return
     _check_fit(config, phases[kind_of(variant)], variant.num_warps, used)
@@ -395,7 +395,7 @@ def test_an_older_gpu_has_fewer_variants():
 def test_fields_hold_every_count(tokens, flagged, world_size):
     """A rank may send all its tokens to one rank: that number fits a field, and of few tokens each has a lane."""
     config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
-    most = {Phase.LL_DISPATCH: config.flagged_tokens, Phase.DISPATCH: tokens}
+    most = {Phase.LOW_LATENCY_DISPATCH: config.flagged_tokens, Phase.BULK_DISPATCH: tokens}
     dispatches = [variant for variant, _ in variants_of(config) if is_dispatch(variant)]
     for variant in dispatches:
         constants, count = variant.named_constants, most[Phase(kind_of(variant))]

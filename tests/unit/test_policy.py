@@ -28,7 +28,7 @@ from ep_a2a.tuning.policy import (
 from tests.cases.configs import deepseek_v3
 
 H200_SMS = 132
-WITH_ROLES = [Phase.LL_DISPATCH, Phase.COMBINE]
+WITH_ROLES = [Phase.LOW_LATENCY_DISPATCH, Phase.COMBINE]
 
 
 config_of = functools.partial(deepseek_v3, max_token_type_size=2)
@@ -60,7 +60,7 @@ def check_roles(launch: Launch, phase: Phase) -> None:
 
 def test_speakers_are_what_the_kernels_make_of_the_first_programs():
     """A low-latency dispatch has a count publisher and a flag poster, a combine a speaker; bulk dispatch has none."""
-    assert SPEAKERS == {Phase.LL_DISPATCH: 2, Phase.COMBINE: 1}
+    assert SPEAKERS == {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -86,14 +86,14 @@ def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
 def test_dispatch_has_one_program_per_token(num_tokens):
-    launch = choose_launch(config_of(), Phase.DISPATCH, num_tokens, 4096, H200_SMS)
+    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
     assert (launch.num_programs, launch.reason) == (max(1, num_tokens), "analytic")
 
 
 @pytest.mark.parametrize("num_sms", [1, 20, H200_SMS, 10_000])
 def test_dispatch_has_no_more_programs_than_fit_and_can_tell_each_other(num_sms):
-    launch = choose_launch(config_of(), Phase.DISPATCH, 1 << 20, 1 << 20, num_sms)
-    assert threads(launch) <= THREADS_PER_SM[Phase.DISPATCH] * num_sms
+    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, 1 << 20, 1 << 20, num_sms)
+    assert threads(launch) <= THREADS_PER_SM[Phase.BULK_DISPATCH] * num_sms
     assert num_sms <= launch.num_programs <= MAX_DISPATCH_PROGRAMS or launch.num_programs == MAX_DISPATCH_PROGRAMS
 
 
@@ -108,9 +108,9 @@ def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
     assert threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
     if num_tokens <= 1:
         # a token is sent and added by no more programs than its row has blocks of work
-        own = launch.num_senders if phase is Phase.LL_DISPATCH else launch.num_receivers
+        own = launch.num_senders if phase is Phase.LOW_LATENCY_DISPATCH else launch.num_receivers
         smallest_block = min(launch.send_elements, launch.add_elements)
-        assert own <= (1 if phase is Phase.LL_DISPATCH else -(-7168 // smallest_block))
+        assert own <= (1 if phase is Phase.LOW_LATENCY_DISPATCH else -(-7168 // smallest_block))
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major", "expert_major"])
@@ -118,10 +118,10 @@ def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
 def test_few_flagged_tokens_have_a_program_for_every_row_that_travels(world_size, layout):
     """A rank's own rows travel in layout compact only; there is a receiver all the same."""
     config = config_of(world_size=world_size, layout=layout)
-    launch = choose_launch(config, Phase.LL_DISPATCH, 4, 5, H200_SMS)
+    launch = choose_launch(config, Phase.LOW_LATENCY_DISPATCH, 4, 5, H200_SMS)
     sources = world_size if layout == "compact" else world_size - 1
     assert (launch.num_senders, launch.num_receivers) == (4, max(1, 5 * sources))
-    check_roles(launch, Phase.LL_DISPATCH)
+    check_roles(launch, Phase.LOW_LATENCY_DISPATCH)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -132,7 +132,7 @@ def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(p
         launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
         few = max_num_tokens < FEW_TOKENS
         assert launch.dependent == (few and phase in WITH_ROLES)
-        assert launch.sparse_polls == (not few and phase is Phase.LL_DISPATCH)
+        assert launch.sparse_polls == (not few and phase is Phase.LOW_LATENCY_DISPATCH)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -147,7 +147,7 @@ def test_manual_launches_take_the_configs_numbers(phase):
     many = config_of(launch="manual", block_num=10_000, warp_num_per_block=4)
     assert threads(choose_launch(many, phase, 4096, 4096, H200_SMS)) <= THREADS_PER_SM[phase] * H200_SMS
     # what a launch looks at is not the caller's
-    assert launch.sparse_polls == (phase is Phase.LL_DISPATCH)
+    assert launch.sparse_polls == (phase is Phase.LOW_LATENCY_DISPATCH)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -255,7 +255,7 @@ def test_no_grid_exceeds_what_fits(
     check_roles(chosen, phase)
     allowed = sms if sms < num_sms else most(phase, chosen.num_warps, num_sms)
     assert 1 <= chosen.num_programs <= max(least(phase), allowed)
-    if phase is Phase.DISPATCH:
+    if phase is Phase.BULK_DISPATCH:
         assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
     assert chosen.reason in ("analytic", "config", "caller")
     assert min(chosen.send_elements, chosen.add_elements) >= 1

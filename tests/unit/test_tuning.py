@@ -143,7 +143,7 @@ def test_tuned_numbers_are_taken():
     num_programs = SPEAKERS[Phase.COMBINE] + 16 + 100
     assert launch == Launch(num_programs, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
     dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
-    assert chosen(Phase.DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
+    assert chosen(Phase.BULK_DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
 
 
 def test_launches_without_an_entry_are_the_analytic_ones():
@@ -159,19 +159,19 @@ def test_programs_shrink_with_the_work(own):
     combine = chosen(Phase.COMBINE, own, 4, tables_of(entry(4, many)))
     assert (combine.num_senders, combine.num_receivers) == (4 * 4, max(1, own * 7))
     tables = tables_of(entry(4, many, cast="fp8_per_1x128"), phase="flagged_dispatch")
-    flagged = chosen(Phase.LL_DISPATCH, own, 4, tables)
+    flagged = chosen(Phase.LOW_LATENCY_DISPATCH, own, 4, tables)
     assert (flagged.num_senders, flagged.num_receivers) == (max(1, own), 4 * 4)
     # own rows travel in layout compact only
-    by_rank = chosen(Phase.LL_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
+    by_rank = chosen(Phase.LOW_LATENCY_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
     assert (by_rank.num_senders, by_rank.num_receivers) == (max(1, own), 3 * 4)
-    assert by_rank.num_programs == SPEAKERS[Phase.LL_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
+    assert by_rank.num_programs == SPEAKERS[Phase.LOW_LATENCY_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
     tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
-    assert chosen(Phase.DISPATCH, own, 4, tables).num_programs == max(1, own)
+    assert chosen(Phase.BULK_DISPATCH, own, 4, tables).num_programs == max(1, own)
 
 
 def test_zero_means_a_program_for_each_unit_of_work():
     tables = tables_of(entry(16, TunedLaunch(4), cast="fp8_per_1x128"), phase="flagged_dispatch")
-    launch = chosen(Phase.LL_DISPATCH, 20, 20, tables)
+    launch = chosen(Phase.LOW_LATENCY_DISPATCH, 20, 20, tables)
     assert (launch.num_senders, launch.num_receivers, launch.reason) == (20, 80, "tuned table a.json, nearest: 16")
 
 
@@ -206,7 +206,7 @@ def test_the_source_of_a_launch_is_logged_once(caplog):
         for size in (512, 512, 300):
             engine.launch_of(Phase.COMBINE, size, size)
         engine.launch_of(Phase.COMBINE, 7, 512)
-        engine.launch_of(Phase.DISPATCH, 512, 512)
+        engine.launch_of(Phase.BULK_DISPATCH, 512, 512)
         engine.use_tables(tables_of(entry(512, hidden_dim=7184)))
         engine.launch_of(Phase.COMBINE, 512, 512)
     assert [record.getMessage() for record in caplog.records] == [
@@ -228,7 +228,7 @@ def engine_of(config: EpDispatchCombineConfig) -> IntraNodeEngine:
 
 def shape(phase: Phase, size: int, launch: Launch) -> tuple[Any, ...]:
     """What kernels are compiled for; a program of a dispatch counts alone where tokens are few enough."""
-    alone = phase is Phase.DISPATCH and size <= MAX_COUNTED_ALONE
+    alone = phase is Phase.BULK_DISPATCH and size <= MAX_COUNTED_ALONE
     return (
         phase,
         launch.num_warps,

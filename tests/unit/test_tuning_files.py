@@ -181,7 +181,10 @@ def test_shipped_tables_are_found_by_arch_and_ranks():
     name = "sm_90_intra_node_ep2_combine.json"
     assert reason(tables, 128) == f"tuned table {name}, exact"
     assert reason(tables, 100) == f"tuned table {name}, nearest: 128"
-    assert reason(tables, 16, Phase.LL_DISPATCH) == f"tuned table {name.replace('combine', 'flagged_dispatch')}, exact"
+    assert (
+        reason(tables, 16, Phase.LOW_LATENCY_DISPATCH)
+        == f"tuned table {name.replace('combine', 'flagged_dispatch')}, exact"
+    )
     for arch, ranks in (("sm_80", 2), ("sm_100", 2), ("sm_90", 3), ("sm_90", 72)):
         assert reason(tuning.load_tables(arch, ranks), 128) == "analytic"
     assert tuning.arch_name((9, 0)) == "sm_90"
