@@ -19,7 +19,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.ops.op import EpDispatchCombineOp
-from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _variants
+from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _kernels
 from ep_a2a.tuning.policy import Phase, dispatch_phase
 from tests.offline_compile import compile_offline
 from tests.unit.test_config import config_of
@@ -46,7 +46,7 @@ class Layer:
         self.config = config_of(rank=rank, world_size=world_size, num_experts_per_rank=2)
         self.counts = torch.zeros(world_size, world_size + 1, dtype=torch.int64)
         self.table = table_of(world_size, {(Region.COUNTS, rank): self.counts})
-        self.start, self.dispatch, self.combine = _variants(world_size, CPU)
+        self.start, self.dispatch, self.combine = _kernels(world_size, CPU)
 
     def step(
         self, rows: list[list[int]], dispatch_ns: int, combine_ns: int, num_tokens: int = 5, late: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ def test_lines_do_not_overlap():
 def test_the_kernels_compile_for_gpus(world_size, capability):
     lines, table = (torch.zeros(64, dtype=torch.int64) for _ in range(2))
     arguments = [(lines,), (lines, table, 1, 1, 0), (lines, 1)]
-    for variant, values in zip(_variants(world_size, CPU), arguments):
+    for variant, values in zip(_kernels(world_size, CPU), arguments):
         ptx = compile_offline(variant.kernel, values, variant.constants, variant.num_warps, capability)["ptx"]
         assert ptx.count("%globaltimer") == 1
 
