@@ -50,19 +50,10 @@ def run(options: SimpleNamespace) -> int:
     check_can_tune(world_size)
     note = sharing_note(world_size, torch.cuda.device_count())
     folder = options.output or default_output(note)
-    values = {
-        "world_size": world_size,
-        "hidden_dim": options.hidden,
-        "topk": options.topk,
-        "num_experts": options.experts,
-        "dtype": options.dtype,
-        "quant_type": options.quant,
-        "combine_quant": options.combine_quant,
-        "layout": options.layout,
-        "seed": options.seed,
-    }
-    fixed = {name: (value,) for name, value in opt.given(values).items()}
-    points = make_workloads(fixed | {"num_tokens": options.max_tokens or DEFAULT_SIZES})
+    fields = ("hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "seed")
+    fixed = {name: (value,) for name, value in opt.given(opt.values_of_fields(options, fields)).items()}
+    sizes = options.max_tokens or DEFAULT_SIZES
+    points = make_workloads({"world_size": (world_size,)} | fixed | {"num_tokens": sizes})
     settings = TimingSettings(num_warmups=5, num_runs=options.iterations)
     complete = execute(points, settings, options.budget_secs, folder, as_json=options.as_json, note=note)
     return EXIT_OK if complete else EXIT_MISMATCH

@@ -12,6 +12,7 @@ from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import SimpleNamespace
 
 MOST_HIDDEN = 1 << 20
 MOST_PLANNED = 1 << 40
@@ -127,6 +128,7 @@ QUANT = Option("quant", Quant, "Cast inside dispatch.", Quant.NONE)
 
 OPTIONS_OF_FIELDS = {
     "hidden_dim": ("hidden",),
+    "intermediate_dim": ("intermediate",),
     "token_hidden_size": ("hidden",),
     "num_experts_per_token": ("topk",),
     "num_experts": ("experts",),
@@ -146,6 +148,11 @@ OPTIONS_OF_FIELDS = {
 }
 """Options that set a field of a configuration or workload, where the names differ. A command's first one is named in
 errors about the field."""
+
+
+def values_of_fields(options: SimpleNamespace, fields: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of a command's options for fields of a workload, by field."""
+    return {field: getattr(options, OPTIONS_OF_FIELDS.get(field, (field,))[0]) for field in fields}
 
 
 def option_of_field(table: Iterable[Option], field: str) -> str:

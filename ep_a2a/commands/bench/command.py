@@ -27,7 +27,7 @@ from ep_a2a.commands.bench.runner import Status, make_runner, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
-from ep_a2a.commands.options import given, refuse
+from ep_a2a.commands.options import given, refuse, values_of_fields
 from ep_a2a.commands.plots import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
@@ -67,22 +67,11 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"tokens": (4,), "iterations": 1},
 }
 """What is other with --layer."""
-OPTIONS_OF_FIELDS = {
-    "world_size": "ranks",
-    "hidden_dim": "hidden",
-    "topk": "topk",
-    "num_experts": "experts",
-    "dtype": "dtype",
-    "quant_type": "quant",
-    "combine_quant": "combine_quant",
-    "layout": "layout",
-    "routing": "routing",
-    "gpus_per_node": "gpus_per_node",
-    "max_num_tokens": "max_tokens",
-    "num_tokens": "tokens",
-    "max_sms": "max_sms",
-}
-"""Options with the values of a workload's fields. The last ones vary fastest: rows of one size under several bounds are
+FIELDS = (
+    *("world_size", "hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "routing"),
+    *("gpus_per_node", "max_num_tokens", "num_tokens", "max_sms"),
+)
+"""Fields of a workload that options set. The last ones vary fastest: rows of one size under several bounds are
 neighbours."""
 
 
@@ -171,14 +160,13 @@ def ranks_of(options: SimpleNamespace, device: str, joined: int | None) -> tuple
 
 def workloads_of(options: SimpleNamespace) -> list[Workload]:
     """Returns the workloads of the command's options, which all have values."""
-    values = {field: getattr(options, name) for field, name in OPTIONS_OF_FIELDS.items()}
+    values = values_of_fields(options, FIELDS)
     if options.seed is not None:
         values["seed"] = (options.seed,)
     if not options.layer:
         return make_workloads(values)
-    of_layer = {"intermediate_dim": options.intermediate, "traces": (options.traces,)}
-    of_layer |= {"comm_sms": (options.comm_sms if options.schedules else 0,)}
-    return make_workloads(values | of_layer, LayerWorkload)
+    of_layer = {"comm_sms": (options.comm_sms if options.schedules else 0,), "traces": (options.traces,)}
+    return make_workloads(values | of_layer | {"intermediate_dim": options.intermediate}, LayerWorkload)
 
 
 def execute(

@@ -18,7 +18,7 @@ from ep_a2a.commands.measure.session import Session
 from ep_a2a.commands.measure.timing import Clock, capture
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
-from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.reference import expert_mlp_rows
 from ep_a2a.routing import expert_ranges
@@ -65,8 +65,10 @@ class LayerWorkload(Workload):
         return {name: value for name, value in row.items() if name != "traces"}
 
     def check(self) -> None:
-        """Raises UnsupportedError where no layer can run this workload, besides what `Workload.check` raises."""
+        """Raises ConfigError or UnsupportedError where no layer can run this workload, as `Workload.check` does."""
         super().check()
+        if self.intermediate_dim < 1:
+            raise ConfigError(">= 1", str(self.intermediate_dim), field="intermediate_dim")
         takes = {
             "layout": (Layout.RANK_MAJOR,),
             "dtype": (torch.bfloat16,),
