@@ -21,8 +21,8 @@ LARGEST = 1e30
 
 _WITH_ROLES = ("num_warps", "num_senders", "num_receivers")
 LAUNCH_FIELDS = {
-    "dispatch": ("num_warps", "num_programs"),
-    "flagged_dispatch": _WITH_ROLES,
+    "bulk_dispatch": ("num_warps", "num_programs"),
+    "low_latency_dispatch": _WITH_ROLES,
     "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns"),
 }
 """Fields of a launch, by phase."""

@@ -46,7 +46,7 @@ class Phase(enum.Enum):
     """Launches of an op; the values name the phases in tuned tables."""
 
     BULK_DISPATCH = "dispatch"
-    LOW_LATENCY_DISPATCH = "flagged_dispatch"
+    LOW_LATENCY_DISPATCH = "low_latency_dispatch"
     COMBINE = "combine"
 
     # Each call looks launches up by phase. An Enum's own hash is a slow Python function.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
 
-PHASES = ("dispatch", "flagged_dispatch", "combine")
+PHASES = ("bulk_dispatch", "low_latency_dispatch", "combine")
 """Values of policy.Phase; each has a table of its own."""
 NO_TABLES = "none"
 """Value of EP_A2A_TUNING_DIR for no tables at all, not even the shipped ones."""

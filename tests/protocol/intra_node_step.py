@@ -26,7 +26,7 @@ class Step:
 
     def launches(self) -> tuple[Launch, ...]:
         """All launches of the step, in order."""
-        dispatch = self.counted_dispatch() if self.path is Path.COUNTED else self.flagged_dispatch()
+        dispatch = self.counted_dispatch() if self.path is Path.COUNTED else self.low_latency_dispatch()
         experts: Launch = ((self.experts_read(),),)
         if not self.rules.flag_behind_experts:
             experts = (*experts, (self.posts_flags(self.model.combine_flags),))
@@ -151,7 +151,7 @@ class Step:
         receive = (*waits, self.accepts_rows(waits=False))
         return [(send,), (receive,)] if self.is_split else [((*send, *receive),)]
 
-    def flagged_dispatch(self) -> list[Launch]:
+    def low_latency_dispatch(self) -> list[Launch]:
         """ll_dispatch_kernel: count publisher, flag poster, senders, receivers."""
         send = (
             (self.posts_counts(awaited=True),),

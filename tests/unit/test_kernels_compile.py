@@ -40,45 +40,48 @@ SPARSE_RANKS = FLAGGED_MAX_ROWS // FEW_TOKENS
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
     ("none", "compact", 8): (
-        "dispatch-has_weights",
-        "dispatch-has_weights-alone",
-        "flagged_dispatch-has_weights-dependent",
+        "bulk_dispatch-has_weights",
+        "bulk_dispatch-has_weights-alone",
+        "low_latency_dispatch-has_weights-dependent",
         "combine-has_weights-dependent",
     ),
     ("none", "rank_major", 8): (
-        "dispatch",
-        "dispatch-alone",
-        "dispatch-has_weights",
-        "flagged_dispatch-has_weights-dependent",
+        "bulk_dispatch",
+        "bulk_dispatch-alone",
+        "bulk_dispatch-has_weights",
+        "low_latency_dispatch-has_weights-dependent",
     ),
     ("fp8_per_1x128", "compact", 8): (
-        "dispatch-cast128-has_weights",
-        "dispatch-scales56-has_weights",
-        "dispatch-scales56-has_weights-alone",
-        "flagged_dispatch-cast128-has_weights-dependent",
+        "bulk_dispatch-cast128-has_weights",
+        "bulk_dispatch-scales56-has_weights",
+        "bulk_dispatch-scales56-has_weights-alone",
+        "low_latency_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_1x128", "rank_major", 8): (
-        "dispatch-cast128",
-        "dispatch-cast128-has_weights-alone",
-        "dispatch-has_weights",
-        "flagged_dispatch-cast128-has_weights-dependent",
+        "bulk_dispatch-cast128",
+        "bulk_dispatch-cast128-has_weights-alone",
+        "bulk_dispatch-has_weights",
+        "low_latency_dispatch-cast128-has_weights-dependent",
     ),
     ("fp8_per_token", "compact", 8): (
-        "dispatch-cast7168-has_weights",
-        "flagged_dispatch-cast7168-has_weights-dependent",
+        "bulk_dispatch-cast7168-has_weights",
+        "low_latency_dispatch-cast7168-has_weights-dependent",
     ),
-    ("fp8_per_token", "rank_major", 8): ("dispatch-scales1",),
+    ("fp8_per_token", "rank_major", 8): ("bulk_dispatch-scales1",),
     # of few ranks also steps of more tokens are flagged
-    ("none", "compact", SPARSE_RANKS): ("flagged_dispatch-has_weights-sparse",),
-    ("none", "rank_major", SPARSE_RANKS): ("flagged_dispatch-sparse",),
-    ("fp8_per_1x128", "compact", SPARSE_RANKS): ("flagged_dispatch-cast128-has_weights-sparse",),
-    ("fp8_per_1x128", "rank_major", SPARSE_RANKS): ("flagged_dispatch-scales56-sparse",),
+    ("none", "compact", SPARSE_RANKS): ("low_latency_dispatch-has_weights-sparse",),
+    ("none", "rank_major", SPARSE_RANKS): ("low_latency_dispatch-sparse",),
+    ("fp8_per_1x128", "compact", SPARSE_RANKS): ("low_latency_dispatch-cast128-has_weights-sparse",),
+    ("fp8_per_1x128", "rank_major", SPARSE_RANKS): ("low_latency_dispatch-scales56-sparse",),
     ("fp8_blockwise", "compact", 8): ("combine-has_weights-check_indices-quantized-scaled",),
     ("fp8_direct_cast", "rank_major", 8): ("combine-quantized",),
 }
 # Programs are wider where their number is bounded.
 WIDE = {
-    ("fp8_per_1x128", "rank_major"): ("dispatch-cast128-has_weights", "flagged_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_1x128", "rank_major"): (
+        "bulk_dispatch-cast128-has_weights",
+        "low_latency_dispatch-cast128-has_weights-dependent",
+    ),
     ("none", "compact"): ("combine-ahead",),
     ("fp8_blockwise", "rank_major"): ("combine-quantized-scaled-ahead",),
 }
@@ -97,7 +100,7 @@ def variants_of(
 def kind_of(variant: CompiledKernel) -> str:
     """The tuning phase that a kernel belongs to; of another one its name."""
     name = variant.kernel.__name__.removesuffix("_kernel")
-    return {"bulk_dispatch": "dispatch", "ll_dispatch": "flagged_dispatch"}.get(name, name)
+    return {"ll_dispatch": "low_latency_dispatch"}.get(name, name)
 
 
 def is_dispatch(variant: CompiledKernel) -> bool:
@@ -189,11 +192,11 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
     # the names are the code's: a name that is gone would check nothing
     constants, kind = variant.named_constants, kind_of(variant)
     expected = {
-        "dispatch": {"answer"} | ({"seen"} if constants.get("COMPACT") else set()),
-        "flagged_dispatch": {"answer", "seen", "side", "words"},
+        "bulk_dispatch": {"answer"} | ({"seen"} if constants.get("COMPACT") else set()),
+        "low_latency_dispatch": {"answer", "seen", "side", "words"},
         "combine": {"answer", "seen"},
     }.get(kind, set())
-    if kind == "dispatch" and not constants["COUNTS_ALONE"]:
+    if kind == "bulk_dispatch" and not constants["COUNTS_ALONE"]:
         expected |= {"words"}
     assert {name for name, _ in polled} >= expected, (kind, polled)
 
@@ -204,7 +207,11 @@ def _check_co_residency(
     """Programs of a full launch wait for other ranks, so all must fit on the device together."""
     used = resources(cubin, directory)
     assert used["LOCAL"] == 0
-    phases = {"dispatch": Phase.BULK_DISPATCH, "flagged_dispatch": Phase.LOW_LATENCY_DISPATCH, "combine": Phase.COMBINE}
+    phases = {
+        "bulk_dispatch": Phase.BULK_DISPATCH,
+        "low_latency_dispatch": Phase.LOW_LATENCY_DISPATCH,
+        "combine": Phase.COMBINE,
+    }
     if kind_of(variant) not in phases:
         return
     _check_fit(config, phases[kind_of(variant)], variant.num_warps, used)
@@ -233,9 +240,9 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
 @pytest.mark.parametrize(
     "name",
     [
-        "dispatch-has_weights",
-        "dispatch-has_weights-alone",
-        "flagged_dispatch-has_weights-dependent",
+        "bulk_dispatch-has_weights",
+        "bulk_dispatch-has_weights-alone",
+        "low_latency_dispatch-has_weights-dependent",
         "combine-has_weights",
     ],
 )
@@ -248,9 +255,9 @@ def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     _check_fit(config, Phase(kind_of(variant)), num_warps, used)
 
 
-def test_flagged_dispatches_leave_room_for_a_second_program():
+def test_low_latency_dispatches_leave_room_for_a_second_program():
     for variant, _ in variants_of(config_of(quant_type="fp8_per_1x128")):
-        if kind_of(variant) == "flagged_dispatch":
+        if kind_of(variant) == "low_latency_dispatch":
             assert variant.max_registers is not None
             assert variant.max_registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
         else:
@@ -266,16 +273,16 @@ def test_one_thread_reads_each_word_that_a_program_waits_for():
             for variant, _ in variants_of(config):
                 constants, kind = variant.named_constants, kind_of(variant)
                 lanes = {
-                    "dispatch": ("COUNT_LANES", "POISON_LANES"),
-                    "flagged_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
+                    "bulk_dispatch": ("COUNT_LANES", "POISON_LANES"),
+                    "low_latency_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
                     "combine": ("WEIGHTS.GROUP",),
                 }.get(kind, ())
                 assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, changes)
                 if kind == "combine":
                     assert constants["ADDED.GROUPS_LANES"] * constants["ADDED.GROUP"] >= 32 * variant.num_warps
-                if kind == "dispatch":
+                if kind == "bulk_dispatch":
                     assert constants["PROGRAM_LANES"] * constants["WORLD_LANES"] >= 32 * variant.num_warps
-                if kind == "flagged_dispatch":
+                if kind == "low_latency_dispatch":
                     # behind the words beside a row, a lane reads the source's count
                     assert constants["SIDE_LANES"] > constants["SCALE_WORDS"] + 2 * constants["TOPK"] + 1
 
@@ -370,7 +377,7 @@ def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
 def _way_of(variant: CompiledKernel) -> str:
     """Which way of dispatch it is."""
     constants = variant.named_constants
-    if kind_of(variant) == "dispatch":
+    if kind_of(variant) == "bulk_dispatch":
         return "alone" if constants["COUNTS_ALONE"] else "many"
     if constants["DEPENDENT_LAUNCH"]:
         assert not constants["SPARSE_POLLS"]
@@ -401,7 +408,7 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
         constants, count = variant.named_constants, most[Phase(kind_of(variant))]
         assert count < 1 << constants["COUNT_BITS"]
         assert 64 % constants["COUNT_BITS"] == 0
-        if kind_of(variant) == "flagged_dispatch":
+        if kind_of(variant) == "low_latency_dispatch":
             assert count <= constants["TOKEN_LANES"]
     assert ("many" in map(_way_of, dispatches)) == (tokens > MAX_COUNTED_ALONE)
 
@@ -417,7 +424,7 @@ def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
             seen.add(kind_of(variant))
             loads, stores = vector_accesses(compiled(variant, args, HOPPER)["ptx"])
             assert (loads > 0, stores > 0) == (True, True), kind_of(variant)
-    assert seen == {"dispatch", "flagged_dispatch", "combine"}
+    assert seen == {"bulk_dispatch", "low_latency_dispatch", "combine"}
 
 
 @pytest.mark.full
@@ -434,7 +441,7 @@ def test_many_ranks_and_an_older_gpu():
             assert ".target sm_80" in ptx
             if kind_of(variant) != "count_local_experts":
                 assert min(vector_accesses(ptx)) > 0
-    assert seen == {"dispatch", "flagged_dispatch", "combine", "count_local_experts"}
+    assert seen == {"bulk_dispatch", "low_latency_dispatch", "combine", "count_local_experts"}
 
 
 @pytest.mark.full
@@ -457,7 +464,7 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["dispatch", "flagged_dispatch", "combine"])
+@pytest.mark.parametrize("kind", ["bulk_dispatch", "low_latency_dispatch", "combine"])
 def test_casts_need_a_newer_gpu(kind):
     """What docs/memory-model.md says of older GPUs; the integer conversion is the interpreter's only."""
     quant = "fp8_direct_cast" if kind == "combine" else "fp8_per_token"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CLOCK = "%globaltimer"
 KINDS = {
     "dispatch": "rank_major",
-    "flagged_dispatch": "rank_major",
+    "low_latency_dispatch": "rank_major",
     "combine": "rank_major",
     "expand": "expert_major",
     "number_expert_rows": "expert_major",
@@ -181,7 +181,7 @@ def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_n
         ("reduce_experts", "expert_major", 0),
         ("combine", "rank_major", None),
         ("dispatch", "rank_major", None),
-        ("flagged_dispatch", "rank_major", None),
+        ("low_latency_dispatch", "rank_major", None),
     ],
 )
 def test_kernels_that_note_times_are_other_ones(kind: str, layout: str, num_clocks: int | None, tmp_path: Path):

@@ -115,12 +115,12 @@ def test_the_same_topk_counts_at_equal_distance():
 
 def test_keys_are_what_all_ranks_agree_on():
     config = config_of()
-    assert tuning.shape_key(config, "dispatch", 64) == ShapeKey(7168, 8, "fp8_per_1x128", 64)
+    assert tuning.shape_key(config, "bulk_dispatch", 64) == ShapeKey(7168, 8, "fp8_per_1x128", 64)
     assert tuning.shape_key(config, "combine", 64) == ShapeKey(7168, 8, "bfloat16", 64)
     plain = config_of(quant_type="none", data_type=torch.float16)
-    assert tuning.shape_key(plain, "flagged_dispatch", 1) == ShapeKey(7168, 8, "float16", 1)
+    assert tuning.shape_key(plain, "low_latency_dispatch", 1) == ShapeKey(7168, 8, "float16", 1)
     both = config_of(quant_type="fp8_blockwise", dispatch_quant_type="fp8_per_token")
-    assert tuning.shape_key(both, "dispatch", 1).cast == "fp8_per_token"
+    assert tuning.shape_key(both, "bulk_dispatch", 1).cast == "fp8_per_token"
     assert tuning.shape_key(both, "combine", 1).cast == "fp8_blockwise"
     other = config_of(rank=3, timeout_secs=1.0)
     assert tuning.shape_key(other, "combine", 64) == tuning.shape_key(config, "combine", 64)
@@ -142,12 +142,12 @@ def test_tuned_numbers_are_taken():
     launch = chosen(Phase.COMBINE, 512, 512, tables_of(entry(512)))
     num_programs = SPEAKERS[Phase.COMBINE] + 16 + 100
     assert launch == Launch(num_programs, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
-    dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
+    dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="bulk_dispatch")
     assert chosen(Phase.BULK_DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
 
 
 def test_launches_without_an_entry_are_the_analytic_ones():
-    for tables in (TunedTables(), tables_of(entry(512), phase="dispatch"), tables_of(entry(512, cast="float32"))):
+    for tables in (TunedTables(), tables_of(entry(512), phase="bulk_dispatch"), tables_of(entry(512, cast="float32"))):
         for phase in Phase:
             assert chosen(phase, 512, 512, tables) == chosen(phase, 512, 512, None)
             assert chosen(phase, 512, 512, tables).reason == "analytic"
@@ -158,19 +158,19 @@ def test_programs_shrink_with_the_work(own):
     many = TunedLaunch(4, 0, 264, 264, 8192, 1024)
     combine = chosen(Phase.COMBINE, own, 4, tables_of(entry(4, many)))
     assert (combine.num_senders, combine.num_receivers) == (4 * 4, max(1, own * 7))
-    tables = tables_of(entry(4, many, cast="fp8_per_1x128"), phase="flagged_dispatch")
+    tables = tables_of(entry(4, many, cast="fp8_per_1x128"), phase="low_latency_dispatch")
     flagged = chosen(Phase.LOW_LATENCY_DISPATCH, own, 4, tables)
     assert (flagged.num_senders, flagged.num_receivers) == (max(1, own), 4 * 4)
     # own rows travel in layout compact only
     by_rank = chosen(Phase.LOW_LATENCY_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
     assert (by_rank.num_senders, by_rank.num_receivers) == (max(1, own), 3 * 4)
     assert by_rank.num_programs == SPEAKERS[Phase.LOW_LATENCY_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
-    tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="dispatch")
+    tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="bulk_dispatch")
     assert chosen(Phase.BULK_DISPATCH, own, 4, tables).num_programs == max(1, own)
 
 
 def test_zero_means_a_program_for_each_unit_of_work():
-    tables = tables_of(entry(16, TunedLaunch(4), cast="fp8_per_1x128"), phase="flagged_dispatch")
+    tables = tables_of(entry(16, TunedLaunch(4), cast="fp8_per_1x128"), phase="low_latency_dispatch")
     launch = chosen(Phase.LOW_LATENCY_DISPATCH, 20, 20, tables)
     assert (launch.num_senders, launch.num_receivers, launch.reason) == (20, 80, "tuned table a.json, nearest: 16")
 
@@ -212,7 +212,7 @@ def test_the_source_of_a_launch_is_logged_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "combine of at most 512 tokens per rank: launch numbers are tuned table a.json, exact",
         "combine of at most 300 tokens per rank: launch numbers are tuned table a.json, nearest: 512",
-        "dispatch of at most 512 tokens per rank: launch numbers are analytic",
+        "bulk_dispatch of at most 512 tokens per rank: launch numbers are analytic",
     ]
 
 

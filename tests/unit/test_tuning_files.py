@@ -135,7 +135,7 @@ def test_a_missing_field_is_named(part, tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"about": "x"}', '{"about": "x", "entries": {}}', "\x00"])
 def test_what_is_no_table_is_refused(content, tmp_path):
     refused(content, tmp_path)
-    refused(good_table(), tmp_path, "dispatch")
+    refused(good_table(), tmp_path, "bulk_dispatch")
 
 
 def test_a_key_comes_once(tmp_path):
@@ -183,7 +183,7 @@ def test_shipped_tables_are_found_by_arch_and_ranks():
     assert reason(tables, 100) == f"tuned table {name}, nearest: 128"
     assert (
         reason(tables, 16, Phase.LOW_LATENCY_DISPATCH)
-        == f"tuned table {name.replace('combine', 'flagged_dispatch')}, exact"
+        == f"tuned table {name.replace('combine', 'low_latency_dispatch')}, exact"
     )
     for arch, ranks in (("sm_80", 2), ("sm_100", 2), ("sm_90", 3), ("sm_90", 72)):
         assert reason(tuning.load_tables(arch, ranks), 128) == "analytic"
@@ -251,7 +251,7 @@ def test_shipped_tables_parse_and_their_launches_fit(path):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_tables_say_what_was_measured(path):
-    phase = next(phase for phase in ("flagged_dispatch", "dispatch", "combine") if path.stem.endswith(phase))
+    phase = next(phase for phase in ("low_latency_dispatch", "bulk_dispatch", "combine") if path.stem.endswith(phase))
     assert "round trip" in json.loads(path.read_text())["about"]
     for line in tuning.read_table(path, phase).entries:
         evidence = line.evidence
