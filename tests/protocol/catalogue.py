@@ -126,7 +126,9 @@ MUTANTS = (
         f"{STALE_READ}: LOW_LATENCY_ROWS",
     ),
     Case(
-        "staging of a bulk dispatch in the flagged rows", Rules(shared_staging=True), f"{STALE_READ}: LOW_LATENCY_ROWS"
+        "staging of a bulk dispatch in the low-latency rows",
+        Rules(shared_staging=True),
+        f"{STALE_READ}: LOW_LATENCY_ROWS",
     ),
     Case("flagged words accepted whatever their epoch", Rules(tags_are_compared=False), STALE_READ),
     Case("readers do not leave EMPTY", Rules(readers_empty=False), STALE_READ),
