@@ -196,7 +196,7 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(options: Mapping[str, Any], when: str, remedy: str) -> None:
-    """Raises ConfigError where any of the options is given; each is named as it is typed, without `--`."""
+    """Raises ConfigError where any of the options is given; `options` holds their values by name."""
     named = ", ".join(f"--{name.replace('_', '-')}" for name in given(options))
     if named:
         raise ConfigError(f"no {named} {when}", named, remedy)

@@ -91,7 +91,7 @@ class Rings:
         if config.world_size % per_node:
             raise ConfigError(f"gpu_per_node to divide world_size {config.world_size}", str(config.gpu_per_node))
         if config.ring_chunks & (config.ring_chunks - 1):
-            raise ConfigError("ring_chunks to be a power of two", str(config.ring_chunks))
+            raise ConfigError("to be a power of two", str(config.ring_chunks), field="ring_chunks")
         asks = config.launch == "manual" and config.rdma_block_num > 0
         channels = config.rdma_block_num if asks else MAX_CHANNELS
         if config.is_staged or config.kernel_type in WHOLE_RING_KERNEL_TYPES:

@@ -273,7 +273,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             ConfigError: num_sms is not an integer >= 0.
         """
         if not isinstance(num_sms, int) or isinstance(num_sms, bool) or num_sms < 0:
-            raise ConfigError("num_sms to be an integer >= 0", repr(num_sms))
+            raise ConfigError("to be an integer >= 0", repr(num_sms), field="num_sms")
         self._max_sms = num_sms
         for op in self.handle_cache.handles():
             op.set_max_sms(num_sms)

@@ -62,10 +62,12 @@ class _Setup:
         """Raises ConfigError for sizes below 1 and for ranks that the sizes do not allow."""
         for name, value in asdict(self).items():
             if name.endswith("_size") and value < 1:
-                raise ConfigError(f"{name} >= 1", str(value))
+                raise ConfigError(">= 1", str(value), field=name)
         decode_size, tensor_size = self.decode_context_parallel_size, self.tensor_model_parallel_size
         if tensor_size % decode_size:
-            raise ConfigError(f"decode_context_parallel_size to divide TP size {tensor_size}", str(decode_size))
+            raise ConfigError(
+                f"to divide TP size {tensor_size}", str(decode_size), field="decode_context_parallel_size"
+            )
         if not 0 <= data_parallel_rank < self.data_parallel_size:
             raise ConfigError(f"0 <= data_parallel_rank < {self.data_parallel_size}", str(data_parallel_rank))
         if not 0 <= rank < self.ranks_per_replica:

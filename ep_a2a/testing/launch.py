@@ -135,11 +135,11 @@ class RankPool:
         mps: bool = True,
     ) -> None:
         if world_size < 1:
-            raise ConfigError("world_size >= 1", str(world_size))
+            raise ConfigError(">= 1", str(world_size), field="world_size")
         if device not in _DEFAULT_BACKENDS:
-            raise ConfigError("device to be 'cpu' or 'cuda'", repr(device))
+            raise ConfigError("to be 'cpu' or 'cuda'", repr(device), field="device")
         if device == "cuda" and num_gpus is not None and num_gpus < 1:
-            raise ConfigError("num_gpus >= 1", str(num_gpus))
+            raise ConfigError(">= 1", str(num_gpus), field="num_gpus")
         visible = torch.cuda.device_count() if device == "cuda" else 0
         if device == "cuda" and visible == 0:
             raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")

@@ -137,7 +137,7 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not 0 <= source_rank < world_size:
-        raise ConfigError(f"source_rank to be a rank of the group, 0 to {world_size - 1}", str(source_rank))
+        raise ConfigError(f"to be a rank of the group, 0 to {world_size - 1}", str(source_rank), field="source_rank")
     report = _gather(group, _rank_facts(rank, "cpu"), offers=rank == source_rank)
     failures = [report.probe_failures[r][source_rank] for r in range(world_size)]
     apart = [r for r in range(world_size) if failures[r] and report.on_one_host(r, source_rank)]

@@ -113,7 +113,7 @@ class Steps:
 
     def __init__(self, max_open_steps: int) -> None:
         if max_open_steps < 1:
-            raise ConfigError("max_open_steps >= 1", str(max_open_steps))
+            raise ConfigError(">= 1", str(max_open_steps), field="max_open_steps")
         self.max_open_steps = max_open_steps
         self._steps: list[Step] = []
         self._num_added = 0

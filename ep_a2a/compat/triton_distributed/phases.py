@@ -53,7 +53,7 @@ def make_config(
             "fp8_gsize >= 1, and of fp8 tokens hidden a multiple of it", f"hidden {hidden}, fp8_gsize {fp8_gsize}"
         )
     if num_experts < 1:
-        raise ConfigError("num_experts >= 1", str(num_experts))
+        raise ConfigError(">= 1", str(num_experts), field="num_experts")
     quant_type, num_scales = QuantType.NONE, 0
     if online_quant_fp8:
         if dtype == FP8_DTYPE:

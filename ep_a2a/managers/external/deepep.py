@@ -228,7 +228,7 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
             ConfigError: num_sms is no even number >= 0.
         """
         if not isinstance(num_sms, int) or isinstance(num_sms, bool) or num_sms < 0 or num_sms % 2:
-            raise ConfigError("num_sms to be an even integer >= 0", repr(num_sms))
+            raise ConfigError("to be an even integer >= 0", repr(num_sms), field="num_sms")
         self._num_sms = num_sms
 
     def max_sms_used(self) -> int | None:
