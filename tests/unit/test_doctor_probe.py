@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.commands.doctor import report
+from ep_a2a.commands.doctor import ask, probe, report
 from ep_a2a.commands.doctor.choice import stands_on_library
 from ep_a2a.commands.doctor.finding import error, note, ok, warning
-from ep_a2a.commands.doctor.machine import Atom, Backend, Request
+from ep_a2a.commands.doctor.machine import Atom, Backend, Request, Sharing
 from ep_a2a.commands.doctor.probe import (
     ask_library,
     find_atom,
@@ -28,6 +28,7 @@ from ep_a2a.commands.doctor.probe import (
 from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
+from ep_a2a.testing import mps
 from tests.cases.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,26 @@ def test_backends_without_a_library_need_no_asking():
     assert libraries == {name for name in available_backends() if stands_on_library(name)}
     assert find_backend("naive", 0.0) == Backend("naive")
     assert find_backend("") == Backend("")
+
+
+def test_sharing_is_described_as_a_pool_would_do_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
+    pipe = tmp_path_factory.mktemp("pipe")
+    (pipe / "control").touch()
+    monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
+    (found,) = ask.sharing_facts("")
+    assert found == {"way": "through the MPS daemon that runs already", "at_once": True, "problem": ""}
+
+
+def test_sharing_is_unknown_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
+    monkeypatch.setitem(sys.modules, "ep_a2a.testing.mps", None)
+    (found,) = ask.sharing_facts("")
+    assert "Error" in found["problem"]
+    monkeypatch.setattr(probe, "ask_library", lambda *_: {"version": "?", "problem": "it crashed"})
+    assert probe.find_sharing() == Sharing()
 
 
 def test_commands_that_fail_say_nothing():
