@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, ScaleFormat
+from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
-from ep_a2a.ops.ignored_options import warn_of_fields, warn_of_launch, warn_of_max_sms
-from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out
+from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
+from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out, travelling_scales
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         """Move the experts' rows back, add them, and return combine's result."""
 
     def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
-        warn_of_launch(type(self).__name__)
+        warn_once(type(self).__name__, ("block_num, rdma_block_num and warp_per_block of calls",))
         return NO_WISH
 
     def _prepare_dispatch(self, step: StepInputs) -> StepInputs:
@@ -111,15 +111,11 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         config = self.config
         if config.casts_in_dispatch and tokens.dtype != FP8_DTYPE:
             return quantize(tokens, config.dispatch_quant, config.scale_format)
-        if config.casts_in_dispatch and scales is None:
-            # Checked before: this rank has no tokens. The other ranks' scales must still find it taking part.
-            dtype = torch.uint8 if config.scale_format == ScaleFormat.UE8M0 else torch.float32
-            scales = torch.empty(0, config.num_scales, dtype=dtype, device=self.device)
-        return tokens, scales if scales is not None and config.num_scales else None
+        return tokens, travelling_scales(config, tokens, scales)
 
     def _prepare_combine(self, step: OpenStep[AdapterStep], given: CombineInputs) -> RowsBack:
-        rows, weights, indices, out, biases = given
         inputs, lead = step.facts.inputs, tuple(step.dispatched.tokens.shape[:-1])
+        rows, weights, indices, out, biases = given
         if isinstance(weights, torch.Tensor) and weights.numel() == 0:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
@@ -171,7 +167,8 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
 
     def set_max_sms(self, max_sms: int) -> None:
         """Without effect, which a warning says once."""
-        warn_of_max_sms(type(self).__name__, max_sms)
+        if max_sms:
+            warn_once(type(self).__name__, ("set_max_sms",))
 
     def check(self) -> None:
         """Raise ClosedError after close. All other errors are raised by the call that causes them."""

@@ -10,7 +10,7 @@ from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.tuning.tables import arch_name, load_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     import torch
 
@@ -96,12 +96,7 @@ class Engine(Protocol):
         compile_all(found[first:] + found[:first], kernels.config)
 
     def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
-        """Every (kernel, run-time arguments) that such calls of the op can need, with stand-in tensors."""
-        return without_repeats((*self._reachable(stages), *self.kernels.local_kernels()))
-
-
-def without_repeats(
-    found: Iterable[tuple[CompiledKernel, tuple[Any, ...]]],
-) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
-    """Each kernel once. Several launch shapes have one kernel where the device has no dependent launches."""
-    return list({id(kernel): (kernel, values) for kernel, values in found}.values())
+        """Every (kernel, run-time arguments) that such calls of the op can need, each once, with stand-in tensors."""
+        found = (*self._reachable(stages), *self.kernels.local_kernels())
+        # several launch shapes have one kernel where the device knows no dependent launch
+        return list({id(kernel): (kernel, values) for kernel, values in found}.values())

@@ -34,18 +34,7 @@ def warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozens
     fields = (each for each in dataclasses.fields(config) if each.name in KERNEL_FIELDS and each.name not in taken)
     changed = tuple(each.name for each in fields if getattr(config, each.name) != each.default)
     if changed:
-        _warn_once(op_name, changed)
-
-
-def warn_of_launch(op_name: str) -> None:
-    """Warn of launch numbers that were given with a call."""
-    _warn_once(op_name, ("block_num, rdma_block_num and warp_per_block of calls",))
-
-
-def warn_of_max_sms(op_name: str, max_sms: int) -> None:
-    """Warn of a bound on multiprocessors."""
-    if max_sms:
-        _warn_once(op_name, ("set_max_sms",))
+        warn_once(op_name, changed)
 
 
 def warn_of_warps(given: str) -> None:
@@ -54,6 +43,6 @@ def warn_of_warps(given: str) -> None:
 
 
 @functools.cache
-def _warn_once(op_name: str, names: tuple[str, ...]) -> None:
+def warn_once(op_name: str, names: tuple[str, ...]) -> None:
     """Warn once per process: every layer and every step passes the same arguments."""
     logger.warning("without effect on %s: %s; the backend 'ep_a2a' goes by them", op_name, ", ".join(names))
