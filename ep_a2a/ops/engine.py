@@ -29,11 +29,11 @@ class Engine(Protocol):
 
     Attributes:
         kernels: the compiled kernels, and the bounds of their launches.
-        sends_late: whether the second half of a split dispatch reads the tensors that the first half was given.
+        recv_reads_inputs: whether the second half of a split dispatch reads the tensors that the first half was given.
     """
 
     kernels: OpKernels
-    sends_late: bool
+    recv_reads_inputs: bool
 
     def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""

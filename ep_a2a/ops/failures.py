@@ -64,21 +64,21 @@ class Failure:
         return cls(code, accused, 0, 0, 0, ())
 
     @property
-    def is_incomplete(self) -> bool:
-        """Whether a peer has reported that ranks disagree, which fits into no word, and not how."""
+    def lacks_choices(self) -> bool:
+        """Whether ranks disagree, and a peer's report, which is one word, does not say how."""
         return self.code in (FailureCode.STEP_TOKENS_MISMATCH, FailureCode.WEIGHTS_MISSING) and not self.detail
 
-    def completed(self, per_rank: Sequence[int]) -> Failure:
-        """This failure with what each rank has said of the step; as it was where that shows no disagreement."""
+    def with_choices(self, per_rank: Sequence[int]) -> Failure:
+        """This failure with the choice of each rank; unchanged if the choices are equal."""
         return replace(self, detail=1, per_rank=tuple(per_rank)) if len(set(per_rank)) > 1 else self
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Of a timeout, the ranks whose flags had not come here."""
+        """Ranks whose flags had not arrived when a kernel of this rank timed out."""
         return tuple(rank for rank, is_late in enumerate(self.per_rank) if is_late)
 
-    def lacked(self, rank: int) -> tuple[int, ...]:
-        """Of a timeout, whom this rank's kernel waited for: the source of a row, too, whose flags had come."""
+    def awaited(self, rank: int) -> tuple[int, ...]:
+        """Ranks that a timed-out kernel of `rank` waited for, including one whose flag, but not row, had arrived."""
         hint = {self.accused} & set(range(len(self.per_rank)))
         return tuple(sorted((hint | set(self.absent)) - {rank}))
 
@@ -183,7 +183,7 @@ class Failure:
         if seen:
             by_kind = [f"{kind} at {by_value(epochs)}" for kind, epochs in seen.items()]
             facts.append(f"epochs here now, {wanted} wanted: {', '.join(by_kind)}")
-            for other in self.lacked(rank):
+            for other in self.awaited(rank):
                 if all(epochs[other] == wanted for epochs in seen.values()):
                     # read after the wait has given up
                     facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
@@ -235,20 +235,22 @@ def bound_of(timeouts: Timeouts, epoch: int) -> float:
 def error_of(
     failure: Failure, memory: BoundMemory, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None
 ) -> EpA2AError:
-    """The error of a failure. Of a timeout, after the survivors have agreed on who is gone: see Agreement.
+    """The error to raise for a failure. For a time-out the survivors first agree on who is gone (`agree`).
 
     Args:
-        failure: recorded on this rank, or told by a peer, which could not say all.
+        failure: recorded by a kernel of this rank, or reported by a peer in one word.
         memory, timeouts: of the op.
-        seen: as in Failure.exception. None: told by a peer. Empty: nothing is seen while a graph is captured.
+        seen: each rank's epochs (BoundMemory.epochs_seen); None for a peer's report, empty while a graph is captured.
     """
-    failure, rank, verdict = memory.completed(failure), memory.config.rank, None
+    if failure.lacks_choices:
+        failure = failure.with_choices(memory.choices_of_step(failure.code))
+    rank, verdict = memory.config.rank, None
     if failure.code == FailureCode.TIMEOUT:
         own_flags = [epochs[rank] for epochs in (seen or {}).values()]
         # combine weights are awaited before flags are posted: there the kernel counts this rank among those that came
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
         began = seen is not None and (not seen or posted)
-        lacked = failure.lacked(rank)
+        lacked = failure.awaited(rank)
         given_up = GivenUp(memory.failure_key, failure.call(memory), lacked, began, clock.now())
         verdict = agree(memory.peers, given_up, bound_of(timeouts, failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)

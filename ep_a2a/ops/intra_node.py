@@ -63,7 +63,7 @@ class IntraNodeEngine(Engine):
         device: where the kernels run; CPU means Triton's interpreter.
     """
 
-    sends_late = False
+    recv_reads_inputs = False
 
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.kernels = OpKernels(config, table, device)

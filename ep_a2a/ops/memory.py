@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Block
     from ep_a2a.memory.arena import Arena, OpMemory
-    from ep_a2a.ops.failures import Failure
     from ep_a2a.ops.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -230,49 +229,45 @@ class BoundMemory:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a kernel here has failed, or a peer has reported a failure; False while a graph is captured."""
+        """Whether a kernel of this rank or of a peer has failed; False while a graph is captured."""
         return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
 
     def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
-        """Returns each rank's epoch in the flags of a phase (1 dispatch, 2 combine), by kind, as uint32 in rank order.
+        """Each rank's epoch in the flags of a phase (1 dispatch, 2 combine), by kind, as uint32 in rank order.
 
-        Nothing while a graph is captured. The device should have come to rest.
+        Empty while a graph is captured. Synchronise the device before.
         """
         if is_capturing(self.acquired.local_own.device):
             return {}
         found = {"flags": self.view(Region.COMBINE_FLAGS if phase == COMBINE_PHASE else Region.DISPATCH_FLAGS)}
         if phase != COMBINE_PHASE:
-            # flagged words: the epoch is in the upper half
+            # a word that is its own flag has the epoch in its upper half
             found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
 
-    def completed(self, failure: Failure) -> Failure:
-        """A failure with what a peer that has reported it could not say: how ranks disagree, as they told this one."""
-        return failure.completed(self.told_of_step(failure.code)) if failure.is_incomplete else failure
-
-    def told_of_step(self, code: int) -> tuple[int, ...]:
-        """Returns what each rank has told this one of its last step, by rank. The device should have come to rest.
+    def choices_of_step(self, code: int) -> tuple[int, ...]:
+        """The choices that ranks must share, as each rank sent them in its last step. Synchronise the device before.
 
         Args:
-            code: STEP_TOKENS_MISMATCH for the words that all ranks must share; WEIGHTS_MISSING for 1 where a rank
-                brought no weights to combine.
+            code: STEP_TOKENS_MISMATCH for the ranks' wire words; WEIGHTS_MISSING for 1 of each rank that gave combine
+                no weights, else 0.
 
         Returns:
-            () while a graph is captured, and where a rank has told nothing of that step.
+            By rank; () while a graph is captured, and if a rank has not sent its choice of this rank's last step.
         """
         if is_capturing(self.acquired.local_own.device):
             return ()
         rank = self.config.rank
         if code == FailureCode.WEIGHTS_MISSING:
             epochs = self.view(Region.COMBINE_FLAGS)
-            told = (self.view(Region.WEIGHT_EPOCHS) != epochs[rank]).int()
+            choices = (self.view(Region.WEIGHT_EPOCHS) != epochs[rank]).int()
         else:
             words = self.view(Region.COUNTS)[:, -1]
-            epochs, told = words >> 32, words & UINT32_MASK
-        return tuple(told.tolist()) if bool((epochs == epochs[rank]).all()) else ()
+            epochs, choices = words >> 32, words & UINT32_MASK
+        return tuple(choices.tolist()) if bool((epochs == epochs[rank]).all()) else ()
 
     def synchronized_record(self) -> list[int]:
-        """The whole error record, after the device has come to rest; while a graph is captured, as it is now."""
+        """The whole error record, after synchronising the device; while a graph is captured, without."""
         device = self.acquired.local_own.device
         if device.type == "cuda" and not is_capturing(device):
             torch.cuda.synchronize(device)

@@ -171,14 +171,14 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             self.engine.count_local_experts(self.local_expert_count, args.step_tokens)
         if stages.receive:
             return OpenStep(checked, checked.received)
-        if self.engine.sends_late:
+        if self.engine.recv_reads_inputs:
             args = args.copied()
         return OpenStep(checked, checked.received, "dispatch_recv", functools.partial(self._receive, args))
 
     def _receive(self, args: DispatchArguments) -> None:
         """Launch the second half of a split dispatch."""
         self.engine.dispatch(args, RECEIVE)
-        if self.engine.sends_late and self.device.type == "cuda":
+        if self.engine.recv_reads_inputs and self.device.type == "cuda":
             # the copies may belong to another stream, whose next work must not get their memory yet
             for copy in args.tensors:
                 copy.record_stream(torch.cuda.current_stream(self.device))

@@ -52,7 +52,7 @@ class RingEngine(Engine):
         self._linked: dict[str, Any] = {}
         if self._ring.rings.by_puts and not self.kernels.interpreted:
             self._linked = linked_with_nvshmem(device)
-        self.sends_late = not self._ring.holds_a_step
+        self.recv_reads_inputs = not self._ring.holds_a_step
 
     @property
     def num_channel_programs(self) -> int:

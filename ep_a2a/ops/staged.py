@@ -60,7 +60,7 @@ class StagedEngine(Engine):
         between_nodes: moves blocks to the ranks of the same local number on other nodes.
     """
 
-    sends_late = False
+    recv_reads_inputs = False
 
     def __init__(
         self, config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena, between_nodes: NodeTransport

@@ -205,9 +205,9 @@ def test_a_timeout_that_names_nobody_says_what_to_do():
 
 
 def test_a_kernel_lacks_the_source_of_a_row_whose_flags_have_come():
-    assert failure(TIMEOUT, 2, DISPATCH).lacked(1) == (2,)
-    assert failure(TIMEOUT, 1, DISPATCH, per_rank=(0, 1, 0, 1)).lacked(1) == (3,)
-    assert failure(TIMEOUT, NOBODY, DISPATCH).lacked(1) == ()
+    assert failure(TIMEOUT, 2, DISPATCH).awaited(1) == (2,)
+    assert failure(TIMEOUT, 1, DISPATCH, per_rank=(0, 1, 0, 1)).awaited(1) == (3,)
+    assert failure(TIMEOUT, NOBODY, DISPATCH).awaited(1) == ()
 
 
 def test_a_timeout_tells_where_flags_stand():
