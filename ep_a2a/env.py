@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ep_a2a.errors import EnvironmentVariableError, did_you_mean
 
@@ -158,18 +158,8 @@ LOG_LEVEL: Variable[str] = Variable(
     "Level of the `ep_a2a` logger in the CLI. With INFO every process writes that kernels compile.",
 )
 
-VARIABLES: tuple[Variable[str] | Variable[float] | Variable[int], ...] = (
-    BACKEND,
-    CONFIG,
-    TIMEOUT_SECS,
-    FIRST_TIMEOUT_SECS,
-    TUNING_DIR,
-    COUNTERS,
-    SHARED_EXPERTS,
-    INTERNODE_TRANSPORT,
-    RDMA_DEVICES,
-    LOG_LEVEL,
-)
+VARIABLES: tuple[Variable[Any], ...] = tuple(each for each in tuple(globals().values()) if isinstance(each, Variable))
+"""All variables of this module, in its order."""
 
 
 def unknown_variables() -> dict[str, str]:
