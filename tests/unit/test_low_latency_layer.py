@@ -99,14 +99,12 @@ def test_arguments_are_those_of_triton_distributed():
 def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)
-    variant = exchange_kernel(config_of(topk=topk), spans=spans)
-    asm = compile_offline(
-        variant.kernel, (words, addresses, addresses, 1, 1, 1, 1), variant.constants, variant.num_warps
-    )
+    kernel = exchange_kernel(config_of(topk=topk), spans=spans)
+    asm = compile_offline(kernel.kernel, (words, addresses, addresses, 1, 1, 1, 1), kernel.constants, kernel.num_warps)
     # judged and used are one load: one before the loop and one in it
     polled = [line for line in asm["ttgir"].splitlines() if "isVolatile = true" in line and "%words" in line]
     assert len(polled) == 2
-    assert min(variant.constants["BLOCK_WORDS"], variant.constants["BLOCK_ROWS"] * topk) >= 32 * variant.num_warps
+    assert min(kernel.constants["BLOCK_WORDS"], kernel.constants["BLOCK_ROWS"] * topk) >= 32 * kernel.num_warps
     assert re.search(r"ld\.volatile\.global", asm["ptx"])
 
 

@@ -58,7 +58,7 @@ class OpShape:
             "num_experts_per_token": self.topk,
             "layout": self.layout.value,
             "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
-            # low-latency calls need few of the kernels' variants
+            # low-latency calls need few of the compiled kernels
             "compiled_calls": (CompiledCalls.ALL if self.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
         }
         if self.scale_format is not None:

@@ -316,16 +316,16 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
 
 
 class DeepEPV2Op(DeepEPOp):
-    """An op of layout compact: as many rows as could come at most, W * max_num_tokens, so that the host never waits."""
+    """An op of layout compact: as many rows as could come at most, W * step_tokens, so that the host never waits."""
 
     takes = frozenset({"max_sms"})
 
-    _max_num_tokens = 1
-    """Of the latest dispatch."""
+    _step_tokens = 1
+    """The bound of the latest dispatch."""
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
-        self._max_num_tokens = step.step_tokens
+        self._step_tokens = step.step_tokens
         received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
             x=step.tokens if step.scales is None else (step.tokens, step.scales),
             topk_idx=self._ids_for_native(step.ids),
@@ -345,14 +345,14 @@ class DeepEPV2Op(DeepEPOp):
         return ReceivedRows(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
 
     def _global_tokens(self) -> torch.Tensor:
-        """Returns each row's source, rank * max_num_tokens + token; anything past the received rows."""
+        """Returns each row's source, rank * step_tokens + token; anything past the received rows."""
         metadata: torch.Tensor = self._native_handle.recv_src_metadata
         return metadata[:, 0]
 
     def _positions(self) -> torch.Tensor:
         tokens = self._global_tokens()[: int(self._total_recv)]
-        stride = self._max_num_tokens
-        return conversions.positions(tokens // stride, tokens % stride, self.max_num_tokens_to_send())
+        ranks, own_tokens = tokens // self._step_tokens, tokens % self._step_tokens
+        return conversions.positions(ranks, own_tokens, self.max_num_tokens_to_send())
 
 
 class DeepEPV2All2AllManager(LibraryAll2AllManager):

@@ -113,19 +113,19 @@ class NVLinkOneSided:
         return [payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads]
 
     def dispatch(
-        self, ids: torch.Tensor, packed: Sequence[torch.Tensor], max_num_tokens: int, names: Sequence[str] = ()
+        self, ids: torch.Tensor, packed: Sequence[torch.Tensor], step_tokens: int, names: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Sends payloads, and returns the received ones, [W, max_num_tokens, n] by name.
+        """Sends payloads, and returns the received ones, [W, step_tokens, n] by name.
 
-        Their addresses depend on the payloads and max_num_tokens.
+        Their addresses depend on the payloads and step_tokens.
 
         Args:
             ids: int32 [T, K], an expert in every slot.
             packed: from `packed`.
-            max_num_tokens: the step's, equal on all ranks.
+            step_tokens: the most tokens that any rank brings to the step, equal on all ranks.
             names: of the sent payloads; empty if all are sent.
         """
-        received = self._native.dispatch(ids, list(packed), max_num_tokens)
+        received = self._native.dispatch(ids, list(packed), step_tokens)
         sent = [name for name in self._dtypes if not names or name in names]
         return {name: each.view(self._dtypes[name]) for name, each in zip(sent, received, strict=True)}
 
@@ -136,25 +136,25 @@ class NVLinkOneSided:
         native = self._native
         moe_a2a_sanitize_expert_ids(ids, native.workspace, native.metainfo, native.ep_rank, pad_id)
 
-    def combine_rows(self, max_num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory [W, max_num_tokens, H] that combine reads in place. For use between dispatch and combine."""
-        rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(max_num_tokens, hidden_dim, dtype)
-        return rows.view(self._world_size, max_num_tokens, hidden_dim)
+    def combine_rows(self, step_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory [W, step_tokens, H] that combine reads in place. For use between dispatch and combine."""
+        rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(step_tokens, hidden_dim, dtype)
+        return rows.view(self._world_size, step_tokens, hidden_dim)
 
     def combine(
-        self, rows: torch.Tensor, max_num_tokens: int, out: torch.Tensor, *, in_workspace: bool, fp8: bool = False
+        self, rows: torch.Tensor, step_tokens: int, out: torch.Tensor, *, in_workspace: bool, fp8: bool = False
     ) -> torch.Tensor:
-        """Sums rows [W, max_num_tokens, H] of the ranks that each token went to, into out [T, H].
+        """Sums rows [W, step_tokens, H] of the ranks that each token went to, into out [T, H].
 
         Args:
             rows: from `combine_rows` if in_workspace, else any.
-            max_num_tokens: that of dispatch.
+            step_tokens: as given to dispatch.
             out: contiguous.
             in_workspace: combine reads rows in place, else it copies them first.
             fp8: cast rows to fp8 on the wire, without scales.
         """
         result: torch.Tensor = self._native.combine(
-            rows, max_num_tokens, payload_in_workspace=in_workspace, output=out, use_low_precision=fp8
+            rows, step_tokens, payload_in_workspace=in_workspace, output=out, use_low_precision=fp8
         )
         return result
 
@@ -236,14 +236,14 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._workspace_rows: torch.Tensor | None = None
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
-        config, limit = self.config, step.step_tokens
+        config = self.config
         sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
         if step.weights is not None:
             sent["weights"] = step.weights
         if step.scales is not None:
             sent["scales"] = step.scales.view(torch.uint8)
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
-        received = self._exchange.dispatch(routed, self._exchange.packed(sent), limit, tuple(sent))
+        received = self._exchange.dispatch(routed, self._exchange.packed(sent), step.step_tokens, tuple(sent))
         self._exchange.mark_padding(received["positions"], NO_EXPERT)
         came = received["positions"] >= 0
         ids = torch.where(came, received["ids"], step.pad_id)
@@ -267,7 +267,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         return self._workspace_rows is not None and rows.data_ptr() == self._workspace_rows.data_ptr()
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Returns rows [W * max_num_tokens, H] of the workspace, for this step. Raises StateError between steps."""
+        """Returns rows [W * step_tokens, H] of the workspace, for this step. Raises StateError between steps."""
         self._check_buffer_request(dtype, hidden_dim)
         inputs = self._open_inputs
         if inputs is None:
@@ -355,7 +355,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         return ReceivedRows(tokens, scales, recv_ids, weights, per_source=counts)
 
     def _alltoallv(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchanges rows [T, n]. Returns those for this rank, [W * max_num_tokens, n], dense by source."""
+        """Exchanges rows [T, n]. Returns those for this rank, [W * step_tokens, n], dense by source."""
         # as bfloat16, a dtype that FlashInfer moves, whatever the rows hold
         received: torch.Tensor = self._native.mnnvl_moe_alltoallv(
             x=rows.view(torch.bfloat16),
