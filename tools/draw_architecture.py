@@ -51,7 +51,7 @@ ROOMS: tuple[tuple[str, tuple[Box, ...]], ...] = (
     (
         "ops",
         (
-            Box(270, 230, "op, prepared calls", "order, checks, results", "", "1"),
+            Box(270, 230, "op, checked calls", "order, checks, results", "", "1"),
             Box(530, 210, "factory", "which engine, which memory", "2"),
             Box(790, 210, "telemetry", "counters, traces"),
         ),
