@@ -66,7 +66,7 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
             alarm = threading.Thread(target=arena.alarm, args=(VICTIM,))
             alarm.start()
             alarm.join()
-            op.combine(rows, None, ids)
+            op.combine(rows.clone(), None, ids)
 
         CapturedStep(op, body)
         failure = op.memory.poison.read()
