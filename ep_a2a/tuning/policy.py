@@ -45,7 +45,7 @@ LEAST_PROGRAMS = 4
 class Phase(enum.Enum):
     """Launches of an op; the values name the phases in tuned tables."""
 
-    BULK_DISPATCH = "dispatch"
+    BULK_DISPATCH = "bulk_dispatch"
     LOW_LATENCY_DISPATCH = "low_latency_dispatch"
     COMBINE = "combine"
 
