@@ -81,19 +81,19 @@ def remedy_for(problem: str, remedies: dict[str, str]) -> str:
 
 
 def python(m: Machine) -> Finding:
-    """Python's version."""
+    """Check Python's version."""
     version = dotted(m.host.python)
     return ok(version) if m.host.python >= OLDEST_PYTHON else error(version, "Use Python 3.11 or later.")
 
 
 def system(m: Machine) -> Finding:
-    """The operating system."""
+    """Check the operating system."""
     name = m.host.system
     return ok(name) if name == "Linux" else error(name, "Use Linux: ranks share memory by /dev/shm.")
 
 
 def package(m: Machine) -> Finding:
-    """This package: installed, and the copy that is imported."""
+    """Check that this package is installed, and that no other copy of it is imported."""
     code, installed = m.installation.version, m.installation.installed_version
     if installed is None:
         remedy = f"Engines find it only where it is installed: {INSTALL_WHEEL}"
@@ -105,7 +105,7 @@ def package(m: Machine) -> Finding:
 
 
 def torch(m: Machine) -> Finding:
-    """That torch imports, and its version."""
+    """Check that torch imports, and its version."""
     version = m.torch.version
     if version is None:
         return error("not installed", "pip install torch")
@@ -119,14 +119,14 @@ def torch(m: Machine) -> Finding:
 
 
 def gloo(m: Machine) -> Finding | None:
-    """That torch has gloo."""
+    """Check that torch has gloo."""
     if not m.torch.works or m.torch.has_gloo:
         return None
     return error("not in this torch", f"Ranks meet through gloo. {REINSTALL_TORCH}")
 
 
 def triton(m: Machine) -> Finding:
-    """That Triton imports, and its version."""
+    """Check that Triton imports, and its version."""
     version = m.triton.version
     if version is None:
         return error("not installed", "pip install triton; the kernels are Triton, on CPU too")
@@ -139,7 +139,7 @@ def triton(m: Machine) -> Finding:
 
 
 def packages(m: Machine) -> Finding:
-    """The packages that this one imports."""
+    """Check the packages that this one imports."""
     found = m.installation.packages
     missing = " ".join(name for name in NEEDED_PACKAGES if name not in found)
     if missing:
@@ -151,7 +151,7 @@ def packages(m: Machine) -> Finding:
 
 
 def gpus(m: Machine) -> Findings:
-    """The GPUs of the host, and whether torch sees them."""
+    """List the GPUs of the host, and check that torch sees them."""
     if m.torch.hip_build:
         return _rocm_gpus(m)
     if not m.has_gpus:
@@ -196,7 +196,7 @@ def _cuda_gpus(m: Machine) -> Finding:
 
 
 def driver(m: Machine) -> Finding:
-    """That the driver can be used, and serves torch's CUDA."""
+    """Check that the driver can be used, and serves torch's CUDA."""
     cuda, built = m.driver.cuda, m.torch.cuda_build or "0"
     if cuda is None:
         return error(m.driver.problem, "nvidia-smi must work; in a container, start it with --gpus all.")
@@ -207,7 +207,7 @@ def driver(m: Machine) -> Finding:
 
 
 def capability(m: Machine) -> Iterator[Finding]:
-    """Compute capabilities of the GPUs."""
+    """Check the compute capabilities of the GPUs."""
     for number in sorted({gpu.capability for gpu in m.driver.gpus if gpu.capability}):
         text = f"compute capability {dotted(number)}"
         if number < OLDEST_CAPABILITY:
@@ -228,7 +228,7 @@ def _numbers(m: Machine, holds: Callable[[Gpu], bool]) -> str:
 
 
 def mig(m: Machine) -> Finding | None:
-    """GPUs that are divided into instances."""
+    """Name the GPUs that are divided into instances."""
     divided = _numbers(m, lambda gpu: gpu.mig)
     if not divided:
         return None
@@ -237,7 +237,7 @@ def mig(m: Machine) -> Finding | None:
 
 
 def compute_mode(m: Machine) -> Iterator[Finding]:
-    """GPUs that take no process, or one only."""
+    """Name the GPUs that take no process, or one only."""
     if prohibited := _numbers(m, lambda gpu: gpu.compute_mode == "Prohibited"):
         yield error(f"GPUs {prohibited}: Prohibited", "nvidia-smi -c DEFAULT")
     if exclusive := _numbers(m, lambda gpu: gpu.compute_mode.startswith("Exclusive")):
@@ -246,7 +246,7 @@ def compute_mode(m: Machine) -> Iterator[Finding]:
 
 
 def gpu_memory(m: Machine) -> Iterator[Finding]:
-    """GPUs whose memory others hold."""
+    """Name the GPUs of whose memory others hold more than half."""
     for number, gpu in enumerate(m.driver.gpus):
         if gpu.total_bytes and gpu.free_bytes is not None and gpu.free_bytes < LITTLE_FREE * gpu.total_bytes:
             found = f"GPU {number} has {gibibytes(gpu.free_bytes)} of {gibibytes(gpu.total_bytes)} free"
@@ -254,7 +254,7 @@ def gpu_memory(m: Machine) -> Iterator[Finding]:
 
 
 def sharing(m: Machine) -> Iterator[Finding]:
-    """How many ranks fit on a GPU, once for GPUs of one kind, and how they would get at it."""
+    """Report how many ranks fit on a GPU, once for GPUs of one kind, and how they would get at it."""
     for num_sms in dict.fromkeys(gpu.num_sms for gpu in m.driver.gpus):
         share = "multiprocessors unknown"
         if num_sms is not None:
@@ -271,7 +271,7 @@ def sharing(m: Machine) -> Iterator[Finding]:
 
 
 def compiler(m: Machine) -> Iterator[Finding]:
-    """What Triton needs to build its launcher."""
+    """Check that Triton can build its launcher."""
     if not m.host.compiler:
         yield error("no C compiler; Triton builds its launcher with one", "apt-get install gcc, or set CC to one.")
     if not m.host.python_header:
@@ -282,7 +282,7 @@ def compiler(m: Machine) -> Iterator[Finding]:
 
 
 def triton_cache(m: Machine) -> Finding:
-    """The folder where Triton keeps compiled kernels."""
+    """Check the folder where Triton keeps compiled kernels."""
     cache = m.host.triton_cache
     if not cache.writable:
         return error(f"{cache.path} cannot be written to", OTHER_CACHE)
@@ -296,14 +296,14 @@ def triton_cache(m: Machine) -> Finding:
 
 
 def triton_interpret(m: Machine) -> Finding | None:
-    """Whether Triton's interpreter runs an engine's kernels."""
+    """Check whether Triton's interpreter runs an engine's kernels."""
     if m.environment.get("TRITON_INTERPRET", "0") in ("", "0"):
         return None
     return warning("set: an engine's own kernels are interpreted, ours are not", "Unset it.")
 
 
 def tuned_tables(m: Machine) -> Finding | None:
-    """Whether launch numbers are tuned for these GPUs."""
+    """Check whether launch numbers are tuned for these GPUs."""
     gpus = m.driver.gpus
     if gpus[0].capability is None:
         return None
@@ -317,7 +317,7 @@ def tuned_tables(m: Machine) -> Finding | None:
 
 
 def links(m: Machine) -> Finding | None:
-    """How pairs of GPUs are connected."""
+    """Report how pairs of GPUs are connected."""
     table = m.driver.links
     pairs = [table[a][b] for a in range(len(table)) for b in range(a)]
     if not table:
@@ -326,7 +326,7 @@ def links(m: Machine) -> Finding | None:
 
 
 def reach(m: Machine) -> Iterator[Finding]:
-    """Whether GPUs reach each other's memory; whether a missing pair is an error depends on the backend."""
+    """Report which GPUs reach each other's memory; `needed_reach` judges it for the backend."""
     if not m.driver.access:
         yield note("not known: the driver library could not be asked")
     for way, pairs in m.unreached.items() if m.driver.access else ():
@@ -337,7 +337,7 @@ def reach(m: Machine) -> Iterator[Finding]:
 
 
 def symmetric_memory(m: Machine) -> Finding | None:
-    """torch's symmetric memory."""
+    """Check torch's symmetric memory."""
     if not m.torch.works:
         return None
     remedy = "Install a torch of 2.11 or later with CUDA."
@@ -345,7 +345,7 @@ def symmetric_memory(m: Machine) -> Finding | None:
 
 
 def cuda_ipc(m: Machine) -> Finding | None:
-    """What shares memory among ranks that all call their GPU cuda:0."""
+    """Check that ranks which all call their GPU cuda:0 can share memory."""
     if not m.torch.has_symmetric_memory or "cuda-bindings" in m.installation.packages:
         return None
     found = "without cuda-bindings: ranks that all call their GPU cuda:0 (Ray) cannot share memory"
@@ -353,7 +353,7 @@ def cuda_ipc(m: Machine) -> Finding | None:
 
 
 def shared_memory(m: Machine) -> Finding:
-    """/dev/shm."""
+    """Check /dev/shm."""
     shared = m.host.shared_memory
     if not shared.exists:
         return error("does not exist", MOUNT)
@@ -369,7 +369,7 @@ def shared_memory(m: Machine) -> Finding:
 
 
 def locked_memory(m: Machine) -> Finding:
-    """The limit of memory that may be pinned."""
+    """Check the limit of memory that may be pinned."""
     limit = m.host.locked_memory_bytes
     if limit is None:
         return ok("no limit")
@@ -379,7 +379,7 @@ def locked_memory(m: Machine) -> Finding:
 
 
 def nccl(m: Machine) -> Finding | None:
-    """That the NCCL that is loaded is the one that torch was built with."""
+    """Check that the NCCL which is loaded is the one that torch was built with."""
     loaded, built = m.torch.nccl, m.torch.nccl_built
     if m.torch.cuda_build is None or m.torch.problem:
         return None
@@ -392,13 +392,13 @@ def nccl(m: Machine) -> Finding | None:
 
 
 def nvshmem(m: Machine) -> Finding:
-    """Whether NVSHMEM is there, for those who ask for it."""
+    """Report whether NVSHMEM is there, for those who ask for it."""
     found = "installed" if m.installation.has_nvshmem else "no package nvidia-nvshmem"
     return note(f"{found}; used with {env.INTERNODE_TRANSPORT.name}=nvshmem only")
 
 
 def libraries(m: Machine) -> Iterator[Finding]:
-    """Libraries that two packages bring for different CUDA versions: the one found first is loaded."""
+    """Name libraries that two packages bring for different CUDA versions: the one found first is loaded."""
     for start in LIBRARIES:
         twice = [f"{name} {version}" for name, version in sorted(m.installation.packages.items()) if start in name]
         if len(twice) > 1:
@@ -406,7 +406,7 @@ def libraries(m: Machine) -> Iterator[Finding]:
 
 
 def rdma(m: Machine) -> Iterator[Finding]:
-    """The ports of RDMA devices."""
+    """Check the ports of RDMA devices."""
     if not m.rdma:
         yield note("no devices: between nodes tokens travel over TCP")
     for port in m.rdma:
@@ -422,14 +422,14 @@ def rdma(m: Machine) -> Iterator[Finding]:
 
 
 def gpu_direct(m: Machine) -> Finding | None:
-    """Whether NICs reach GPU memory."""
+    """Check whether NICs reach GPU memory."""
     if not m.rdma or m.host.gpu_direct:
         return None
     return note("no nvidia_peermem: NCCL needs DMA-BUF, or copies by way of the host", "modprobe nvidia_peermem")
 
 
 def host_name(m: Machine) -> Finding:
-    """Whether other hosts reach this one by its name."""
+    """Check whether other hosts reach this one by its name."""
     name, addresses, interface = m.host.name, m.host.addresses, m.environment.get("GLOO_SOCKET_IFNAME")
     if interface:
         return ok(f"{name}; gloo uses {interface} (GLOO_SOCKET_IFNAME)")

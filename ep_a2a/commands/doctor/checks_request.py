@@ -50,7 +50,7 @@ GROUP_ELEMENTS = 128
 
 
 def vllm(m: Machine) -> Finding:
-    """vLLM, and whether the plugin supports it."""
+    """Check that the plugin supports this vLLM."""
     version = m.vllm.version
     if version is None:
         return note("not in this environment")
@@ -63,14 +63,14 @@ def vllm(m: Machine) -> Finding:
 
 
 def vllm_plugins(m: Machine) -> Iterator[Finding]:
-    """Whether vLLM finds the plugin."""
+    """Check whether vLLM finds the plugin."""
     if not m.installation.vllm_entry_point:
         yield error("ep_a2a is not among them: vLLM will say that the backend's name is unknown", INSTALL)
     yield from _left_out(m, PLUGIN, error)
 
 
 def atom(m: Machine) -> Finding:
-    """ATOM, AITER and the switch."""
+    """Report ATOM, AITER and what the switch does to them."""
     named = (("ATOM", m.atom.version), ("AITER", m.atom.aiter))
     versions = ", ".join(f"{name} {version}" for name, version in named if version)
     switch, backend = env.BACKEND.name, m.environment.get(env.BACKEND.name)
@@ -86,7 +86,7 @@ def atom(m: Machine) -> Finding:
 
 
 def atom_in_vllm(m: Machine) -> Iterator[Finding]:
-    """Whether the switch reaches ATOM as vLLM's plugin."""
+    """Check whether the switch reaches ATOM as vLLM's plugin."""
     if not m.environment.get(env.BACKEND.name) or None in (m.atom.version, m.atom.aiter, m.vllm.version):
         return
     if not m.installation.atom_entry_point:
@@ -112,7 +112,7 @@ def _left_out(m: Machine, plugin: str, level: Callable[[str, str], Finding], eff
 
 
 def own_variables(m: Machine) -> Iterator[Finding]:
-    """The EP_A2A_* variables, each by its name."""
+    """Check the EP_A2A_* variables, each under its own name."""
     own = dict.fromkeys(m.variable_problems, "") | {n: v for n, v in m.environment.items() if n.startswith(env.PREFIX)}
     found = [(name, _own_variable(m, name, value)) for name, value in own.items()]
     wrong = [Finding(one.level, one.found, one.remedy, name) for name, one in found if one is not None]
@@ -198,14 +198,14 @@ VALUE_CHECKS: dict[str, Callable[[Machine, str], Finding | None]] = {
 
 
 def slow_switches(m: Machine) -> Iterator[Finding]:
-    """Variables of other software that make steps slow."""
+    """Name variables of other software that make steps slow."""
     for name, effect in SLOW_SWITCHES.items():
         if m.has_gpus and m.environment.get(name) == "1":
             yield warning(f"{name}=1: {effect}", "Unset it, unless it is meant.", subject=name)
 
 
 def vllm_step(m: Machine) -> Finding | None:
-    """vLLM's own bound of a step."""
+    """Check that vLLM can read its own bound of a step."""
     if not math.isnan(_vllm_step_secs(m)):
         return None
     found = f"{VLLM_STEP}={m.environment[VLLM_STEP]} is no whole number: vLLM cannot read it and exits"
@@ -221,7 +221,7 @@ def _vllm_step_secs(m: Machine) -> float:
 
 
 def other_variables(m: Machine) -> Finding | None:
-    """Variables of other software that are set."""
+    """List the variables of other software that are set."""
     others = {n: v for n, v in m.environment.items() if not n.startswith(env.PREFIX) and n not in SLOW_SWITCHES}
     return note(_listed(others)) if others else None
 
@@ -234,7 +234,7 @@ def _listed(variables: dict[str, str]) -> str:
 
 
 def library(m: Machine) -> Finding | None:
-    """The library of the requested backend."""
+    """Check the library of the requested backend."""
     it = m.backend
     if it.declaration_problem and not m.torch.works:
         return note(f"not probed: {it.name} needs torch, which cannot be imported")
@@ -246,21 +246,21 @@ def library(m: Machine) -> Finding | None:
 
 
 def backend(m: Machine) -> Finding:
-    """The backend, and who chose it."""
+    """Report the backend and who chose it."""
     if m.choice.problem:
         return error(m.choice.problem, m.choice.remedy)
     return ok(f"{m.choice.backend}: {m.choice.backend_reason}")
 
 
 def kernel(m: Machine) -> Finding:
-    """What moves tokens, and why."""
+    """Report what moves tokens, and why."""
     num_nodes, place = len(m.choice.ranks_per_node), "GPUs" if m.torch.num_gpus else "CPU processes"
     where = f"{sum(m.choice.ranks_per_node)} ranks on {num_nodes} node{'s' if num_nodes > 1 else ''}"
     return ok(f"{m.choice.kernel}: {m.choice.kernel_reason}, {where}, on {place}")
 
 
 def hidden_size(m: Machine) -> Iterator[Finding]:
-    """That rows can be moved and cast."""
+    """Check that rows can be moved and cast."""
     hidden, quant = m.request.hidden_dim or 0, m.request.quant
     row_bytes = hidden * (2 if quant == "none" else 1)
     if row_bytes % ROW_ALIGNMENT_BYTES:
@@ -271,7 +271,7 @@ def hidden_size(m: Machine) -> Iterator[Finding]:
 
 
 def fp8(m: Machine) -> Finding | None:
-    """That the GPUs can cast."""
+    """Check that the GPUs can cast."""
     old = [gpu.name for gpu in m.driver.gpus if gpu.capability and gpu.capability < FP8_CAPABILITY]
     if m.request.quant == "none" or not old:
         return None
@@ -279,7 +279,7 @@ def fp8(m: Machine) -> Finding | None:
 
 
 def nodes(m: Machine) -> Iterator[Finding]:
-    """That ep_a2a's own kernels run between these nodes."""
+    """Check that ep_a2a's own kernels run between these nodes."""
     ranks = m.choice.ranks_per_node
     if len(set(ranks)) > 1:
         remedy = f"Start as many ranks on each node, or use {PORTABLE}."
@@ -290,7 +290,7 @@ def nodes(m: Machine) -> Iterator[Finding]:
 
 
 def needed_reach(m: Machine) -> Iterator[Finding]:
-    """That GPUs reach each other's memory, as ep_a2a's own kernels need."""
+    """Check that GPUs reach each other's memory, as ep_a2a's own kernels need."""
     for way, pairs in m.unreached.items():
         if pairs and m.torch.num_gpus:
             found = f"missing between GPUs {pairs}; ep_a2a's kernels need it (NVLink)"
@@ -298,7 +298,7 @@ def needed_reach(m: Machine) -> Iterator[Finding]:
 
 
 def library_gpus(m: Machine) -> Finding | None:
-    """That a library's kernels run on these GPUs."""
+    """Check that a library's kernels run on these GPUs."""
     found, can = "AMD" if m.torch.hip_build else "NVIDIA", m.backend.capabilities
     if not m.torch.num_gpus:
         found = "none"
@@ -308,27 +308,19 @@ def library_gpus(m: Machine) -> Finding | None:
 
 
 def library_sizes(m: Machine) -> Iterator[Finding]:
-    """That a library's kernels take these sizes; 0 and () in capabilities mean any."""
-    can, ranks, hidden, tokens = (
-        m.backend.capabilities,
-        m.choice.ranks_per_node,
-        m.request.hidden_dim,
-        m.request.max_tokens,
-    )
+    """Check that a library's kernels take these sizes; 0 and () in capabilities mean any."""
+    can, hidden, tokens, quant = m.backend.capabilities, m.request.hidden_dim, m.request.max_tokens, m.request.quant
     if can is None:
         return
-    num_ranks, quant = sum(ranks), m.request.quant
+    ranks, num_ranks = m.choice.ranks_per_node, sum(m.choice.ranks_per_node)
+    multiple = can.hidden_multiple or 1
     limits: tuple[tuple[Any, str, str], ...] = (
         (can.single_node and len(ranks) > 1, f"{len(ranks)} nodes", "one"),
         (_is_out_of(can.rank_counts, num_ranks), f"{num_ranks} ranks", f"{_texts(can.rank_counts)} ranks"),
         (num_ranks < can.min_ranks, f"{num_ranks} rank", f"{can.min_ranks} or more"),
         (can.max_ranks and num_ranks > can.max_ranks, f"{num_ranks} ranks", f"at most {can.max_ranks}"),
         (_is_out_of(can.hidden_sizes, hidden), f"hidden size {hidden}", f"hidden sizes {_texts(can.hidden_sizes)}"),
-        (
-            hidden and hidden % (can.hidden_multiple or 1),
-            f"hidden size {hidden}",
-            f"multiples of {can.hidden_multiple}",
-        ),
+        (hidden and hidden % multiple, f"hidden size {hidden}", f"multiples of {multiple}"),
         (can.max_tokens and (tokens or 0) > can.max_tokens, f"{tokens} tokens of a rank", f"at most {can.max_tokens}"),
         (_is_out_of(can.dispatch_casts, quant), f"the cast {quant}", f"the casts {_texts(can.dispatch_casts)}"),
     )
@@ -346,7 +338,7 @@ def _texts(values: tuple[Any, ...]) -> str:
 
 
 def library_network(m: Machine) -> Finding | None:
-    """That a library's kernels get the RDMA that they need."""
+    """Check that a library's kernels get the RDMA that they need."""
     name, can = m.backend.name, m.backend.capabilities
     if can is None or can.rdma == "no" or len(m.choice.ranks_per_node) < 2:
         return None
@@ -360,7 +352,7 @@ def library_network(m: Machine) -> Finding | None:
 
 
 def ranks(m: Machine) -> Finding | None:
-    """Ranks that share a GPU."""
+    """Check that each rank has a GPU, or that the backend lets them share one."""
     num_gpus, most = m.torch.num_gpus, max(m.choice.ranks_per_node)
     if not 0 < num_gpus < most:
         return None
@@ -370,7 +362,7 @@ def ranks(m: Machine) -> Finding | None:
 
 
 def memory(m: Machine) -> Finding:
-    """That the op's memory is there."""
+    """Check that the memory an op needs is free."""
     most, num_gpus, needed = max(m.choice.ranks_per_node), m.torch.num_gpus, m.needed_bytes
     if m.choice.backend != DEFAULT_BACKEND:
         return note(f"not known for {m.choice.backend}: `ep-a2a plan` counts what {DEFAULT_BACKEND} takes")
