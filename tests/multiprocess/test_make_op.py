@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import ep_a2a
 from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, UnknownNameError
+from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
 
@@ -60,6 +62,19 @@ def on_a_subgroup(context: RankContext) -> None:
 
 def test_ops_on_a_subgroup(ranks) -> None:
     ranks(on_a_subgroup, 3)
+
+
+def on_two_nodes(context: RankContext) -> str:
+    topology = NativeAll2AllManager.topology
+    with mock.patch.object(NativeAll2AllManager, "topology", lambda manager, _: topology(manager, 2)):
+        op = ep_a2a.make_op(hidden_size=HIDDEN, num_experts=8, topk=TOPK, max_tokens=8)
+    check_step(op, 8)
+    op.close()
+    return op.config.kernel_type.name
+
+
+def test_several_nodes_get_the_kernels_between_nodes(ranks) -> None:
+    assert set(ranks(on_two_nodes, 4)) <= {"InterNodeV1", "InterNodeV1LL"}
 
 
 def with_choices(context: RankContext) -> None:
