@@ -121,6 +121,9 @@ class Peers:
         self._record = HostRecord.join(self._store, rank, world_size) if world_size > 1 else None
         if self._record is not None:
             self._record.append({"joined": rank})
+        if world_size > 1:
+            # at once: a rank that dies soon has been heard
+            self.beat()
         stopping = threading.Event()
         threads = [
             _start(self, stopping, "ep_a2a watches", BEAT_SECS, Peers.ring),
