@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,17 +55,19 @@ class HostRecord:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
-    def join(cls, store: distributed_c10d.Store, rank: int, world_size: int) -> HostRecord | None:
-        """Opens the file of this host, or makes it where this rank is the first. None without shared memory.
+    def join(cls, store: distributed_c10d.Store, rank: int, world_size: int) -> HostRecord:
+        """Opens the file of this host, or makes it where this rank is the first.
 
         The first rank of a host publishes the name of its file in the store. Ranks that cannot open that file (another
-        container, another user) publish one of their own, and count as another host.
+        container, another user) publish one of their own, and count as another host; so does a rank without shared
+        memory.
         """
         path = new_path()
         try:
             descriptor = create_private(path, 0)
         except OSError:
-            return None
+            descriptor, unnamed = tempfile.mkstemp()
+            path = Path(unnamed)
         for number in itertools.count():
             name = store.compare_set(f"host/{host_identity()}/{number}", "", path.name).decode(errors="replace")
             if name == path.name:

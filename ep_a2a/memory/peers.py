@@ -7,7 +7,7 @@ import enum
 import json
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -80,13 +80,6 @@ class GivenUp(NamedTuple):
     at: float
 
 
-class Alarmed(Protocol):
-    """An object whose kernels may be waiting for other ranks."""
-
-    def alarm(self, rank: int) -> None:
-        """Makes them leave, since `rank` is gone. Called by another thread."""
-
-
 class Peers:
     """This rank's view of a group; `peers_of` makes one for each group of a process.
 
@@ -99,13 +92,13 @@ class Peers:
 
     Attributes:
         gone: ranks that are known to have ended, ascending.
-        alarms: held weakly.
+        alarms: objects whose `alarm(rank)` makes kernels leave that wait for a rank that is gone; held weakly.
     """
 
     def __init__(self, rank: int, world_size: int, store: distributed_c10d.Store) -> None:
         self.rank, self.world_size = rank, world_size
         self.gone: tuple[int, ...] = ()
-        self.alarms: weakref.WeakSet[Alarmed] = weakref.WeakSet()
+        self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rung: tuple[int, ...] = ()
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
@@ -118,31 +111,27 @@ class Peers:
         self._store = distributed_c10d.PrefixStore("ep_a2a/peers", store.clone())  # type: ignore[attr-defined]
         self._heard: dict[int, tuple[bytes, float]] = dict.fromkeys(range(world_size), (b"", clock.now()))
         self._num_beats = 0
-        self._record = HostRecord.join(self._store, rank, world_size) if world_size > 1 else None
-        if self._record is not None:
-            self._record.append({"joined": rank})
-        if world_size > 1:
-            # at once: a rank that dies soon has been heard
-            self.beat()
+        self._record = HostRecord.join(self._store, rank, world_size)
+        self._record.append({"joined": rank})
+        # at once: a rank that dies soon has been heard
+        self.beat()
         stopping = threading.Event()
         threads = [
             _start(self, stopping, "ep_a2a watches", BEAT_SECS, Peers.ring),
             _start(self, stopping, "ep_a2a beats", HEART_SECS, Peers.beat),
         ]
-        self._finalizer = weakref.finalize(self, _leave, stopping, threads if world_size > 1 else [], self._record)
+        self._finalizer = weakref.finalize(self, _leave, stopping, threads, self._record)
 
     def look(self) -> tuple[int, ...]:
         """Reads what is new on this host, and returns the ranks that are gone."""
         with self._reading:
-            record = self._record
-            if record is not None:
-                for line in record.new_lines():
-                    self._take(line)
-                if len(self._joined) == self.world_size:
-                    record.unlink()
-                for rank in self._joined - {self.rank} - self._fallen.keys():
-                    if record.has_ended(rank):
-                        self._fallen[rank] = clock.now()
+            for line in self._record.new_lines():
+                self._take(line)
+            if len(self._joined) == self.world_size:
+                self.forget_name()
+            for rank in self._joined - {self.rank} - self._fallen.keys():
+                if self._record.has_ended(rank):
+                    self._fallen[rank] = clock.now()
             if self._fallen and clock.now() >= max(self._fallen.values()) + GRACE_SECS:
                 self.gone = tuple(sorted(self._fallen))
             return self.gone
@@ -176,10 +165,9 @@ class Peers:
         return Presence.GONE if silence >= silent_secs else Presence.UNHEARD
 
     def has_gone(self, rank: int) -> bool:
-        """Whether to wait no more for a rank that has not come to a meeting."""
-        known, heard_at = self._heard[rank]
-        is_silent = rank not in self._joined and bool(known) and clock.now() - heard_at >= SILENT_SECS
-        return rank in self.gone or is_silent
+        """Whether to wait no more for a rank that has not come to a meeting; one that was never seen may be slow."""
+        was_seen = rank in self._joined or bool(self._heard[rank][0])
+        return was_seen and self.presence(rank, SILENT_SECS) is Presence.GONE
 
     def part(self, absent: tuple[int, ...]) -> Verdict:
         """The verdict on a meeting in which ranks were absent: those that are gone, or not seen to live; else late."""
@@ -189,20 +177,20 @@ class Peers:
 
     def waits(self, rank: int) -> bool:
         """Whether a rank of this host is inside of `waiting`."""
-        return self._record is not None and rank in self._joined and self._record.waits(rank)
+        return rank in self._joined and self._record.waits(rank)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Within, this rank waits for others on the host, so that it is not late."""
-        return contextlib.nullcontext() if self._record is None else self._record.waiting()
+        return self._record.waiting()
 
     def give_up(self, given_up: GivenUp) -> None:
         """Writes down that this rank has given up a call."""
-        self._write({"rank": self.rank, "given_up": given_up})
+        self._record.append({"rank": self.rank, "given_up": given_up})
 
     def begin_anew(self) -> None:
         """Takes back what this rank has given up, since ranks have met after it."""
         if self._given_up.pop(self.rank, None) is not None:
-            self._write({"rank": self.rank, "given_up": GivenUp("", "", (), began=False, at=0.0)})
+            self.give_up(GivenUp("", "", (), began=False, at=0.0))
 
     def given_up(self) -> dict[int, GivenUp]:
         """The last call that each rank of this host has given up, without ranks that have begun anew."""
@@ -228,19 +216,12 @@ class Peers:
             found = within(STORE_SECS, lambda: self._store.compare_set(f"verdict/{failure}", "", text))
             with contextlib.suppress(ValueError, TypeError):
                 verdict = Verdict.from_json(json.loads(found)) if found is not None else verdict
-        self._write({"failure": failure, "verdict": verdict})
+        self._record.append({"failure": failure, "verdict": verdict})
         return self.verdict(failure) or verdict
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._record is not None:
-            self._record.append(line)
-        else:
-            self._take(line)
 
     def forget_name(self) -> None:
         """Takes the name of the host's file away, once all ranks have met."""
-        if self._record is not None:
-            self._record.unlink()
+        self._record.unlink()
 
     def ring(self) -> bool:
         """Calls the alarms where ranks have gone since the last call. Returns whether to go on."""
@@ -249,7 +230,7 @@ class Peers:
             self._rung = gone
             for each in list(self.alarms):
                 each.alarm(gone[0])
-        return True
+        return self.world_size > 1
 
     def beat(self) -> bool:
         """Tells other hosts that this rank lives, and listens to them. Returns whether there is another host."""
@@ -323,16 +304,14 @@ def _start(
             del found
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
-    if peers.world_size > 1:
-        thread.start()
+    thread.start()
     return thread
 
 
-def _leave(stopping: threading.Event, threads: list[threading.Thread], record: HostRecord | None) -> None:
+def _leave(stopping: threading.Event, threads: list[threading.Thread], record: HostRecord) -> None:
     stopping.set()
     for thread in threads:
         # garbage collection may come in one of them, and a thread that Python ends in the store ends the process
         if thread is not threading.current_thread():
             thread.join(2 * BEAT_SECS)
-    if record is not None:
-        record.close()
+    record.close()
