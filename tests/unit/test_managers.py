@@ -411,6 +411,7 @@ def test_attributes(manager):
 def test_handles_are_shared_and_closed_with_the_manager(manager):
     op = manager.get_handle(small_kwargs())
     assert manager.get_handle(small_kwargs()) is op
+    assert manager.get_handle(small_kwargs(layout="compact")) is op  # the default, written out
     assert manager.get_handle(small_kwargs(), 1) is not op
     with pytest.raises(StateError, match="before the first op"):
         manager.device = "cpu"
