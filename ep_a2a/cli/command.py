@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,9 @@ def values_of(options: Iterable[Option], typed: Mapping[str, Any]) -> SimpleName
     """Returns the values of options by name, read from what was typed."""
     values = dict(typed)
     for each in options:
+        if isinstance(typed[each.name], float) and math.isnan(typed[each.name]):
+            # ranges of older versions of typer let it through
+            raise typer.BadParameter("it is not a number", param_hint=each.typed[0])
         if each.read is not None and typed[each.name] is not None:
             values[each.name] = each.read(each.typed[0], typed[each.name])
     return SimpleNamespace(**values)

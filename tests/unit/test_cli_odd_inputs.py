@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import typer
 
-from ep_a2a.cli import app
+from ep_a2a.cli import app, doctor
+from ep_a2a.cli.command import values_of
 from tests.cases import odd_inputs
 from tests.integration.programs import ROOT
 
@@ -101,3 +103,9 @@ def test_the_documents_table_counts_them():
         shown = command if command.endswith("alone") else f"{command}`"
         assert f"| `{shown} | {num_inputs} | {refused} | {served} | 0 |" in page
     assert len({case[0] for case in odd_inputs.CASES}) >= 100
+
+
+def test_what_is_not_a_number_is_refused_whatever_typer_lets_through() -> None:
+    typed = {each.name: each.default for each in doctor.OPTIONS}
+    with pytest.raises(typer.BadParameter, match="not a number"):
+        values_of(doctor.OPTIONS, typed | {"ask_secs": float("nan")})
