@@ -27,8 +27,8 @@ from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.policy import (
     DISPATCH_WARPS,
+    FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
-    SPEAKERS,
     Launch,
     Phase,
     choose_launch,
@@ -390,4 +390,4 @@ def _num_programs(launch: Launch, phase: Phase, stages: Stages) -> int:
         return launch.num_programs
     if phase is Phase.BULK_DISPATCH:
         return launch.num_programs if stages.send else 1
-    return SPEAKERS[phase] + (launch.num_senders if stages.send else launch.num_receivers)
+    return FLAG_PROGRAMS[phase] + (launch.num_senders if stages.send else launch.num_receivers)

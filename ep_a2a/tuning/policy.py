@@ -39,7 +39,7 @@ WIDE_SENDER_SHARE = 0.3
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
 LEAST_PROGRAMS = 4
-"""Programs of the smallest launch with all roles: two that speak with peers, one that sends, one that receives."""
+"""Programs of the smallest launch with all roles: two of FLAG_PROGRAMS, one that sends, one that receives."""
 
 
 class Phase(enum.Enum):
@@ -59,8 +59,8 @@ THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Pha
 
 WIDE_WARPS = {Phase.BULK_DISPATCH: 16, Phase.LOW_LATENCY_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
-SPEAKERS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
-"""Number of first programs, in a launch with two roles, that post to peers and neither send nor receive rows."""
+FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
+"""By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Launch:
         num_warps: warps of 32 threads per program.
         reason: where the numbers come from.
         num_senders, num_receivers: programs that send and that receive. In phases with these roles the first programs
-            have neither (SPEAKERS).
+            have neither (FLAG_PROGRAMS).
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
@@ -143,7 +143,7 @@ def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
     wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
     if phase is not Phase.COMBINE:
         return wish
-    senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase])))
+    senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - FLAG_PROGRAMS[phase])))
     return replace(
         wish,
         num_senders=min(wish.num_senders, senders),
@@ -160,11 +160,12 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
     few = max_num_tokens < FEW_TOKENS
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
-        num_programs = SPEAKERS[phase] + senders + receivers
+        num_programs = FLAG_PROGRAMS[phase] + senders + receivers
         return Launch(num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
-    wish = Launch(SPEAKERS[phase] + senders + receivers, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
+    num_programs = FLAG_PROGRAMS[phase] + senders + receivers
+    wish = Launch(num_programs, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
     if few:
         return wish
     if config.combine_quant != QuantType.NONE:
@@ -203,7 +204,7 @@ def _tuned(
         )
     senders = max(1, min(tuned.num_senders or to_send, to_send))
     receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
-    num_programs = SPEAKERS[phase] + senders + receivers
+    num_programs = FLAG_PROGRAMS[phase] + senders + receivers
     return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
 
 
@@ -249,8 +250,8 @@ def fit(wish: Launch, phase: Phase, most: int) -> Launch:
     """
     if phase is Phase.BULK_DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
-    others = max(2, min(wish.num_programs, most) - SPEAKERS[phase])
+    others = max(2, min(wish.num_programs, most) - FLAG_PROGRAMS[phase])
     senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
     receivers = max(1, min(wish.num_receivers, others - senders))
-    num_programs = SPEAKERS[phase] + senders + receivers
+    num_programs = FLAG_PROGRAMS[phase] + senders + receivers
     return replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)

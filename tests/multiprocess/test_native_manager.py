@@ -23,7 +23,7 @@ from ep_a2a.errors import (
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
-from ep_a2a.tuning.policy import SPEAKERS, Phase
+from ep_a2a.tuning.policy import FLAG_PROGRAMS, Phase
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, run_step
 
@@ -155,7 +155,7 @@ def bounded(context: RankContext) -> dict[str, Any]:
 
 def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
     for seen in ranks(bounded, 4):
-        unbound = SPEAKERS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
+        unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
         assert seen == {"bound": 4, "unbound": unbound, "after_bound": 4, "after_unbound": unbound, "own": 3}
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ep_a2a.ops.intra_node import fitted_launch
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
+    FLAG_PROGRAMS,
     INTERPRETED_PROGRAMS,
     MAX_DISPATCH_PROGRAMS,
     SEND_ROW_ELEMENTS,
-    SPEAKERS,
     THREADS_PER_SM,
     WIDE_SENDER_SHARE,
     WIDE_WARPS,
@@ -44,7 +44,7 @@ def threads(launch: Launch) -> int:
 
 def least(phase: Phase) -> int:
     """Where there are roles: those that speak with the peers, one that sends, one that receives."""
-    return SPEAKERS[phase] + 2 if phase in WITH_ROLES else 1
+    return FLAG_PROGRAMS[phase] + 2 if phase in WITH_ROLES else 1
 
 
 def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
@@ -54,13 +54,13 @@ def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
 
 def check_roles(launch: Launch, phase: Phase) -> None:
     if phase in WITH_ROLES:
-        assert launch.num_programs == SPEAKERS[phase] + launch.num_senders + launch.num_receivers
+        assert launch.num_programs == FLAG_PROGRAMS[phase] + launch.num_senders + launch.num_receivers
     assert min(launch.num_senders, launch.num_receivers) >= 1
 
 
 def test_speakers_are_what_the_kernels_make_of_the_first_programs():
     """A low-latency dispatch has a count publisher and a flag poster, a combine a speaker; bulk dispatch has none."""
-    assert SPEAKERS == {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
+    assert FLAG_PROGRAMS == {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -194,7 +194,7 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms):
     assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
     if phase is Phase.COMBINE:
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
-        share = round(WIDE_SENDER_SHARE * (max_sms - SPEAKERS[phase]))
+        share = round(WIDE_SENDER_SHARE * (max_sms - FLAG_PROGRAMS[phase]))
         assert launch.num_senders == max(1, min(unbounded.num_senders, share))
         # the caller's warps are the caller's, whatever is bounded
         own = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS, warp_per_block=4)
@@ -273,7 +273,7 @@ def test_no_grid_exceeds_what_fits(
 def test_a_launch_is_cut_down_to_what_fits(phase, bound, work, num_programs):
     """Also a second time, by the registers of a kernel that has been compiled; a wish that fits stays as it is."""
     senders, receivers = work
-    wished = SPEAKERS.get(phase, 0) + senders + receivers if num_programs is None else num_programs
+    wished = FLAG_PROGRAMS.get(phase, 0) + senders + receivers if num_programs is None else num_programs
     wish = Launch(wished, 4, "any", senders, receivers)
     fitted = fit(wish, phase, bound)
     check_roles(fitted, phase)

@@ -17,8 +17,8 @@ import ep_a2a
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import (
+    FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
-    SPEAKERS,
     THREADS_PER_SM,
     Launch,
     Phase,
@@ -140,7 +140,7 @@ def chosen(phase: Phase, num_tokens: int, size: int, tables: TunedTables | None,
 
 def test_tuned_numbers_are_taken():
     launch = chosen(Phase.COMBINE, 512, 512, tables_of(entry(512)))
-    num_programs = SPEAKERS[Phase.COMBINE] + 16 + 100
+    num_programs = FLAG_PROGRAMS[Phase.COMBINE] + 16 + 100
     assert launch == Launch(num_programs, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
     dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="bulk_dispatch")
     assert chosen(Phase.BULK_DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
@@ -164,7 +164,9 @@ def test_programs_shrink_with_the_work(own):
     # own rows travel in layout compact only
     by_rank = chosen(Phase.LOW_LATENCY_DISPATCH, own, 4, tables, config={"layout": "rank_major"})
     assert (by_rank.num_senders, by_rank.num_receivers) == (max(1, own), 3 * 4)
-    assert by_rank.num_programs == SPEAKERS[Phase.LOW_LATENCY_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
+    assert (
+        by_rank.num_programs == FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + by_rank.num_senders + by_rank.num_receivers
+    )
     tables = tables_of(entry(4, DISPATCH, cast="fp8_per_1x128"), phase="bulk_dispatch")
     assert chosen(Phase.BULK_DISPATCH, own, 4, tables).num_programs == max(1, own)
 
@@ -180,9 +182,9 @@ def test_tuned_numbers_are_wishes():
     tables = tables_of(entry(4096, TunedLaunch(4, 0, 64, 594, 8192, 1024)))
     for max_sms in (1, 20, H200_SMS):
         launch = chosen(Phase.COMBINE, 4096, 4096, tables, config={"max_sms": max_sms})
-        speakers, fits = SPEAKERS[Phase.COMBINE], THREADS_PER_SM[Phase.COMBINE] // (32 * 4)
-        assert launch.num_programs <= (max(speakers + 2, max_sms) if max_sms < H200_SMS else fits * H200_SMS)
-        assert launch.num_programs == speakers + launch.num_senders + launch.num_receivers
+        flag_programs, fits = FLAG_PROGRAMS[Phase.COMBINE], THREADS_PER_SM[Phase.COMBINE] // (32 * 4)
+        assert launch.num_programs <= (max(flag_programs + 2, max_sms) if max_sms < H200_SMS else fits * H200_SMS)
+        assert launch.num_programs == flag_programs + launch.num_senders + launch.num_receivers
     wide = chosen(Phase.COMBINE, 4096, 4096, tables_of(entry(4096, replace(COMBINE, num_warps=32, num_senders=4000))))
     assert wide.num_programs <= H200_SMS
 
