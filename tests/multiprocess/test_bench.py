@@ -342,7 +342,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
         (("--contenders", "smoke_signals"), "wire_limit"),
         (("--plot", "x.gif"), ".svg"),
         (("--output", "/nowhere/x.jsonl"), "/nowhere"),
-        (("--max-tokens", "1"), "--max-tokens >= --tokens"),
+        (("--max-tokens", "1"), "--max-tokens >= 2, the tokens of a rank"),
         (("--topk", "5"), "topk <= 4"),
         # nothing is measured: no success
         (("--contenders", "deepep,flashinfer"), "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable"),
