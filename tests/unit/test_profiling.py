@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CLOCK = "%globaltimer"
 KINDS = {
-    "dispatch": "rank_major",
+    "bulk_dispatch": "rank_major",
     "low_latency_dispatch": "rank_major",
     "combine": "rank_major",
     "expand": "expert_major",
@@ -180,7 +180,7 @@ def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_n
         ("number_expert_rows", "expert_major", 0),
         ("reduce_experts", "expert_major", 0),
         ("combine", "rank_major", None),
-        ("dispatch", "rank_major", None),
+        ("bulk_dispatch", "rank_major", None),
         ("low_latency_dispatch", "rank_major", None),
     ],
 )
