@@ -5,16 +5,16 @@ An op moves the tokens of one MoE layer between the W ranks of a group. Each ste
 1. `dispatch` sends each token of a rank once to every distinct rank that owns one of the token's experts.
 2. `combine` sends the experts' results back and adds them for each token.
 
-| symbol | meaning |
-|---|---|
-| W | ranks of the group |
-| T | tokens of this rank in this step, 0 <= T <= max_num_tokens |
-| M | the most tokens that a rank may bring to any step, `config.max_num_inp_token_per_rank` |
-| H | elements of a token (hidden size) |
-| K | experts that each token names (top-k) |
-| E | experts that this rank owns |
-| S | scales of a token whose elements are quantised |
-| R | rows that a rank may receive in this step: W * max_num_tokens, in layout compact at most the config's cap |
+The letters in shapes:
+
+- W: ranks of the group.
+- T: tokens of this rank in this step, 0 <= T <= max_num_tokens.
+- M: the most tokens that a rank may bring to any step, `config.max_num_inp_token_per_rank`.
+- H: elements of a token (hidden size).
+- K: experts that each token names (top-k).
+- E: experts that this rank owns.
+- S: scales of a token whose elements are quantised.
+- R: rows that a rank may receive in this step: W * max_num_tokens, in layout compact at most the config's cap.
 
 Every call runs on the caller's current stream, after the op's previous call, and returns without waiting for the GPU.
 Work that is launched later on that stream may overwrite the call's inputs. A feature that a backend lacks raises
@@ -39,11 +39,9 @@ class DispatchResult(NamedTuple):
     The tensors keep their addresses for the life of the op, and are valid until this rank calls `combine`. Their
     leading dimensions depend on the layout:
 
-    | layout | tokens, weights, scales | indices |
-    |---|---|---|
-    | compact | [R], the received rows first | [R] |
-    | rank_major | [W, max_num_tokens], each source's rows first | [W, max_num_tokens] |
-    | expert_major | [E, R], each expert's rows first | [W, max_num_tokens] |
+    - compact: [R], the received rows first.
+    - rank_major: [W, max_num_tokens], each source's rows first.
+    - expert_major: [E, R], each expert's rows first; indices as in rank_major.
 
     Attributes:
         tokens: [..., H] of data_type, or fp8 after a cast. Rows without a token hold arbitrary values.
@@ -197,15 +195,15 @@ class DispatchCombineOp(Protocol):
 
     @property
     def recv_counts(self) -> Tensor:
-        """[W] int32: the rows received from each source in the last dispatch."""
+        """[W] int32, the rows received from each source in the last dispatch."""
 
     @property
     def local_expert_count(self) -> Tensor:
-        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
+        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
 
     @property
     def expert_recv_count(self) -> Tensor:
-        """[E] int32: the rows per expert of this rank, in layout expert_major."""
+        """[E] int32, the rows per expert of this rank, in layout expert_major."""
 
     @property
     def has_open_step(self) -> bool:

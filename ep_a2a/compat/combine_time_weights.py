@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 EXCHANGE_WARPS = 4
 EXCHANGED_WORDS = 1024
-"""Weights that a program moves at once; each thread moves some."""
+"""Weights that a program moves at once."""
 
 
 class CombineTimeWeightsOp(EpDispatchCombineOp):
-    """EpDispatchCombineOp whose dispatch may be given None for weights; combine is given them then.
+    """EpDispatchCombineOp of layout expert_major that takes the router's weights in dispatch or in combine.
 
-    All ranks give a step's weights at the same place. Given to combine they take one hop more: they travel to the
-    ranks of the experts, which need them before rows travel back: combine_send waits for all ranks' weights then.
-    Otherwise, and in its arguments, as its base.
+    All ranks pass a step's weights to the same call. Weights that are passed to combine cost one hop more: the experts'
+    ranks need them before rows travel back, so combine_send waits for the weights of all ranks.
 
     Raises:
         ConfigError: the layout is not expert_major.
@@ -79,11 +78,11 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
 
     @property
     def num_inbox_bytes(self) -> int:
-        """Bytes of the arena that take other ranks' weights, on this rank."""
+        """Bytes on this rank of the inbox for other ranks' weights."""
         return self._exchange.num_bytes
 
     def record_spans(self) -> None:
-        """Takes kernels that note times from now on. Local."""
+        """Launch kernels that note times from now on. Local."""
         super().record_spans()
         self._exchange.record_spans()
 
@@ -124,7 +123,7 @@ class WeightExchange:
             compile_all([(self._kernel, self._values(self._addresses, 0, 1))], self._config)
 
     def record_spans(self) -> None:
-        """Takes a kernel that notes when its programs begin and end, from now on."""
+        """Launch a kernel that notes when its programs begin and end, from now on."""
         self._kernel = exchange_kernel(self._config, spans=True)
         self._compile()
 
@@ -167,7 +166,7 @@ class WeightExchange:
 
 
 def exchange_kernel(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:
-    """The kernel that exchanges an op's weights; spans: its programs note when they begin and end."""
+    """The kernel that exchanges an op's weights. With spans its programs note when they begin and end."""
     lanes = padded(config.topk)
     constants = {
         "S": shape_of(config),

@@ -160,7 +160,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     @property
     def recv_counts(self) -> torch.Tensor:
-        """[W] int32: the rows received from each source in the last dispatch."""
+        """[W] int32, the rows received from each source in the last dispatch."""
         return self._buffers.recv_counts
 
     @property
@@ -170,7 +170,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     @property
     def local_expert_count(self) -> torch.Tensor:
-        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
+        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
         return self._buffers.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:

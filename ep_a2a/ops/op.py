@@ -243,17 +243,17 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
-        """[W] int32: the rows received from each source in the last dispatch."""
+        """[W] int32, the rows received from each source in the last dispatch."""
         return self.memory.view(Region.RECV_COUNTS)
 
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:
-        """[E] int32: the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
+        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
         return self.memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
 
     @functools.cached_property
     def expert_recv_count(self) -> torch.Tensor:
-        """[E] int32: the rows per expert of this rank, in layout expert_major."""
+        """[E] int32, the rows per expert of this rank, in layout expert_major."""
         return self.memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:

@@ -44,11 +44,9 @@ class OpSizes:
 class LeadingDims(NamedTuple):
     """Leading dimensions of dispatch's results: of the received ids, and of the rows that experts work on.
 
-    | layout | ids | rows |
-    |---|---|---|
-    | compact | (R,) | (R,) |
-    | rank_major | (W, step_tokens) | (W, step_tokens) |
-    | expert_major | (W, step_tokens) | (E, R) |
+    - compact: (R,) for both.
+    - rank_major: (W, step_tokens) for both.
+    - expert_major: (W, step_tokens) for the ids, (E, R) for the rows.
     """
 
     ids: tuple[int, ...]
