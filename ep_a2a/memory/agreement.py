@@ -50,6 +50,7 @@ def agree(peers: Peers, given_up: GivenUp, bound_secs: float, left_secs: float =
             failure,
             {rank: peers.presence(rank, bound_secs) for rank in range(peers.world_size)},
             peers.given_up(),
+            host=peers.host,
             on_host=[rank for rank in range(peers.world_size) if peers.waits(rank)],
             since=given_up.at - 2 * bound_secs,
             is_over=is_over,
@@ -65,6 +66,7 @@ def judge(
     seen: Mapping[int, Presence],
     given_up: Mapping[int, GivenUp],
     *,
+    host: Collection[int] = (),
     on_host: Collection[int] = (),
     since: float = 0.0,
     is_over: bool = False,
@@ -75,7 +77,8 @@ def judge(
         failure: its key.
         seen: of each rank.
         given_up: the last call that ranks have given up, of this failure or another one.
-        on_host: ranks that wait for others on the host.
+        host: ranks of this host, of which all that have given up are known.
+        on_host: ranks that wait for others on the host, not in a kernel.
         since: calls that ranks have given up before this moment say nothing about the present.
         is_over: whether the time has passed in which others may still give up.
     """
@@ -89,10 +92,13 @@ def judge(
     here = {rank for rank, each in given_up.items() if each.failure == failure}
     lacked = {other for rank in here for other in given_up[rank].lacked}
     waiting = {rank: each.call for rank, each in given_up.items() if each.began and each.at >= since}
-    late = tuple(sorted(lacked - waiting.keys() - set(on_host)))
-    if late or not lacked & waiting.keys() - here:
-        return Verdict(late=late)
-    return Verdict(calls=tuple(sorted(waiting.items())))
+    late = lacked - waiting.keys() - set(on_host)
+    if not late and lacked & waiting.keys() - here:
+        return Verdict(calls=tuple(sorted(waiting.items())))
+    if not late and lacked:
+        # ranks were lacked that wait themselves, for one that nobody has named
+        late = set(host) - given_up.keys() - set(on_host)
+    return Verdict(late=tuple(sorted(late)))
 
 
 def described(verdict: Verdict, rank: int) -> str:

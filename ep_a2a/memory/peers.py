@@ -38,7 +38,7 @@ class Presence(enum.Enum):
 
     ALIVE = "alive"
     UNHEARD = "unheard"
-    """Of another host, and silent for UNHEARD_SECS: loaded or gone."""
+    """Perhaps gone: it has ended within GRACE_SECS, or is of another host and has been silent for UNHEARD_SECS."""
     GONE = "gone"
 
 
@@ -132,9 +132,20 @@ class Peers:
             for rank in self._joined - {self.rank} - self._fallen.keys():
                 if self._record.has_ended(rank):
                     self._fallen[rank] = clock.now()
-            if self._fallen and clock.now() >= max(self._fallen.values()) + GRACE_SECS:
+            if self._fallen and clock.now() >= max(self._fallen.values()) + self._grace_secs:
                 self.gone = tuple(sorted(self._fallen))
             return self.gone
+
+    @property
+    def host(self) -> tuple[int, ...]:
+        """The ranks of this host that have joined, ascending."""
+        return tuple(sorted(self._joined))
+
+    @property
+    def _grace_secs(self) -> float:
+        """From the last death until it counts. A death on another host is heard two beats later."""
+        is_one_host = len(self._joined) == self.world_size
+        return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
 
     def _take(self, line: dict[str, Any]) -> None:
         """Takes in a line of the host's record, this rank's own ones included."""
@@ -148,7 +159,7 @@ class Peers:
 
     def settle(self) -> tuple[int, ...]:
         """Waits until a death of this moment would be seen, and returns the ranks that are gone."""
-        until = clock.now() + GRACE_SECS + BEAT_SECS
+        until = clock.now() + self._grace_secs + BEAT_SECS
         while not self.look() and clock.now() < until:
             clock.sleep(BEAT_SECS / 4)
         return self.gone
@@ -157,6 +168,8 @@ class Peers:
         """Returns the state of a rank; one of another host that has been silent for `silent_secs` is gone."""
         if rank in self.gone:
             return Presence.GONE
+        if rank in self._fallen:
+            return Presence.UNHEARD
         if rank in self._joined:
             return Presence.ALIVE
         silence = clock.now() - self._heard[rank][1]
@@ -239,7 +252,7 @@ class Peers:
             return False
         self._num_beats += 1
         try:
-            self._store.set(f"beat/{self.rank}", json.dumps([self._num_beats, self.gone]))
+            self._store.set(f"beat/{self.rank}", json.dumps([self._num_beats, sorted(self._fallen)]))
             known = [rank for rank in elsewhere if self._heard[rank][0] or self._store.check([f"beat/{rank}"])]
             values = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
         except RuntimeError:

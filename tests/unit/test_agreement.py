@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +69,13 @@ def test_who_says_nothing_is_late_in_the_end_unless_it_waits_on_the_host() -> No
     assert judge(HERE, seen, {0: gave_up(1, 2)}, on_host=[2], is_over=True) == Verdict(late=(1,))
 
 
+def test_who_has_not_even_given_up_is_late_where_all_that_were_lacked_wait() -> None:
+    seen = {0: ALIVE, 1: ALIVE, 2: ALIVE}
+    given_up = {0: gave_up(1), 1: gave_up(0)}
+    assert judge(HERE, seen, given_up, host=(0, 1, 2), is_over=True) == Verdict(late=(2,))
+    assert judge(HERE, seen, given_up, host=(0, 1), is_over=True) == Verdict()
+
+
 def test_words() -> None:
     error = RankTimeoutError("every rank", "nobody")
     for verdict, rank, said, remedy in (
@@ -105,9 +113,10 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(clock, "now", lambda: made.now)
     monkeypatch.setattr(clock, "sleep", made.sleep)
-    # the threads beside stand still as well
-    monkeypatch.setattr(peers, "BEAT_SECS", 1e6)
-    monkeypatch.setattr(peers, "HEART_SECS", 1e6)
+    # the test looks and beats itself
+    ended = threading.Thread()
+    ended.start()
+    monkeypatch.setattr(peers, "_start", lambda *_: ended)
     return made
 
 
@@ -137,6 +146,15 @@ def all_of(view: Callable[..., Peers], hosts: str = "aaa") -> list[Peers]:
             each.look()
             each.beat()
     return made
+
+
+def beat_by_turns(time: Time, *ranks: Peers) -> None:
+    def beat() -> None:
+        for each in ranks:
+            each.look()
+            each.beat()
+
+    time.at |= {100.0 + turn * peers.HEART_SECS: beat for turn in range(1, 50)}
 
 
 def test_survivors_of_a_host_name_all_that_die_together(view: Any, time: Time) -> None:
@@ -176,17 +194,15 @@ def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
 def test_another_host_says_who_has_ended_there(view: Any, time: Time) -> None:
     first, second, _ = all_of(view, "abb")
     view.dead.add(2)
-    second.settle()
-    second.beat()
-    first.beat()
+    beat_by_turns(time, second, first)
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict((2,))
+    assert time.now < 100.0 + peers.GRACE_SECS + 4 * peers.HEART_SECS
     assert agree(second, gave_up(2), BOUND_SECS) == Verdict((2,))
 
 
 def test_a_silent_host_is_gone_after_the_bound_and_waited_for_before(view: Any, time: Time) -> None:
     first, second, _ = all_of(view, "abc")
-    for beat in range(1, 50):
-        time.at[100.0 + beat / 2] = lambda: (second.beat(), first.beat())
+    beat_by_turns(time, second, first)
     assert agree(first, gave_up(1, 2), BOUND_SECS) == Verdict((2,))
     assert time.now >= 100.0 + BOUND_SECS
     # the store keeps the first verdict
