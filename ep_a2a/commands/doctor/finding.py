@@ -62,7 +62,7 @@ class Check:
     section: str
     name: str
     judge: Callable[[Machine], Findings]
-    only: Callable[[Machine], object] = bool
+    only: Callable[[Machine], object] = bool  # true of every machine
 
     def findings(self, machine: Machine) -> list[Finding]:
         """Returns what the check finds, each with a subject."""
