@@ -188,7 +188,7 @@ def execute(
     Raises:
         UnsupportedError: no contender can run here, so nothing was measured.
     """
-    output, plot, markdown = options.output if runner.shows_results else None, options.plot, options.markdown
+    output = options.output if runner.shows_results else None
     header = describe(device) if runner.shows_results else {}
     shared = runner.note(max(workload.world_size for workload in workloads))
     header |= {"note": shared} if shared else {}
@@ -214,17 +214,22 @@ def execute(
         remedy = "Name others by --contenders, or run this where they can run."
         raise UnsupportedError("a contender that can run here", "; ".join(reasons(records)), remedy)
     if runner.shows_results:
-        if options.as_json:
-            messages.print_json({"header": header, "rows": records})
-        else:
-            show(messages.output(), header, records)
-        if markdown is not None:
-            write_markdown(markdown, header, records)
-        if plot is not None:
-            plot_bench(records, plot, header)
-        if output is not None:
-            messages.confirm(output)
+        _report(header, records, options)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
+
+
+def _report(header: Record, records: Sequence[Record], options: SimpleNamespace) -> None:
+    """Prints the records and writes the files that are asked for, but for the JSON lines, which are there."""
+    if options.as_json:
+        messages.print_json({"header": header, "rows": records})
+    else:
+        show(messages.output(), header, records)
+    if options.markdown is not None:
+        write_markdown(options.markdown, header, records)
+    if options.plot is not None:
+        plot_bench(records, options.plot, header)
+    if options.output is not None:
+        messages.confirm(options.output)
 
 
 def _part_text(num_tokens: int, max_sms: int, name: str, device: str) -> str:
