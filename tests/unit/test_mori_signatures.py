@@ -158,15 +158,3 @@ def test_an_op_needs_a_world():
 
 def test_nothing_is_left_to_compile_before():
     assert dispatch_combine.warmup_jit_kernels(EpDispatchCombineKernelType.AsyncLL) is None
-
-
-# --- counting, which halves leave to us ---
-
-
-def test_local_experts_are_counted():
-    from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
-
-    ids = torch.tensor([[4, 5], [5, 9], [3, 6], [-1, -1]], dtype=torch.int32)
-    counts = torch.full((2,), 7, dtype=torch.int32)
-    count_local_experts(ids, 4, counts)
-    assert counts.tolist() == [1, 2]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched
-from ep_a2a.compat.mori.ops.local_expert_count import count_local_experts
 from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
 from ep_a2a.ops.op_sizes import OpSizes
+from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from ep_a2a.interface import DispatchCombineOp, DispatchResult
@@ -145,7 +145,8 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             return
         self._combine_input.begin(sent)
         if call_local_expert_count or self._counts_experts:
-            count_local_experts(sent.result[3], self.config.first_expert, self.local_expert_count)
+            counts = self.local_expert_count
+            counts.copy_(count_ids(sent.result.indices, self.config.first_expert, counts.shape[0]))
 
     def combine(
         self,
