@@ -18,13 +18,13 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     arrive_last,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
+    full_like,
+    initial_poison,
     lanes_behind,
-    like,
-    may_go_on,
+    load_poison,
     poison_of,
     post_all,
     wait_all,
@@ -153,7 +153,7 @@ def count_rows_before(ids, step, first, last, OWNERS: tl.constexpr, S: tl.conste
     The vectors are 0 where programs count alone (redundant scan).
     """
     ranks = tl.arange(0, S.WORLD_LANES)
-    first_index, own_counts = like(ranks, 0), like(ranks, 0)
+    first_index, own_counts = full_like(ranks, 0), full_like(ranks, 0)
     if BULK.COUNTS_ALONE:
         before = count_rows(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
     else:
@@ -192,7 +192,7 @@ def send_rows(
     """Send this program's share of the tokens. Returns the poison word.
 
     Args:
-        given: DispatchInputs. step: DispatchStep. answer: from ask_poison. out_of_order: from begin_stage.
+        given: DispatchInputs. step: DispatchStep. answer: from load_poison. out_of_order: from begin_stage.
     """
     table, rank = step.table, step.rank
     program, num_programs = step.program, step.num_programs
@@ -213,8 +213,8 @@ def send_rows(
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
-    bases = like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    bases = full_like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
         publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
         if S.COMPACT:
@@ -270,7 +270,7 @@ def bulk_dispatch_kernel(
         weights: [num_tokens, TOPK] float32 as int32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
         table: addresses, see kernels/layout.py.
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch.
-        FORM: Form. A launch that only receives is one program.
+        FORM: LaunchForm. A launch that only receives is one program.
     """
     # an address never changes, so it may be read before the launch before this one has ended
     poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
@@ -278,7 +278,7 @@ def bulk_dispatch_kernel(
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(poison_word, BULK.POISON_LANES)
+    answer = load_poison(poison_word, BULK.POISON_LANES)
     step = DispatchStep(
         table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
         program, num_programs,
@@ -288,7 +288,7 @@ def bulk_dispatch_kernel(
         poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
         finish_sending(step, poison, S, FORM)
     else:
-        poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
         if BULK.FORWARDED:
             # counts come from their own rank, so a rank that never came is named and not the one that waits for it
             if poison == 0:

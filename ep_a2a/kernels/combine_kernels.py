@@ -19,13 +19,13 @@ from ep_a2a.kernels.primitives import (
     WEIGHTS_MISSING,
     address,
     after_previous_launch,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
+    full_like,
+    initial_poison,
     lanes_behind,
-    like,
-    may_go_on,
+    load_poison,
     post_all,
     reduce_max,
     reduce_sum,
@@ -42,8 +42,8 @@ COPY_AND_PUT = tl.constexpr(Span.COPY_AND_PUT.value)
 RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
 TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
-# The program that speaks with the peers.
-SPEAKER = tl.constexpr(0)
+# The program that exchanges flags with the peers.
+FLAG_PROGRAM = tl.constexpr(0)
 
 
 @portable
@@ -56,7 +56,7 @@ def post_to_peers(table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr
         lanes = tl.arange(0, S.WORLD_LANES)
         present = lanes < S.WORLD_SIZE
         epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int32) + rank
-        tl.store(epochs_at, like(lanes, epoch), mask=present)
+        tl.store(epochs_at, full_like(lanes, epoch), mask=present)
     post_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS)
 
 
@@ -86,7 +86,7 @@ def send_results(
     first, given, step, share, poison, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
 ):
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
-    if step.is_speaker & (poison == 0):
+    if step.signals & (poison == 0):
         post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
     if step.is_sender & (poison == 0):
         begin_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
@@ -110,9 +110,9 @@ def receive_results(
 ):  # fmt: skip
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     table, rank, epoch = step.table, step.rank, step.epoch
-    if step.is_speaker | (share.program >= 0):
+    if step.signals | (share.program >= 0):
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    if step.is_speaker:
+    if step.signals:
         if poison == 0:
             # then every peer's experts have read what this rank overwrites next
             poison = await_peers(table, epoch, rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
@@ -157,10 +157,11 @@ def combine_kernel(
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
         step_tokens: the step's bound, rows per source in layout rank_major. M: rows that each peer may send back.
-        num_senders: the programs after the first, which send. Program 0 speaks with the peers.
+        num_senders: the programs after the first, which send. Program 0 exchanges flags with the peers.
         num_receivers: the last programs of the grid, which add.
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
-        S: Shape. SENT, ADDED, WEIGHTS: Block of what is sent, added, and of weights. COMBINE: Combine. FORM: Form.
+        S: Shape. SENT, ADDED, WEIGHTS: Block of what is sent, added, and of weights. COMBINE: Combine.
+        FORM: LaunchForm.
     """
     # addresses never change, so they may be read before the launch before this one has ended
     recv_counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
@@ -169,20 +170,20 @@ def combine_kernel(
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    is_speaker = program == SPEAKER
+    signals = program == FLAG_PROGRAM
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
     epoch, out_of_order = begin_combine(table, state, num_tokens, step_tokens, S, FORM)
-    answer = ask_poison(poison_word, WEIGHTS.GROUP)
+    answer = load_poison(poison_word, WEIGHTS.GROUP)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     sender = program - 1
     is_sender = (sender >= 0) & (sender < num_senders)
-    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, is_speaker, is_sender, pause_ns)
+    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
     sends = Share(sender, num_senders)
     if FORM.SEND:
         # in flight together with what decides whether it is sent
         first = first_unit(rows_in, step, sends, S, SENT, COMBINE.OWN_IN_PLACE)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.SEND:
         send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
     if FORM.RECEIVE:

@@ -19,7 +19,7 @@ from ep_a2a.kernels.primitives import (
     RECORD_PHASE,
     STATE,
     address,
-    like,
+    full_like,
     next_poll,
     overdue,
     pause,
@@ -107,7 +107,7 @@ def read_block(places, slots, own_line, first, rank, S: tl.constexpr, B: tl.cons
     aligned: tl.constexpr = 16 if B.WIDTH * B.ELEMENT.primitive_bitwidth % 128 == 0 else 1
     seen = ()
     for peer in tl.static_range(S.WORLD_SIZE):
-        present = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
+        present = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
         line = lines[peer]
         if OWN_IN_PLACE:
             line = tl.multiple_of(tl.where(rank == peer, own_line, line), aligned)
@@ -132,12 +132,12 @@ def judge_block(seen, slots, first, rank, S: tl.constexpr, B: tl.constexpr, OWN_
     missing = tl.full((B.GROUPS_LANES, B.GROUP), S.WORLD_SIZE, tl.int32)
     per_peer: tl.constexpr = 2 if B.SCALED else 1
     for peer in tl.static_range(S.WORLD_SIZE):
-        present = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
+        present = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
         bits = seen[peer * per_peer]
         values = widened(bits, B.DTYPE)
         late = bits == (EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY)
         if OWN_IN_PLACE:
-            late = late & (like(offsets, rank) != peer)
+            late = late & (full_like(offsets, rank) != peer)
         if B.SCALED:
             scale_bits = reduce_sum(seen[peer * per_peer + 1], 1)
             late = late | ((scale_bits == EMPTY)[:, None] & present)
@@ -155,14 +155,14 @@ def empty_block(places, slots, first, rank, S: tl.constexpr, B: tl.constexpr, OW
     empty = tl.full((B.GROUPS_LANES, B.GROUP), EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY, B.ELEMENT)
     lines = lines_of(places.rows, slots, B, S.WORLD_SIZE)
     for peer in tl.static_range(S.WORLD_SIZE):
-        arrived = (offsets < B.WIDTH) & (like(offsets, slots[peer]) >= 0)
+        arrived = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
         if OWN_IN_PLACE:
-            arrived = arrived & (like(offsets, rank) != peer)
+            arrived = arrived & (full_like(offsets, rank) != peer)
         tl.store(lines[peer] + offsets, empty, mask=arrived)
         if B.SCALED:
-            there = (groups < B.WIDTH // B.GROUP) & (like(groups, slots[peer]) >= 0)
+            there = (groups < B.WIDTH // B.GROUP) & (full_like(groups, slots[peer]) >= 0)
             scale_line = places.scales + tl.cast(slots[peer], tl.int64) * (B.WIDTH // B.GROUP)
-            tl.store(scale_line + groups, like(groups, EMPTY), mask=there)
+            tl.store(scale_line + groups, full_like(groups, EMPTY), mask=there)
 
 
 @portable

@@ -7,7 +7,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, like, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, full_like, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
@@ -24,7 +24,7 @@ class CombineStep(NamedTuple):
     table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: of this rank.
     step_tokens: the step's bound, rows per source in layout rank_major; the same on all ranks.
     M: rows that each peer may send back. counts: received rows by source [WORLD_LANES].
-    is_speaker, is_sender: whether this program speaks with the peers, or sends rows.
+    signals, is_sender: whether this program exchanges flags with the peers, or sends rows.
     pause_ns: time between two looks at rows that have not arrived.
     """
 
@@ -35,7 +35,7 @@ class CombineStep(NamedTuple):
     step_tokens: tl.tensor
     M: tl.tensor
     counts: tl.tensor
-    is_speaker: tl.tensor
+    signals: tl.tensor
     is_sender: tl.tensor
     pause_ns: tl.tensor
 
@@ -96,7 +96,7 @@ def load_block(rows_in, row, first, B: tl.constexpr):
     """Load one block of a row to send back; read nothing of row -1."""
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * B.WIDTH, 16)
-    return tl.load(source + offsets, mask=(offsets < B.WIDTH) & (like(offsets, row) >= 0), other=0)
+    return tl.load(source + offsets, mask=(offsets < B.WIDTH) & (full_like(offsets, row) >= 0), other=0)
 
 
 class ReturnPlaces(NamedTuple):
@@ -196,7 +196,7 @@ def push_results(
             slot = step.rank * step.M + aim.index
             push_block(values, places, slot, (unit % num_blocks) * block, B)
             if HAS_WEIGHTS:
-                mask = (topk_slots < S.TOPK) & (like(topk_slots, unit % num_blocks) == 0)
+                mask = (topk_slots < S.TOPK) & (full_like(topk_slots, unit % num_blocks) == 0)
                 weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * S.TOPK + topk_slots, mask=mask, other=0)
                 target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
                 tl.store(target + topk_slots, never_empty(weights), mask=mask, cache_modifier=".wt")

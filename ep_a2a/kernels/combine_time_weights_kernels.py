@@ -16,12 +16,12 @@ from ep_a2a.kernels.primitives import (
     POLLS_PER_CLOCK,
     STATE,
     address,
-    ask_poison,
     begin_stage,
     epoch_of,
     fail,
     flagged,
-    may_go_on,
+    initial_poison,
+    load_poison,
     next_poll,
     overdue,
     pause,
@@ -117,8 +117,8 @@ def exchange_weights_kernel(
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words

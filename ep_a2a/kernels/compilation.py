@@ -26,7 +26,7 @@ POLL_SECS = 0.2
 logger = logging.getLogger(__name__)
 
 
-def compile_all(variants: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
+def compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
     """Compiles and loads kernels; nothing is launched.
 
     Where Triton compiles for more than ANNOUNCE_AFTER_SECS, the first rank of each node says once how many kernels are
@@ -34,13 +34,13 @@ def compile_all(variants: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], conf
     logging shows it already.
 
     Args:
-        variants: kernels, each with arguments as `CompiledKernel.compile` takes them.
+        kernels: each with arguments as `CompiledKernel.compile` takes them.
         config: of the op that launches them.
 
     Raises:
         StateError, UntrustedFolderError: as `CompiledKernel.compile`.
     """
-    waiting = [(kernel, args) for kernel, args in variants if not kernel.is_compiled]
+    waiting = [(kernel, args) for kernel, args in kernels if not kernel.is_compiled]
     if not waiting:
         return
     watch = _Watch([kernel for kernel, _ in waiting])

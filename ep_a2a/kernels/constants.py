@@ -34,7 +34,7 @@ class ExpertPlacement(NamedTuple):
     NUM_OWNERS: tl.constexpr
 
 
-class Form(NamedTuple):
+class LaunchForm(NamedTuple):
     """Stages and options of a launch.
 
     SEND, RECEIVE: stages. HAS_WEIGHTS: weights travel. DEPENDENT_LAUNCH: the launch is set up while the one before it
@@ -228,7 +228,7 @@ class Exchange(NamedTuple):
     POISON_LANES: tl.constexpr
 
 
-class Sums(NamedTuple):
+class NodeSums(NamedTuple):
     """Constants of sums of results, first over the ranks of a node and then over nodes.
 
     HIDDEN: elements of a row, of which a program adds BLOCK at once. WEIGHTS_AT: words before the weights in a line on

@@ -1,4 +1,4 @@
-"""Layout expert_major: local launches behind dispatch and before combine. Nothing here speaks with other ranks.
+"""Layout expert_major: local launches behind dispatch and before combine. Nothing here reaches other ranks.
 
 On the wire a token travels once per rank, as in layout rank_major, and the received rows lie by source. Behind dispatch
 number_expert_rows_kernel gives every local expert of a received row a row in the expert's block, and expand_kernel
@@ -13,7 +13,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.layout import Region, Span, State
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import STATE, address, like, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import STATE, address, full_like, reduce_max, reduce_sum, running_sum
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -47,8 +47,8 @@ def source_counts(table, rank, S: tl.constexpr):
 @portable
 def row_of(index, counts, step_tokens, S: tl.constexpr):
     """Where the received row number `index` lies, with `step_tokens` rows for each source."""
-    row = like(step_tokens, index)
-    end = like(step_tokens, 0)
+    row = full_like(step_tokens, index)
+    end = full_like(step_tokens, 0)
     for source in tl.static_range(S.WORLD_SIZE - 1):
         end = end + counts[source]
         row = row + tl.where(index >= end, step_tokens - counts[source], 0)
@@ -59,7 +59,7 @@ def row_of(index, counts, step_tokens, S: tl.constexpr):
 def rows_of(index, table, step_tokens, rank, S: tl.constexpr):
     """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
     counts_at = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
-    rows = index + like(step_tokens, 0)
+    rows = index + full_like(step_tokens, 0)
     end = tl.full((), 0, tl.int32)
     for source in range(S.WORLD_SIZE - 1):
         count = tl.load(counts_at + source)
@@ -111,7 +111,7 @@ def number_expert_rows_kernel(
         hits = (local == expert) & inside
         has_row = reduce_max(hits.to(tl.int32), 1)
         slots = next_slot + found + running_sum(has_row, 0) - has_row
-        tl.store(slots_out + where, slots[:, None] + like(topk, 0)[None, :], mask=hits)
+        tl.store(slots_out + where, slots[:, None] + full_like(topk, 0)[None, :], mask=hits)
         if expert == 0:
             elsewhere = (local < 0) | (local >= num_local_experts)
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, S.TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
@@ -257,7 +257,7 @@ def reduce_experts_kernel(
             line = tl.multiple_of(rows_in + tl.cast(slots[k], tl.int64) * HIDDEN, 16)
             # masked instead of branched over, so that all loads are in flight together; a vector of the slot number:
             # the interpreter mistypes a scalar condition that meets a vector
-            present = (offsets < HIDDEN) & (like(offsets, slots[k]) >= 0)
+            present = (offsets < HIDDEN) & (full_like(offsets, slots[k]) >= 0)
             values = tl.load(line + offsets, mask=present, other=0.0).to(tl.float32)
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)

@@ -166,8 +166,8 @@ class Span(enum.IntEnum):
     TOPK_REDUCE = 9
 
 
-class Speaker(enum.IntEnum):
-    """Programs of a low-latency dispatch that speak with the peers; those behind them send and receive rows."""
+class FlagProgram(enum.IntEnum):
+    """Programs of a low-latency dispatch that exchange counts and flags; those behind them send and receive rows."""
 
     COUNT_PUBLISHER = 0
     FLAG_POSTER = 1

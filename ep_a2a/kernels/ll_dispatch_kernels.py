@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
-from ep_a2a.kernels.layout import Region, Span, Speaker, Stage
+from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -23,13 +23,13 @@ from ep_a2a.kernels.primitives import (
     STATE,
     address,
     after_previous_launch,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
     flagged,
+    initial_poison,
     lanes_behind,
-    may_go_on,
+    load_poison,
     post_all,
     reduce_sum,
     wait_all,
@@ -59,9 +59,9 @@ QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
 COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
 WAIT = tl.constexpr(Span.WAIT.value)
 
-COUNT_PUBLISHER = tl.constexpr(Speaker.COUNT_PUBLISHER.value)
-FLAG_POSTER = tl.constexpr(Speaker.FLAG_POSTER.value)
-NUM_SPEAKERS = tl.constexpr(len(Speaker))
+COUNT_PUBLISHER = tl.constexpr(FlagProgram.COUNT_PUBLISHER.value)
+FLAG_POSTER = tl.constexpr(FlagProgram.FLAG_POSTER.value)
+NUM_FLAG_PROGRAMS = tl.constexpr(len(FlagProgram))
 
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
@@ -271,19 +271,19 @@ def send_rows(
 
     Args:
         given: DispatchInputs. step: DispatchStep. roles: Roles. places: SendPlaces.
-        answer: from ask_poison. out_of_order: from begin_stage.
+        answer: from load_poison. out_of_order: from begin_stage.
     """
     table, rank, num_tokens = step.table, step.rank, step.num_tokens
-    sender, num_senders = step.program - NUM_SPEAKERS, roles.num_senders
+    sender, num_senders = step.program - NUM_FLAG_PROGRAMS, roles.num_senders
     # below the sender of the first two programs, which must find no token
-    end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_SPEAKERS)
+    end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_FLAG_PROGRAMS)
     tile = sender
     # in flight together with all that decides where the row goes
     if ROW.GROUP > 0:
         tile = load_tile(given.x, sender, end, ROW)
     token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, S, FORM.HAS_WEIGHTS)
     going = fields_of_tokens(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES, LL.COUNT_BITS)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if roles.is_poster & (poison == 0):
         post_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False)
     counted = tl.where(roles.is_publisher, num_tokens, sender)
@@ -360,7 +360,7 @@ def ll_dispatch_kernel(
     Args:
         num_senders: the programs after those two, which send.
         num_receivers: the last programs of the grid, which receive.
-        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: Form.
+        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: LaunchForm.
     """
     row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
     scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
@@ -379,7 +379,7 @@ def ll_dispatch_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(poison_word, LL.COUNT_LANES)
+    answer = load_poison(poison_word, LL.COUNT_LANES)
     step = DispatchStep(
         table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
         program, num_programs,
@@ -388,7 +388,7 @@ def ll_dispatch_kernel(
         given = DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, S, ROW, LL, FORM)
     else:
-        poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.RECEIVE:
         receive_rows(step, places.own, roles, poison, S, ROW, LL, FORM)
         finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

@@ -11,7 +11,7 @@ from ep_a2a.kernels.primitives import (
     POLLS_PER_CLOCK,
     address,
     epoch_of,
-    like,
+    full_like,
     next_poll,
     overdue,
     pause,
@@ -47,7 +47,7 @@ def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
         sent: which of the lanes below SIDE_WORDS are sent.
     """
     is_count = sides_at == SIDE_WORDS
-    where = tl.where(is_count, count_word + like(sides_at, 0), sides + sides_at)
+    where = tl.where(is_count, count_word + full_like(sides_at, 0), sides + sides_at)
     return tl.load(where, mask=sent | is_count, other=0, volatile=True)
 
 
@@ -204,10 +204,10 @@ def receive_row(
         words, side, exists, late = take_row_block(step, row, words_at, sides_at, sent, S, ROW, LL)
         poison = tl.where(poison == 0, late, poison)
         if exists:
-            has_room = like(words_at, row.number) < step.row_limit
-            wanted = (words_at < ROW.ROW_WORDS) & has_room & (like(words_at, poison) == 0)
+            has_room = full_like(words_at, row.number) < step.row_limit
+            wanted = (words_at < ROW.ROW_WORDS) & has_room & (full_like(words_at, poison) == 0)
             tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
-            tl.store(row.words + words_at, like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
+            tl.store(row.words + words_at, full_like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
             if first_word == 0:
                 if (row.number < step.row_limit) & (poison == 0):
                     place_side(places, side, sides_at, row.number, S.TOPK, LL, FORM.HAS_WEIGHTS)

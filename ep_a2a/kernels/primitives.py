@@ -175,7 +175,7 @@ def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def like(vector, value):
+def full_like(vector, value):
     """`value` in every lane of a vector like `vector`, of integers.
 
     The interpreter mistypes a scalar condition that meets a vector; as a vector the value has the right type.
@@ -184,28 +184,28 @@ def like(vector, value):
 
 
 @portable
-def ask_poison(poison_word, LANES: tl.constexpr):
-    """Load this rank's poison word into every lane, without waiting for it; `may_go_on` does.
+def load_poison(poison_word, LANES: tl.constexpr):
+    """Load this rank's poison word into every lane, without waiting for it; `initial_poison` does.
 
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
     """
-    return tl.load(poison_word + like(tl.arange(0, LANES), 0), volatile=True)
+    return tl.load(poison_word + full_like(tl.arange(0, LANES), 0), volatile=True)
 
 
 @portable
-def may_go_on(
+def initial_poison(
     table, answer, phase: tl.constexpr, epoch, out_of_order, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
 ):
-    """The poison word that this launch starts with, 0 to go on; a launch out of its order fails here.
+    """Return the poison word that this launch starts with, 0 to go on; a launch out of its order fails here.
 
     Args:
-        answer: from ask_poison.
+        answer: from load_poison.
     """
     poison = reduce_max(answer, 0)
     if (poison == 0) & (out_of_order != 0):
         poison = (rank | (ALTERNATION << 16)).to(tl.int32)
-        nobody = like(tl.arange(0, WORLD_LANES), 0)
+        nobody = full_like(tl.arange(0, WORLD_LANES), 0)
         fail(table, poison, phase, epoch, 0, nobody, rank, WORLD_SIZE, WORLD_LANES)
     return poison
 
@@ -221,7 +221,7 @@ def finish_stage(
     """
     counter = table + NUM_REGIONS * WORLD_SIZE + stage
     share = tl.where(program == 0, STEP_UNIT - num_programs + 1, 1)
-    # one thread speaks for its program: behind the barrier, none of them waits for another rank any more
+    # one thread arrives for its program: behind the barrier, none of them waits for another rank
     tl.debug_barrier()
     if DEPENDENT_LAUNCH:
         allow_next_launch()

@@ -17,7 +17,7 @@ from ep_a2a.kernels.primitives import (
     epoch_of,
     fail,
     flagged,
-    like,
+    full_like,
     next_poll,
     overdue,
     pause,
@@ -90,10 +90,10 @@ def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr,
     lanes = tl.arange(0, WORLD_LANES)
     present = lanes < WORLD_SIZE
     lines = address(table, COUNTS, tl.where(present, lanes, rank), WORLD_SIZE, tl.int64) + rank * (WORLD_SIZE + 1)
-    words = flagged(counts, epoch)[None, :] + like(lanes, 0)[:, None]
+    words = flagged(counts, epoch)[None, :] + full_like(lanes, 0)[:, None]
     mask = present[:, None] & present[None, :]
     tl.store(lines[:, None] + lanes[None, :], words, mask=mask, cache_modifier=".wt")
-    tl.store(lines + WORLD_SIZE, flagged(like(lanes, wire_word), epoch), mask=present, cache_modifier=".wt")
+    tl.store(lines + WORLD_SIZE, flagged(full_like(lanes, wire_word), epoch), mask=present, cache_modifier=".wt")
 
 
 @portable
@@ -218,7 +218,9 @@ def accept_rows(step, old, S: tl.constexpr):
 def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Publishes that a failed step has brought nothing."""
     lanes = tl.arange(0, WORLD_LANES)
-    tl.store(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, like(lanes, 0), mask=lanes < WORLD_SIZE)
+    tl.store(
+        address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < WORLD_SIZE
+    )
     tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), 0)
 
 

@@ -20,13 +20,13 @@ from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     POISON,
     address,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
+    full_like,
+    initial_poison,
     lanes_behind,
-    like,
-    may_go_on,
+    load_poison,
     reduce_sum,
 )
 from ep_a2a.kernels.ring_kernels import (
@@ -110,11 +110,11 @@ def sum_of(
     at = tile_offsets(first, LANES, SCALE_GROUP)
     total = tl.full(at.shape, 0, tl.float32)
     for index in tl.static_range(COUNT):
-        is_there = (at < WIDTH) & (like(at, numbers[index]) >= 0)
+        is_there = (at < WIDTH) & (full_like(at, numbers[index]) >= 0)
         values = widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
         if SCALE_GROUP:
             groups = first // SCALE_GROUP + tl.arange(0, LANES // SCALE_GROUP)
-            has_scale = (groups < WIDTH // SCALE_GROUP) & (like(groups, numbers[index]) >= 0)
+            has_scale = (groups < WIDTH // SCALE_GROUP) & (full_like(groups, numbers[index]) >= 0)
             values *= tl.load(scales[index] + groups, mask=has_scale, other=0)[:, None]
         total += values
     return total
@@ -312,7 +312,7 @@ def return_channel(
     before_all = pick(taken_before, 0, R.NODE_LANES)
     num_own = num_own_chunks(out.num_tokens, channel, R)
     to_send = tl.load(forwarded + channel * R.NODES + nodes, mask=nodes < R.NODES, other=0)
-    sent = like(nodes, 0)
+    sent = full_like(nodes, 0)
     missing = (nodes < R.NODES).to(tl.int32)
     num_taken = tl.full((), 0, tl.int32)
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
@@ -336,12 +336,12 @@ def return_kernel(
 
     Args:
         result: [num_tokens, HIDDEN] of DTYPE; ids, bias_0, bias_1: as of combine_kernel.
-        S: Shape. R: Ring of the way back. A: Sums.
+        S: Shape. R: Ring of the way back. A: NodeSums.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
     forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
     if poison == 0:

@@ -14,12 +14,12 @@ from ep_a2a.kernels.primitives import (
     POISON,
     STATE,
     address,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
-    like,
-    may_go_on,
+    full_like,
+    initial_poison,
+    load_poison,
     reduce_sum,
 )
 from ep_a2a.kernels.receive_kernels import post_counts, wait_counts
@@ -66,8 +66,8 @@ def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.const
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), N.POISON_LANES)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), N.POISON_LANES)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
         if program == 0:
             post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS, S, N)
@@ -137,12 +137,12 @@ def exchange_channel(
     nodes = tl.arange(0, R.NODE_LANES)
     sent_before, taken_before = load_channel(table, channel, rank, S, R)
     num_own = num_own_chunks(source.num_tokens, channel, R)
-    sent, taken = like(nodes, 0), like(nodes, 0)
+    sent, taken = full_like(nodes, 0), full_like(nodes, 0)
     unsent, unfinished = (nodes < R.NODES).to(tl.int32), (nodes < R.NODES).to(tl.int32)
     if not X.SENDS:
-        unsent = like(nodes, 0)
+        unsent = full_like(nodes, 0)
     if not X.FORWARDS:
-        unfinished = like(nodes, 0)
+        unfinished = full_like(nodes, 0)
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (reduce_sum(unsent + unfinished, 0) > 0) & (poison == 0):
         moved = tl.full((), 0, tl.int32)
@@ -180,8 +180,8 @@ def exchange_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, X.STAGE, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     source = Source(x, scales, weights, ids, num_tokens)
     places = Places(step_tokens, row_limit, positions_per_rank)
     if S.COMPACT and X.FORWARDS:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, like
+from ep_a2a.kernels.primitives import address, full_like
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
@@ -73,7 +73,7 @@ def store_to_rows(
 @portable
 def first_row_at_each(table, source, places, rank, S: tl.constexpr):
     """[WORLD_LANES] where the rows of rank `source` begin at every rank."""
-    bases = like(tl.arange(0, S.WORLD_LANES), source * places.step_tokens)
+    bases = full_like(tl.arange(0, S.WORLD_LANES), source * places.step_tokens)
     if S.COMPACT:
         bases = rows_before(table, rank, source, S.WORLD_SIZE, S.WORLD_LANES)
     return bases
@@ -153,7 +153,7 @@ def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.const
         members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
         flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + source_node * R.GPUS + rank % R.GPUS
         tl.debug_barrier()
-        tl.atomic_xchg(flags, like(local_ranks, epoch), mask=present, sem="release", scope="sys")
+        tl.atomic_xchg(flags, full_like(local_ranks, epoch), mask=present, sem="release", scope="sys")
 
 
 @portable

@@ -14,7 +14,16 @@ import triton.language as tl
 from ep_a2a.kernels import ring_shape
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import POLLS_PER_CLOCK, address, like, next_poll, overdue, pause, reduce_min, reduce_sum
+from ep_a2a.kernels.primitives import (
+    POLLS_PER_CLOCK,
+    address,
+    full_like,
+    next_poll,
+    overdue,
+    pause,
+    reduce_min,
+    reduce_sum,
+)
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
 
@@ -137,7 +146,7 @@ def give_room_to_all(table, channel, value, rank, S: tl.constexpr, R: tl.constex
         partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
         taken = counter_of(table, CHUNKS_TAKEN, partners, rank // R.GPUS, channel, S, R)
         tl.debug_barrier()
-        tl.atomic_xchg(taken, like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
+        tl.atomic_xchg(taken, full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
 
 
 @portable

@@ -12,10 +12,10 @@ from ep_a2a.kernels.primitives import (
     STATE,
     address,
     arrive_last,
-    ask_poison,
     begin_stage,
     finish_stage,
-    may_go_on,
+    initial_poison,
+    load_poison,
 )
 
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
@@ -51,8 +51,8 @@ def offer_results_kernel(
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
     if poison == 0:

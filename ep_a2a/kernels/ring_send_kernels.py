@@ -7,7 +7,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, like, reduce_max
+from ep_a2a.kernels.primitives import address, full_like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_TAKEN,
     HEADER,
@@ -77,7 +77,7 @@ def write_line(
 def load_rows(routes, token, end, S: tl.constexpr, R: tl.constexpr):
     """[GPU_LANES] a token's row index at each rank of a node, -1 for none; none from token `end` on."""
     local_ranks = tl.arange(0, R.GPU_LANES)
-    is_there = (local_ranks < R.GPUS) & (like(local_ranks, token) < end)
+    is_there = (local_ranks < R.GPUS) & (full_like(local_ranks, token) < end)
     return tl.load(routes + tl.cast(token, tl.int64) * S.WORLD_SIZE + local_ranks, mask=is_there, other=-1)
 
 

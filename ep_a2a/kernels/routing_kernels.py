@@ -4,7 +4,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, epoch_of, flagged, like, payload_of, reduce_sum
+from ep_a2a.kernels.primitives import address, epoch_of, flagged, full_like, payload_of, reduce_sum
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 
@@ -47,7 +47,7 @@ def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZ
     """
     place = owner_of(experts, OWNERS) - first_peer
     here = (place >= 0) & (place < 64 // COUNT_BITS) & (place < WORLD_SIZE - first_peer)
-    bit = like(place, 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
+    bit = full_like(place, 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
     return tl.where(here, bit, 0)
 
 
@@ -125,7 +125,7 @@ def plus(left, right, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
 def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
     """The fields of the given ranks (a vector or a scalar), as int32."""
     per_word: tl.constexpr = 64 // COUNT_BITS
-    found = like(ranks, 0).to(tl.int32)
+    found = full_like(ranks, 0).to(tl.int32)
     for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
         place = ranks - word * per_word
         here = (place >= 0) & (place < per_word)

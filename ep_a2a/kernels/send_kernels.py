@@ -5,7 +5,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, like, reduce_sum
+from ep_a2a.kernels.primitives import address, full_like, reduce_sum
 from ep_a2a.kernels.routing_kernels import field_of
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
@@ -69,7 +69,7 @@ def load_choices(ids, weights, token, end, S: tl.constexpr, HAS_WEIGHTS: tl.cons
     """Load a token's expert ids and router weights, both as int32 [TOPK_LANES]; read nothing from token `end` on."""
     lanes = tl.arange(0, S.TOPK_LANES)
     where = tl.cast(token, tl.int64) * S.TOPK + lanes
-    mask = (lanes < S.TOPK) & (like(lanes, token) < end)
+    mask = (lanes < S.TOPK) & (full_like(lanes, token) < end)
     token_ids = tl.load(ids + where, mask=mask, other=-1)
     token_weights = token_ids
     if HAS_WEIGHTS:
@@ -81,7 +81,9 @@ def load_choices(ids, weights, token, end, S: tl.constexpr, HAS_WEIGHTS: tl.cons
 def load_line(source, token, end, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """A token's line of `source` [T, WIDTH]; nothing is read from token `end` on."""
     lanes = tl.arange(0, LANES)
-    return tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (like(lanes, token) < end))
+    return tl.load(
+        source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (full_like(lanes, token) < end)
+    )
 
 
 @portable
@@ -118,7 +120,7 @@ def load_for_cast(
     mask = (groups < HIDDEN // GROUP)[:, None] & (elements < GROUP)[None, :]
     row_start = tl.multiple_of(x + tl.cast(token, tl.int64) * HIDDEN, 16)
     offsets = groups[:, None] * GROUP + elements[None, :]
-    return tl.load(row_start + offsets, mask=mask & (like(offsets, token) < end), other=0.0)
+    return tl.load(row_start + offsets, mask=mask & (full_like(offsets, token) < end), other=0.0)
 
 
 @portable

@@ -20,13 +20,13 @@ from ep_a2a.kernels.primitives import (
     POISON,
     address,
     arrive_last,
-    ask_poison,
     begin_stage,
     fail,
     finish_stage,
+    full_like,
+    initial_poison,
     lanes_behind,
-    like,
-    may_go_on,
+    load_poison,
     poison_of,
     wait_all,
 )
@@ -135,8 +135,8 @@ def pack_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     source = Source(x, scales, weights, ids, num_tokens)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
@@ -153,9 +153,9 @@ def pass_on_flags(table, marks, members, present, source, S: tl.constexpr, HAS_W
     """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
         epochs = address(table, WEIGHT_EPOCHS, members, S.WORLD_SIZE, tl.int32) + source
-        tl.store(epochs, like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
+        tl.store(epochs, full_like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
     flags = address(table, COMBINE_FLAGS, members, S.WORLD_SIZE, tl.int32) + source
-    epoch = like(members, tl.load(marks + COMBINE_EPOCH))
+    epoch = full_like(members, tl.load(marks + COMBINE_EPOCH))
     tl.debug_barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
 
@@ -169,7 +169,7 @@ def pass_on_counts(table, start, members, present, source, S: tl.constexpr):
     wire_word = tl.load(sent + S.WORLD_SIZE)
     lines = address(table, COUNTS, members, S.WORLD_SIZE, tl.int64) + source * (S.WORLD_SIZE + 1)
     mask = present[:, None] & (lanes < S.WORLD_SIZE)[None, :]
-    nothing = tl.cast(like(members, 0), tl.int64)
+    nothing = tl.cast(full_like(members, 0), tl.int64)
     tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing[:, None], mask=mask, cache_modifier=".wt")
     tl.store(lines + S.WORLD_SIZE, nothing + wire_word, mask=present, cache_modifier=".wt")
 
@@ -193,7 +193,9 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     poison = tl.load(marks + POISON_MARK)
     if poison != 0:
         poison_words = address(table, POISON, members, S.WORLD_SIZE, tl.int32)
-        tl.atomic_cas(poison_words, like(local_ranks, 0), like(local_ranks, poison), sem="relaxed", scope="sys")
+        tl.atomic_cas(
+            poison_words, full_like(local_ranks, 0), full_like(local_ranks, poison), sem="relaxed", scope="sys"
+        )
     elif R.DIRECTION == WAY_BACK:
         pass_on_flags(table, marks, members, present, source, S, HAS_WEIGHTS)
     else:
@@ -219,7 +221,7 @@ def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
     members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
     flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + nodes * R.GPUS + rank % R.GPUS
     tl.debug_barrier()
-    tl.atomic_xchg(flags, like(members, epoch), mask=present, sem="release", scope="sys")
+    tl.atomic_xchg(flags, full_like(members, epoch), mask=present, sem="release", scope="sys")
 
 
 @portable(do_not_specialize=["num_chunks", "step_tokens", "row_limit", "positions_per_rank", "rank"])
@@ -237,8 +239,8 @@ def forward_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = may_go_on(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
+    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     places = Places(step_tokens, row_limit, positions_per_rank)
     if poison == 0:
         poison = wait_for_all_counts(table, epoch, rank, S, R, COUNT_LANES)
@@ -262,12 +264,12 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
 
     Args:
         num_chunks: those of a step.
-        S: Shape. R: Ring of the way back. A: Sums.
+        S: Shape. R: Ring of the way back. A: NodeSums.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
         poison = wait_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, 1, R.GPUS)
     for unit in range(program, num_chunks * R.NODES, num_programs):
@@ -291,12 +293,12 @@ def sum_nodes_kernel(
     Args:
         result, ids, bias_0, bias_1: as of return_kernel.
         num_chunks: those of a step.
-        S: Shape. R: Ring of the way back. A: Sums.
+        S: Shape. R: Ring of the way back. A: NodeSums.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = ask_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = may_go_on(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
+    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
     if poison == 0:
         poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.constants import Form
+from ep_a2a.kernels.constants import LaunchForm
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
@@ -92,9 +92,9 @@ class OpKernels:
         self.max_sms = min(filter(None, self._most_sms.values()), default=0)
         self.plans.clear()
 
-    def form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> Form:
+    def form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> LaunchForm:
         """The constants of a launch that does these stages."""
-        return Form(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
+        return LaunchForm(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
 
     def casts(self, tokens: torch.Tensor) -> bool:
         """Whether a dispatch of these tokens casts them."""

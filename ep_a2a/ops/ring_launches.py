@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.constants import Line, Numbering, Ring, Row, Sums, constants
+from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring, Row, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
@@ -156,7 +156,7 @@ class RingLaunches:
             "CHECK_INDICES": args.ids is not None,
             "POISON_LANES": THREADS,
         }
-        return {"S": self.kernels.shape, "R": self.back, "A": constants(Sums, sums)}
+        return {"S": self.kernels.shape, "R": self.back, "A": constants(NodeSums, sums)}
 
     def _ring(self, direction: int) -> Ring:
         """The rings of a direction, as kernels know them."""
