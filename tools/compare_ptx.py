@@ -268,7 +268,7 @@ class MadeUpMemory:
 
     def __init__(self, table: Any) -> None:
         self.table, self.device = table, table.device
-        self.rendezvous = self.between_nodes = self.liveness = None
+        self.rendezvous = self.between_nodes = None
 
 
 def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:

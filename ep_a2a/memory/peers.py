@@ -242,7 +242,9 @@ class Peers:
         if gone != self._rung:
             self._rung = gone
             for each in list(self.alarms):
-                each.alarm(gone[0])
+                # a GPU that is lost has no kernels that wait; this thread goes on
+                with contextlib.suppress(RuntimeError):
+                    each.alarm(gone[0])
         return self.world_size > 1
 
     def beat(self) -> bool:

@@ -93,8 +93,8 @@ def survivors(
     survivors are on several hosts, not equally many on each, backend ep_a2a takes `gpu_per_node=1` in handle kwargs.
 
     Args:
-        error: of the step that failed. `missing_ranks` must be equal on all survivors: ranks that share a host or
-            hear each other by the network agree on it. Ranks whose errors differ wait for each other in vain.
+        error: of the step that failed. `missing_ranks` must be equal on all survivors, which agree on them on one
+            host, and on several while the store answers. Ranks whose errors differ wait for each other in vain.
         manager: of the former group.
         experts_of_ranks: by rank of the former group, the logical expert in each of its places, -1 = none; equally
             many of each rank, and equal on all survivors. A logical expert may be on several ranks. Also a tensor
