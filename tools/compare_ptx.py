@@ -81,7 +81,7 @@ def main() -> int:
             old.unlink()
         for folder, target in zip(folders, outputs):
             target.mkdir(parents=True, exist_ok=True)
-            run_workers(folder, target, options.workers)
+            run_workers(folder, target, options)
         return report(*outputs, options)
 
 
@@ -101,9 +101,12 @@ def checkout(name: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def run_workers(folder: Path, target: Path, num_workers: int) -> None:
+def run_workers(folder: Path, target: Path, options: argparse.Namespace) -> None:
     """Compiles the variants of a checkout, in processes that import its code."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target), *_passed_on()]
+    num_workers = options.workers
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target)]
+    command += ["--stage", options.stage, "--match", options.match]
+    command += [f"--ep={size}" for size in options.ep or ()] + [f"--set={name}" for name in options.set or ()]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     workers = [
         subprocess.Popen([*command, "--worker", str(share), str(num_workers)], env=environment, cwd=folder)
@@ -112,16 +115,6 @@ def run_workers(folder: Path, target: Path, num_workers: int) -> None:
     codes = [worker.wait() for worker in workers]
     if any(codes):
         raise SystemExit(f"compiling {folder} failed")
-
-
-def _passed_on() -> list[str]:
-    """The options of this run that workers need: all but the two checkouts."""
-    arguments, passed = sys.argv[1:], []
-    for place, argument in enumerate(arguments):
-        name = argument.split("=")[0]
-        if name in ("--stage", "--match", "--ep", "--set"):
-            passed += [argument] if "=" in argument else arguments[place : place + 2]
-    return passed
 
 
 def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> None:
@@ -292,8 +285,7 @@ def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
         "layout": "rank_major",
     } | changes
     if transport:
-        field = "rail" if "rail" in EpDispatchCombineConfig.__dataclass_fields__ else "internode_transport"
-        values[field] = TRANSPORTS[transport]
+        values["internode_transport"] = TRANSPORTS[transport]
         values["kernel_type"] = EpDispatchCombineKernelType[changes.get("kernel_type", "InterNodeV1")]
     if "data_type" in changes:
         values["data_type"] = getattr(torch, changes["data_type"])
