@@ -235,7 +235,7 @@ class Step:
     # --- combine ---
 
     def combine(self) -> list[Launch]:
-        """combine_kernel: speaker, senders, receivers."""
+        """combine_kernel: flag program, senders, receivers."""
         flags = self.model.combine_flags
         tells: Program = (self.posts_flags(flags),) if self.rules.flag_behind_experts else ()
         hears: Program = ()
