@@ -58,9 +58,9 @@ class HostRecord:
     def join(cls, store: distributed_c10d.Store, rank: int, world_size: int) -> HostRecord:
         """Opens the file of this host, or makes it where this rank is the first.
 
-        The first rank of a host publishes the name of its file in the store. Ranks that cannot open that file (another
-        container, another user) publish one of their own, and count as another host; so does a rank without shared
-        memory.
+        The first rank of a host publishes the name of its file in the store. Ranks that cannot open or lock that file
+        (another container, another user) publish one of their own, and count as another host; so does a rank without
+        shared memory.
         """
         path = new_path()
         try:
@@ -72,12 +72,27 @@ class HostRecord:
             name = store.compare_set(f"host/{host_identity()}/{number}", "", path.name).decode(errors="replace")
             if name == path.name:
                 return cls(descriptor, path, rank, world_size)
-            with contextlib.suppress(OSError, UntrustedFolderError):
-                found = open_private(in_shared_memory(name), 0)
+            found = cls._open(name, rank, world_size)
+            if found is not None:
                 os.close(descriptor)
-                path.unlink()
-                return cls(found, in_shared_memory(name), rank, world_size)
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                return found
         raise AssertionError("unreachable")
+
+    @classmethod
+    def _open(cls, name: str, rank: int, world_size: int) -> HostRecord | None:
+        """The file of another rank; None where it cannot be opened, or another process has this rank's lock there."""
+        try:
+            path = in_shared_memory(name)
+            descriptor = open_private(path, 0)
+        except (OSError, UntrustedFolderError):
+            return None
+        try:
+            return cls(descriptor, path, rank, world_size)
+        except OSError:
+            os.close(descriptor)
+            return None
 
     def has_ended(self, rank: int) -> bool:
         """Whether no process holds the lock of a rank that has joined."""

@@ -120,9 +120,13 @@ def process_namespace() -> int:
     return PID_NAMESPACE.stat().st_ino
 
 
-def new_path() -> Path:
-    """A path for a file of this process, with a name that nobody can guess."""
-    return SHM_DIRECTORY / f"{NAME_PREFIX}{process_namespace()}_{os.getpid()}_{secrets.token_hex(16)}"
+def new_path(kind: str = "") -> Path:
+    """A path for a file of this process, with a name that nobody can guess and that `remove_stale_files` knows.
+
+    Args:
+        kind: letters before the random part, where a file must not pass for one of another kind.
+    """
+    return SHM_DIRECTORY / f"{NAME_PREFIX}{process_namespace()}_{os.getpid()}_{kind}{secrets.token_hex(16)}"
 
 
 def create_private(path: Path, num_bytes: int) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError
+from ep_a2a.memory.host_shm import new_path
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 SHM_DIRECTORY = Path("/dev/shm")
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 32
-PROBE_NAME = r"ep_a2a_probe_[0-9a-f]{32}"
+PROBE_NAME = r"ep_a2a_\d+_\d+_probe[0-9a-f]{32}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> Topo
 def _make_offer() -> _Offer:
     # The name cannot be guessed and the file is ours alone, so nobody else can plant or read it; the token tells a
     # file of the same name on another host apart.
-    offer = _Offer(f"ep_a2a_probe_{secrets.token_hex(16)}", secrets.token_hex(_TOKEN_BYTES))
+    # Whoever comes later removes the file of a rank that has died.
+    offer = _Offer(new_path("probe").name, secrets.token_hex(_TOKEN_BYTES))
     path = SHM_DIRECTORY / offer.name
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

@@ -91,7 +91,7 @@ def report_without_shared_memory(context):
 
 def probe_files():
     """Those of all processes of this machine: other tests probe, too."""
-    return set(Path("/dev/shm").glob("ep_a2a_probe_*"))
+    return set(Path("/dev/shm").glob("ep_a2a_*_probe*"))
 
 
 @pytest.mark.parametrize("source_rank", [0, 1, 2])

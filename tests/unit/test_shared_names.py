@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ep_a2a.memory import host_shm
+from ep_a2a.memory.host_record import HostRecord
 from ep_a2a.topology import facts
 
 
@@ -39,7 +41,7 @@ def test_a_file_of_another_user_is_left_alone(stale_name, monkeypatch):
     assert not stale_name.exists()
 
 
-@pytest.mark.parametrize("name", ["../victim", "/victim", "victim", "ep_a2a_probe_../victim"])
+@pytest.mark.parametrize("name", ["../victim", "/victim", "victim", "ep_a2a_1_2_probe../victim"])
 def test_an_offer_names_a_file_of_its_kind_only(name, tmp_path, monkeypatch):
     folder = tmp_path / "shm"
     folder.mkdir()
@@ -58,3 +60,44 @@ def test_a_probe_is_opened_and_removed():
     assert facts._try_to_open(offer) == ""
     facts._remove(offer)
     assert facts._try_to_open(offer) == "No such file or directory"
+
+
+OFFER_AND_DIE = """
+import pathlib, sys
+from ep_a2a.topology import facts
+facts.SHM_DIRECTORY = pathlib.Path(sys.argv[1])
+facts._make_offer()
+"""
+
+
+def test_the_probe_of_a_dead_process_is_removed(tmp_path, monkeypatch):
+    subprocess.run([sys.executable, "-c", OFFER_AND_DIE, str(tmp_path)], check=True)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(host_shm, "SHM_DIRECTORY", tmp_path)
+    host_shm.remove_stale_files()
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLD_A_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, 1)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_whose_lock_another_process_holds_has_a_record_of_its_own():
+    """A rank of another job that shares the store and the host, or one whose end was not seen yet."""
+    store = torch.distributed.HashStore()
+    first = HostRecord.join(store, 0, 2)
+    command = [sys.executable, "-c", HOLD_A_LOCK, str(first._path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        second = HostRecord.join(store, 1, 2)
+        second.append({"joined": 1})
+        assert second.new_lines() == [{"joined": 1}]
+        assert first.new_lines() == []
+        other.stdin.close()
+    for record in (first, second):
+        record.close()
