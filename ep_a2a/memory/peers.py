@@ -91,12 +91,13 @@ class Peers:
         store: of the group.
 
     Attributes:
+        group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
         alarms: objects whose `alarm(rank)` makes kernels leave that wait for a rank that is gone; held weakly.
     """
 
     def __init__(self, rank: int, world_size: int, store: distributed_c10d.Store) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.group_store = rank, world_size, store
         self.gone: tuple[int, ...] = ()
         self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rung: tuple[int, ...] = ()
@@ -282,8 +283,13 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     """Returns this process's view of a group. The first call joins the host's ranks; it waits for nobody."""
     found = _peers.get(group)
     if found is None:
-        store = distributed_c10d._get_process_group_store(group)
-        found = _peers[group] = Peers(dist.get_rank(group), dist.get_world_size(group), store)
+        world_size = dist.get_world_size(group)
+        # a rank that is alone meets nobody, and the store that it came by may have ended
+        alone = world_size == 1
+        store: distributed_c10d.Store = (
+            dist.HashStore() if alone else distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+        )
+        found = _peers[group] = Peers(dist.get_rank(group), world_size, store)
     return found
 
 

@@ -64,11 +64,10 @@ class Rendezvous:
         self.group = group
         self.timeout_secs = timeout_secs
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        store = distributed_c10d._get_process_group_store(group)
-        self._store = distributed_c10d.PrefixStore("ep_a2a", store)
         label = "the first word of a meeting"
         with store_must_answer(label, None):
             self.peers = peers_of(group)
+        self._store = distributed_c10d.PrefixStore("ep_a2a", self.peers.group_store)
         with store_must_answer(label, self.peers):
             self._generation = int(self._store.add(f"generation/{self.rank}", 1))
         self._sequence = self._generation << 32

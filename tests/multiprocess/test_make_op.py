@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -18,6 +20,8 @@ from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ep_a2a.testing import RankContext
 
 HIDDEN, TOPK, TOKENS = 128, 2, 5
@@ -162,3 +166,21 @@ def on_moris_world(context: RankContext) -> str:
 
 def test_moris_default_group_is_the_world_unless_one_is_registered(ranks) -> None:
     assert ranks(on_moris_world, 2) == ["2 1"] * 2
+
+
+ALONE = """
+import pathlib, sys
+import torch, torch.distributed as dist
+import ep_a2a
+dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}")
+pathlib.Path(sys.argv[1]).unlink()
+op = ep_a2a.make_op(hidden_size=64, num_experts=4, topk=2, max_tokens=4, device="cpu")
+rows = op.dispatch(torch.ones(4, 64, dtype=torch.bfloat16), None, None, torch.zeros(4, 2, dtype=torch.int32)).tokens
+print(op.combine(rows.clone(), None, None).tokens.sum().item())
+"""
+
+
+def test_a_rank_that_is_alone_needs_no_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["256.0"], done.stderr
