@@ -53,7 +53,8 @@ class EpA2AError(Exception):
         self._expected, self.got = without_section(expected), without_section(got)
         if remedy is not None:
             self.remedy = remedy
-        super().__init__(str(self))
+        # a subclass whose own text fails can still be raised
+        super().__init__(EpA2AError.__str__(self))
 
     def __str__(self) -> str:
         return f"expected {self.expected}; got {self.got}. {self.remedy}\nSee {self.section}."
