@@ -66,7 +66,7 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"tokens": (128, 512, 4096), "warmups": 5, "iterations": 20, "rounds": 4},
     "cpu": {"tokens": (4,), "iterations": 1},
 }
-"""What is other with --layer."""
+"""Defaults that --layer changes."""
 FIELDS = (
     *("world_size", "hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "routing"),
     *("gpus_per_node", "max_num_tokens", "num_tokens", "max_sms"),

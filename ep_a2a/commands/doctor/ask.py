@@ -170,7 +170,7 @@ def sharing_facts(folder: str) -> Iterator[Facts]:
 
 
 def backend_facts(folder: str, name: str) -> Iterator[Facts]:
-    """What a backend's manager declares, and then the version of its library and why it cannot be used."""
+    """Yield the declarations of a backend's manager, then its library's version and why it cannot be used."""
     try:
         _import_package(folder)
         from ep_a2a.managers.registry import manager_type

@@ -1,4 +1,4 @@
-"""What a check finds, and the check itself."""
+"""A check of the doctor and the finding that it returns."""
 
 from __future__ import annotations
 
