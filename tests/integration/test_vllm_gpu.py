@@ -252,7 +252,7 @@ def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(model, tmp_p
     )
     survivors = done.of("until failure", num_ranks=NUM_RANKS - 1)
     assert file.read_text() == "replay"
-    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is gone"
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is late"
     undisturbed = done.completions("first")
     for survivor in survivors:
         assert cause in survivor["error"]

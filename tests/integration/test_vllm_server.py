@@ -131,6 +131,6 @@ def test_a_client_is_told_which_rank_has_stopped(server, tmp_path):
     status, body = server.complete()
     assert status == 500
     assert "choices" not in body
-    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is gone"
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is late"
     assert cause in body["error"]["message"]
     assert server.wait(END_TIMEOUT_SECS) is not None
