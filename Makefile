@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=30
 VLLM_VENV := .venv-vllm
 DOCS_VENV := .venv-docs
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
-VLLM_REQUIREMENTS := tests/vllm_engine/requirements.txt
+VLLM_REQUIREMENTS := tests/engines/vllm/cpu/requirements.txt
 
 .PHONY: demo test test-all test-rest test-vllm vllm lint format docs wheel release install-matrix clean
 

@@ -178,7 +178,7 @@ def enumerations() -> str:
 
 def vllm_patches() -> str:
     """The table of what the plugin changes in vLLM."""
-    from tests.vllm_contract.patch_registry import PATCHES
+    from tests.engines.vllm.contract.patch_registry import PATCHES
 
     rows = [(p.name, f"`{p.target.removeprefix('vllm.')}`", p.what, p.remove_when) for p in PATCHES]
     return table(("patch", "target in `vllm.`", "what", "until"), rows)

@@ -1,6 +1,6 @@
 """Rank bodies for ep_a2a.integrations.atom.
 
-They run on the shape of ATOM and AITER (tests/atom_shape), not on these libraries, which need ROCm.
+They run on the shape of ATOM and AITER (tests/engines/atom/shape), not on these libraries, which need ROCm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.testing import RankContext
 
-SHAPE = Path(__file__).parents[1] / "atom_shape"
+SHAPE = Path(__file__).parents[1] / "engines/atom/shape"
 
 
 def _is_theirs(name: str) -> bool:

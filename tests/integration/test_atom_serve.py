@@ -1,4 +1,4 @@
-"""The ATOM integration's switch in processes: launcher and entry point. On ATOM's shape (tests/atom_shape)."""
+"""The ATOM integration's switch in processes: launcher and entry point. On ATOM's shape (tests/engines/atom/shape)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ def lines(*arguments: str, **variables: str) -> list[str]:
 
 
 def test_the_launcher_switches_in_every_process_that_the_server_starts() -> None:
-    printed = lines(*LAUNCHER, "tests.atom_program", "--model", "m", EP_A2A_BACKEND="ep_a2a")
+    printed = lines(*LAUNCHER, "tests.engines.atom.program", "--model", "m", EP_A2A_BACKEND="ep_a2a")
     ours = "ep_a2a.integrations.atom.patches True"
     assert printed == [f"child {ours}", f"parent {ours}", "arguments --model m"]
 
 
 def test_without_the_variable_the_launcher_changes_nothing() -> None:
     theirs = "atom.model_ops.moe False"
-    assert lines(*LAUNCHER, "tests.atom_program") == [f"child {theirs}", f"parent {theirs}", "arguments"]
+    assert lines(*LAUNCHER, "tests.engines.atom.program") == [f"child {theirs}", f"parent {theirs}", "arguments"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "backend", "expected"),
-    [(("tests.atom_program",), "ep_a2aa", "Did you mean 'ep_a2a'?"), ((), "", "atom.entrypoints.openai_server")],
+    [
+        (("tests.engines.atom.program",), "ep_a2aa", "Did you mean 'ep_a2a'?"),
+        ((), "", "atom.entrypoints.openai_server"),
+    ],
 )
 def test_misuse_of_the_launcher_is_named(arguments: tuple[str, ...], backend: str, expected: str) -> None:
     done = run_python(*LAUNCHER, *arguments, **PATH, EP_A2A_BACKEND=backend)

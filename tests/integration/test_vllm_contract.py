@@ -1,6 +1,6 @@
 """The vLLM integration against real releases: their sources, and their modules where vLLM's dependencies are installed.
 
-The checks are functions of tests/vllm_contract/*_checks.py. They run in processes of their own, which import a
+The checks are functions of tests/engines/vllm/contract/*_checks.py. They run in processes of their own, which import a
 release's Python files; each test asks what became of one check.
 """
 
@@ -14,11 +14,11 @@ import pytest
 
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
-from tests.vllm_contract.config_checks import WITHOUT_CHOICE
-from tests.vllm_contract.patch_registry import PATCHES
-from tests.vllm_contract.program import CHOSEN
-from tests.vllm_contract.reports import require_passed
-from tests.vllm_contract.wheels import (
+from tests.engines.vllm.contract.config_checks import WITHOUT_CHOICE
+from tests.engines.vllm.contract.patch_registry import PATCHES
+from tests.engines.vllm.contract.program import CHOSEN
+from tests.engines.vllm.contract.reports import require_passed
+from tests.engines.vllm.contract.wheels import (
     DOWNLOAD_TIMEOUT_SECS,
     PROGRAM_TIMEOUT_SECS,
     VERSIONS,
@@ -31,7 +31,7 @@ from tests.vllm_contract.wheels import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROGRAM = "tests.vllm_contract.program"
+PROGRAM = "tests.engines.vllm.contract.program"
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 
 pytestmark = [

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES
-from tests.vllm_engine.counters import check_ranks_agree
-from tests.vllm_engine.models import QWEN3_MOE, save_model
-from tests.vllm_engine.program import NUM_TOKENS, PROMPTS
-from tests.vllm_engine.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_engine
+from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
+from tests.engines.vllm.cpu.counters import check_ranks_agree
+from tests.engines.vllm.cpu.models import QWEN3_MOE, save_model
+from tests.engines.vllm.cpu.program import NUM_TOKENS, PROMPTS
+from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engines.vllm.cpu.changes import EXTENSION, Changes
+from tests.engines.vllm.cpu.counters import check_ranks_agree
+from tests.engines.vllm.gpu.compare import compare
+from tests.engines.vllm.gpu.engine import Action, Run, arguments, run_engine
+from tests.engines.vllm.gpu.models import SHAPES, quantized, save_model
 from tests.markers import needs_gpus, needs_own_gpus
-from tests.vllm_engine.changes import EXTENSION, Changes
-from tests.vllm_engine.counters import check_ranks_agree
-from tests.vllm_gpu.compare import compare
-from tests.vllm_gpu.engine import Action, Run, arguments, run_engine
-from tests.vllm_gpu.models import SHAPES, quantized, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,23 +1,23 @@
 """MoE layers of a real vLLM on two CPU ranks, with our prepare/finalize, against the dense layer in float32.
 
-The checks are functions of tests/vllm_contract/layer_checks.py. One process with a pool of ranks runs them all; each
-test asks what became of one check.
+The checks are functions of tests/engines/vllm/contract/layer_checks.py. One process with a pool of ranks runs them all;
+each test asks what became of one check.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.vllm_contract.layer_checks import LAYER_CHECKS
-from tests.vllm_contract.reports import require_passed
-from tests.vllm_contract.wheels import (
+from tests.engines.vllm.contract.layer_checks import LAYER_CHECKS
+from tests.engines.vllm.contract.reports import require_passed
+from tests.engines.vllm.contract.wheels import (
     DOWNLOAD_TIMEOUT_SECS,
     NEWEST,
     PROGRAM_TIMEOUT_SECS,
     VERSIONS,
 )
 
-PROGRAM = "tests.vllm_contract.layer_program"
+PROGRAM = "tests.engines.vllm.contract.layer_program"
 IN_EVERY_VERSION = "fp8_per_block"
 
 pytestmark = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm_contract.wheels import PYTHON_WITH_DEPENDENCIES
-from tests.vllm_engine.changes import EXTENSION, Changes
-from tests.vllm_engine.http_server import Server
-from tests.vllm_engine.models import save_model
-from tests.vllm_engine.processes import cpu_environment, free_port
-from tests.vllm_engine.server import MAX_BATCHED_TOKENS
+from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
+from tests.engines.vllm.cpu.changes import EXTENSION, Changes
+from tests.engines.vllm.cpu.http_server import Server
+from tests.engines.vllm.cpu.models import save_model
+from tests.engines.vllm.cpu.processes import cpu_environment, free_port
+from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def server(tmp_path: Path) -> Iterator[Completions]:
     ]
     changes = Changes(STOPPED_RANK, stop_file=str(tmp_path / STOP_FILE))
     variables = cpu_environment(tmp_path, WAIT_SECS) | changes.variables()
-    command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.vllm_engine.server", *options)]
+    command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.engines.vllm.cpu.server", *options)]
     started = Completions(command, variables, port, tmp_path / "log")
     yield started
     started.end()

@@ -20,7 +20,7 @@ from tests.cases.ring_cases import (
     rings,
 )
 from tests.markers import ranks_on_gpus
-from tests.soak import SOAKED
+from tests.programs.soak import SOAKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, run_case
 from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, on_virtual_nodes, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
-from tests.soak import SelfCheckingStep, soak
+from tests.programs.soak import SelfCheckingStep, soak
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext

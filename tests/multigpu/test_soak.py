@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak import SOAKED, soak
+from tests.programs.soak import SOAKED, soak
 
 NUM_STEPS = 500
 

@@ -1,4 +1,4 @@
-"""The ATOM integration on CPU ranks, on the shape of ATOM and AITER (tests/atom_shape), not on these libraries."""
+"""The ATOM integration on CPU ranks, on modules with the shape of ATOM and AITER (tests/engines/atom)."""
 
 from __future__ import annotations
 

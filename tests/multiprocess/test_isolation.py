@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.testing import RankContext
 
-INTRUDER = Path(__file__).resolve().parents[1] / "intruder.py"
+INTRUDER = Path(__file__).resolve().parents[1] / "programs/intruder.py"
 NOBODY = 65534
 NUM_BYTES = 4096
 

@@ -1,4 +1,4 @@
-"""A few steps of each schedule (tests/schedules.py); docs/reliability.md tells how many have been run by hand."""
+"""A few steps of each schedule (tests/programs/schedules.py); docs/results/faults.md tells how many were run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.schedules import SCHEDULES, run_with_pauses
+from tests.programs.schedules import SCHEDULES, run_with_pauses
 
 NUM_STEPS = 4
 SEED = 3

@@ -1,4 +1,4 @@
-"""A few of the round trips that tests/soak.py makes on GPUs by the million."""
+"""A few of the round trips that tests/programs/soak.py makes on GPUs by the million."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cases.op_cases import Case
-from tests.soak import Pace, Soaked, soak
+from tests.programs.soak import Pace, Soaked, soak
 
 NUM_STEPS = 5
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_gpu.compare import compare
+from tests.engines.vllm.gpu.compare import compare
 
 TOLERANCE = 1e-3
 

@@ -14,7 +14,7 @@ from ep_a2a import env, errors
 from ep_a2a.cli import app
 from ep_a2a.commands import plots
 from ep_a2a.config import EpDispatchCombineConfig
-from tests.vllm_contract.patch_registry import PATCHES
+from tests.engines.vllm.contract.patch_registry import PATCHES
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"

@@ -6,7 +6,13 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["tests.multigpu.precompile", "tests.soak", "tests.vllm_gpu.throughput", "tests.vllm_gpu.rank"]
+    "name",
+    [
+        "tests.multigpu.precompile",
+        "tests.programs.soak",
+        "tests.engines.vllm.gpu.throughput",
+        "tests.engines.vllm.gpu.rank",
+    ],
 )
 def test_it_imports(name: str) -> None:
     importlib.import_module(name)

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from tests.vllm_gpu.rank import Turns
+from tests.engines.vllm.gpu.rank import Turns
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from tests.vllm_gpu import rank
-from tests.vllm_gpu.rank import Turns
+from tests.engines.vllm.gpu import rank
+from tests.engines.vllm.gpu.rank import Turns
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import plugin as name
 from ep_a2a.integrations.vllm import register, support
-from tests.vllm_contract.wheels import ROOT
+from tests.engines.vllm.contract.wheels import ROOT
 
 OTHERS = (
     ["vllm", "serve", "model"],

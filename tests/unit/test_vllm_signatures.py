@@ -13,8 +13,8 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import vllm as integration
 from ep_a2a.integrations.vllm import signatures, support
 from ep_a2a.integrations.vllm.signatures import FILE_NAME, MISSING, read_signatures
-from tests.vllm_contract.patch_registry import PATCHES
-from tests.vllm_contract.wheels import VERSIONS, symbol_of
+from tests.engines.vllm.contract.patch_registry import PATCHES
+from tests.engines.vllm.contract.wheels import VERSIONS, symbol_of
 from tools.vllm_signatures import TABLE, json_of
 
 PACKAGE = Path(integration.__file__).parent

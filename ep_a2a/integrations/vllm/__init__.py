@@ -2,7 +2,8 @@
 
 vLLM calls `register` through the entry point group `vllm.general_plugins` in each of its processes. `register` adds the
 backend's name. All other patches are applied only in processes whose configuration names the backend.
-tests/vllm_contract/patch_registry.py lists every patch; docs/vllm.md lists the modules from the flag to `op.dispatch`.
+tests/engines/vllm/contract/patch_registry.py lists the patches,
+docs/vllm.md the modules from the flag to `op.dispatch`.
 """
 
 from ep_a2a.integrations.vllm.plugin import register

@@ -1,0 +1,1 @@
+"""The shape of a package, not the package: see shape/README.md."""

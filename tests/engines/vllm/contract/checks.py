@@ -1,0 +1,99 @@
+"""What the checks of tests/engines/vllm/contract/*_checks.py share; imports vLLM only inside functions."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from tests.engines.vllm.contract.wheels import report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAME = "ep_a2a"
+OURS = "/integrations/vllm/"
+
+
+def use_cpu() -> None:
+    """Before vllm.config is imported. VLLM_TARGET_DEVICE would do only from vLLM 0.28."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()
+
+
+def run(checks: dict[str, Callable[[], None]], names: list[str]) -> None:
+    """Runs checks in the order of `names` and reports each."""
+    use_cpu()
+    for name in names:
+        try:
+            checks[name]()
+        except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
+            report(name, traceback.format_exc())
+        else:
+            report(name, None)
+
+
+@contextlib.contextmanager
+def refused(kind: type[BaseException], *parts: str) -> Iterator[None]:
+    """What is done within must raise an error of this kind whose text has all parts."""
+    found: BaseException | None = None
+    try:
+        yield
+    except kind as error:
+        found = error
+    assert found is not None, f"no {kind.__name__}"
+    missing = [part for part in parts if part not in str(found)]
+    assert not missing, f"{missing} not in: {found}"
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` within, whether or not it was there before."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+class Messages(logging.Handler):
+    """Collects what a logger is told from WARNING on."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger(logger).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def is_patched(target: str) -> bool:
+    """Whether a registry entry's target is ours instead of vLLM's."""
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        found = getattr(found, part)
+    if path == ["current_platform"]:
+        return last in vars(found)
+    owner = getattr(found, last)
+    # of a class, ours is a method that was added
+    members = vars(owner).values() if isinstance(owner, type) else [owner]
+    return any(OURS in member.__code__.co_filename for member in members if hasattr(member, "__code__"))
+
+
+def our_modules() -> set[str]:
+    """Modules of this package's integration that are loaded, by their last name."""
+    prefix = "ep_a2a.integrations.vllm."
+    return {name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix)}

@@ -1,0 +1,318 @@
+"""Checks in a real vLLM: the name, the configuration of a user who chose it, and of one who did not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest import mock
+
+from tests.engines.vllm.contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
+from tests.engines.vllm.contract.wheels import ROOT
+
+FOR_EVERYBODY = ("backend-name", "chosen-config")
+UNPICKLE = "unpickle"
+
+
+def chosen(**options: Any) -> Any:
+    from vllm.config import ParallelConfig
+
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    return ParallelConfig(**{"all2all_backend": NAME, "enable_expert_parallel": True} | options)
+
+
+def the_name_is_added_once() -> None:
+    from vllm.config import ParallelConfig, parallel
+    from vllm.engine import arg_utils
+
+    from ep_a2a.integrations.vllm import register
+
+    before = get_args(parallel.All2AllBackend)
+    assert NAME not in arg_utils.get_kwargs(ParallelConfig)["all2all_backend"]["choices"]
+    register()
+    post_init = ParallelConfig.__post_init__
+    register()
+    assert get_args(parallel.All2AllBackend) == (*before, NAME)
+    assert ParallelConfig.__post_init__ is post_init
+    with refused(ValueError, "Input should be", "'allgather_reducescatter'", f"'{NAME}'"):
+        ParallelConfig(all2all_backend="bogus")
+
+
+def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
+    from vllm.config import ParallelConfig, VllmConfig
+
+    messages = Messages("vllm.ep_a2a")
+    for backend in ("allgather_reducescatter", "deepep_low_latency"):
+        parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
+        assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
+        assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
+    assert our_modules() == {"common", "plugin"}
+    assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.plugin"])
+    from tests.engines.vllm.contract.patch_registry import PATCHES
+
+    changed = {patch.name for patch in PATCHES if patch.name != "backend-name" and is_patched(patch.target)}
+    assert changed == {"chosen-config"}, changed
+    assert messages.texts == []
+
+
+def the_command_line_takes_the_name() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
+
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--all2all-backend", NAME, "--enable-expert-parallel"])
+    assert given.all2all_backend == NAME
+    assert parser.parse_args([]).all2all_backend == "allgather_reducescatter"
+    with refused(SystemExit, "2"):
+        parser.parse_args(["--all2all-backend", "bogus"])
+
+
+def the_files_for_its_command_line_are_taken() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
+
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = {path.stem: parser.parse_args(["--config", str(path)]) for path in (ROOT / "configs/vllm").glob("*.yaml")}
+    assert {"single_node", "two_nodes"} <= set(given)
+    for each in given.values():
+        assert (each.all2all_backend, each.enable_expert_parallel) == (NAME, True)
+    first = given["two_nodes"]
+    assert first.data_parallel_size == 2 * first.data_parallel_size_local == 16
+    second = parser.parse_args(
+        ["--config", str(ROOT / "configs/vllm/two_nodes.yaml"), "--data-parallel-start-rank", "8"]
+    )
+    assert second.data_parallel_start_rank == first.data_parallel_size_local
+    assert second.data_parallel_address == first.data_parallel_address
+
+
+def the_configuration_answers_as_for_backends_of_vllm() -> None:
+    """Whether tensor-parallel ranks bring distinct tokens is a list of names in vLLM."""
+    from vllm.config import ParallelConfig
+
+    ours, theirs = chosen(), ParallelConfig(all2all_backend="allgather_reducescatter")
+    assert isinstance(ours, ParallelConfig)
+    for ep, tp, dp in itertools.product((False, True), (1, 2), (1, 2)):
+        for config in (ours, theirs):
+            config.enable_expert_parallel, config.tensor_parallel_size, config.data_parallel_size = ep, tp, dp
+        assert ours.use_sequence_parallel_moe == theirs.use_sequence_parallel_moe == (ep and tp == dp == 2)
+        if hasattr(theirs, "use_all2all"):
+            assert ours.use_all2all == theirs.use_all2all == (dp == 2)
+
+
+def copies_of_the_configuration_stay_what_they_are() -> None:
+    from vllm.config import ParallelConfig, VllmConfig
+
+    config = chosen()
+    copies = [
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
+        chosen(),
+    ]
+    for each in copies:
+        assert type(each) is type(config)
+        assert type(each) is not ParallelConfig
+        assert each.all2all_backend == NAME
+        assert each.compute_hash() == config.compute_hash()
+    assert copies[2] == config
+    assert config.compute_hash() != ParallelConfig(enable_expert_parallel=True).compute_hash()
+    changed = dataclasses.replace(config, enable_expert_parallel=False)
+    assert (type(changed), changed.enable_expert_parallel) == (type(config), False)
+    assert VllmConfig(parallel_config=config).parallel_config is config
+
+
+def a_fresh_process_is_activated_by_the_configuration() -> None:
+    """As vLLM's engine and workers are: they unpickle the configuration before any plugin is loaded."""
+    from vllm.config import VllmConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.pickle"
+        path.write_bytes(pickle.dumps(VllmConfig(parallel_config=chosen())))
+        subprocess.run(
+            [sys.executable, "-m", "tests.engines.vllm.contract.program", UNPICKLE, path], env=os.environ, check=True
+        )
+
+
+def unpickle(path: str) -> None:
+    """The fresh process."""
+    use_cpu()
+    import vllm.config
+    from vllm.platforms import current_platform
+
+    assert not our_modules()
+    assert not vars(current_platform)
+    config = pickle.loads(Path(path).read_bytes())
+    assert type(config) is vllm.config.VllmConfig
+    assert config.parallel_config.all2all_backend == NAME
+    assert {"get_device_communicator_cls", "check_and_update_config"} <= set(vars(current_platform))
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    assert type(dataclasses.replace(config.parallel_config)) is type(config.parallel_config) is type(chosen())
+
+
+def the_platform_is_patched_once() -> None:
+    from vllm.platforms import current_platform
+
+    from ep_a2a.integrations.vllm.communicator import original_communicator_class
+    from ep_a2a.integrations.vllm.parallel_config import COMMUNICATOR_FACTORY
+
+    chosen()
+    before = dict(vars(current_platform))
+    chosen()
+    assert vars(current_platform) == before
+    assert current_platform.get_device_communicator_cls() == COMMUNICATOR_FACTORY
+    assert original_communicator_class().__name__ == "CpuCommunicator"
+
+
+OPTIONS = {
+    "--enable-lora": ("lora_config", object()),
+    "--enable-elastic-ep": ("enable_elastic_ep", True),
+    "--enable-dbo": ("enable_dbo", True),
+    "--prefill-context-parallel-size": ("prefill_context_parallel_size", 2),
+    "--pipeline-parallel-size": ("pipeline_parallel_size", 2),
+}
+
+
+def options_that_cannot_work_are_refused() -> None:
+    from vllm.platforms import current_platform
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm.parallel_config import check_options
+
+    chosen()
+    for option, (field, value) in OPTIONS.items():
+        parallel = SimpleNamespace(
+            all2all_backend=NAME,
+            enable_expert_parallel=True,
+            pipeline_parallel_size=1,
+            data_parallel_size=2,
+            data_parallel_rank=0,
+        )
+        config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+        check_options(config)
+        setattr(config if field == "lora_config" else parallel, field, value)
+        with refused(UnsupportedError, f"no {option}", f"Leave {option} out", "allgather_reducescatter"):
+            current_platform.check_and_update_config(config)
+        parallel.enable_expert_parallel = False
+        check_options(config)
+        parallel.enable_expert_parallel, parallel.all2all_backend = True, "allgather_reducescatter"
+        check_options(config)
+
+
+def rays_old_executor_is_refused() -> None:
+    from vllm import envs
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm.parallel_config import check_options
+
+    parallel = SimpleNamespace(
+        all2all_backend=NAME,
+        enable_expert_parallel=True,
+        pipeline_parallel_size=1,
+        data_parallel_size=2,
+        data_parallel_rank=0,
+        distributed_executor_backend="ray",
+    )
+    config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
+        check_options(config)
+    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
+        with refused(UnsupportedError, "no --distributed-executor-backend ray", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+            check_options(config)
+        parallel.distributed_executor_backend = "mp"
+        check_options(config)
+
+
+def it_is_said_once_where_the_backend_has_no_effect() -> None:
+    from vllm.config import VllmConfig
+
+    from ep_a2a.integrations.vllm import common
+    from ep_a2a.integrations.vllm.parallel_config import ONE_REPLICA, WITHOUT_EP
+
+    said: dict[tuple[bool, int], list[str]] = {}
+    for ep, size in itertools.product((False, True), (1, 2)):
+        common.log_once.cache_clear()
+        messages = Messages("vllm.ep_a2a")
+        for _ in range(2):
+            VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))
+        said[ep, size] = list(messages.texts)
+    assert said == {(False, 1): [ONE_REPLICA], (False, 2): [WITHOUT_EP], (True, 1): [ONE_REPLICA], (True, 2): []}
+    for flag in ("--data-parallel-size", "--enable-expert-parallel", "--all2all-backend ep_a2a"):
+        assert flag in ONE_REPLICA
+    assert "--enable-expert-parallel" in WITHOUT_EP
+    assert "allgather_reducescatter" in WITHOUT_EP
+
+
+def a_variable_that_cannot_be_read_is_refused() -> None:
+    from vllm.config import VllmConfig
+
+    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_COUNTERS", "EP_A2A_SHARED_EXPERTS"):
+        with mock.patch.dict(os.environ, {name: "abc"}):
+            with refused(ValueError, name, "'abc'"):
+                VllmConfig(parallel_config=chosen())
+            VllmConfig()
+
+
+def options_are_refused_by_the_real_configuration() -> None:
+    """LoRA is not among them: without a model vLLM's own checks fail first."""
+    from vllm.config import VllmConfig
+
+    from ep_a2a.errors import UnsupportedError
+
+    VllmConfig(parallel_config=chosen())
+    with refused(UnsupportedError, "--enable-dbo"):
+        VllmConfig(parallel_config=chosen(enable_dbo=True))
+    with refused(UnsupportedError, "--prefill-context-parallel-size"):
+        VllmConfig(parallel_config=chosen(prefill_context_parallel_size=2))
+    with refused(UnsupportedError, "--pipeline-parallel-size"):
+        VllmConfig(parallel_config=chosen(pipeline_parallel_size=2))
+
+
+def a_version_that_is_too_old_is_refused() -> None:
+    from vllm.config import ParallelConfig
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm import support
+
+    with replaced(support, "vllm_version", lambda: "0.23.0"):
+        ParallelConfig(enable_expert_parallel=True)
+        with refused(UnsupportedError, support.SUPPORTED, "0.23.0"):
+            chosen()
+
+
+WITHOUT_CHOICE = {
+    check.__name__: check for check in (the_name_is_added_once, nothing_else_changes_for_a_user_who_does_not_choose)
+}
+WITH_CHOICE = {
+    check.__name__: check
+    for check in (
+        the_command_line_takes_the_name,
+        the_files_for_its_command_line_are_taken,
+        a_version_that_is_too_old_is_refused,
+        the_configuration_answers_as_for_backends_of_vllm,
+        copies_of_the_configuration_stay_what_they_are,
+        a_fresh_process_is_activated_by_the_configuration,
+        the_platform_is_patched_once,
+        options_that_cannot_work_are_refused,
+        rays_old_executor_is_refused,
+        it_is_said_once_where_the_backend_has_no_effect,
+        a_variable_that_cannot_be_read_is_refused,
+        options_are_refused_by_the_real_configuration,
+    )
+}

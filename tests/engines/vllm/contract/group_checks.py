@@ -1,0 +1,289 @@
+"""Checks in a real vLLM, in a group of one process: communicators, the manager, and where layers get theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import tempfile
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tests.engines.vllm.contract.checks import NAME, Messages, refused, replaced
+from tests.engines.vllm.contract.config_checks import chosen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VLLM_BACKEND = "allgather_reducescatter"
+EP = "ep:0"
+CPU, CUDA = "cpu_communicator.CpuCommunicator", "cuda_communicator.CudaCommunicator"
+COMMUNICATORS = "vllm.distributed.device_communicators"
+
+
+def group() -> Any:
+    """A group of this process; vLLM's data- and tensor-parallel groups are stand-ins."""
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+
+    if not dist.is_initialized():
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/meeting")
+        parallel_state.get_dp_group = parallel_state.get_tp_group = lambda: OneRank
+    return dist.group.WORLD
+
+
+class OneRank:
+    rank_in_group, world_size = 0, 1
+
+
+@contextlib.contextmanager
+def communicator_of(
+    unique_name: str = EP, *, ep: bool = True, dp: int = 2, backend: str = NAME, kind: str = CPU
+) -> Iterator[Any]:
+    """A communicator made as vLLM's GroupCoordinator makes one of `kind`, by the platform's word."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    config = VllmConfig(parallel_config=chosen(all2all_backend=backend, enable_expert_parallel=ep))
+    config.parallel_config.data_parallel_size = dp
+    options: dict[str, Any] = {"cpu_group": group(), "device": torch.device("cpu"), "device_group": group()}
+    if "use_all2all" in inspect.signature(DeviceCommunicatorBase.__init__).parameters:
+        options["use_all2all"] = dp > 1
+    wanted = classmethod(lambda _: f"{COMMUNICATORS}.{kind}")
+    chosen()  # patches the platform, also where this configuration names another backend
+    with replaced(type(current_platform), "get_device_communicator_cls", wanted), set_current_vllm_config(config):
+        make = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+        communicator = make(unique_name=unique_name, **options)
+        assert config.parallel_config.all2all_backend == backend
+        yield communicator
+        communicator.destroy()
+
+
+def class_name(communicator: Any) -> str:
+    return type(communicator).__name__
+
+
+@contextlib.contextmanager
+def changed_signatures(**changes: str) -> Iterator[None]:
+    """As if this vLLM's functions had other parameters."""
+    from ep_a2a.integrations.vllm import support
+
+    read = support.read_signatures
+    with replaced(support, "read_signatures", lambda package: read(package) | changes):
+        support.check_signatures.cache_clear()
+        yield
+    support.check_signatures.cache_clear()
+
+
+def a_vllm_with_other_signatures_is_refused() -> None:
+    """Must run before the layers are patched, which is done once."""
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm import support
+
+    path = "model_executor/layers/fused_moe/modular_kernel.py"
+    finalize, set_up = "FusedMoEPrepareAndFinalizeModular.finalize", "FusedMoEPrepareAndFinalize.post_init_setup"
+    changes = {f"{path}:{finalize}": "self, output, more", f"{path}:{set_up}": support.MISSING}
+    parts = (
+        f"{finalize} of vllm/{path} takes (self, output, more) instead of (self, output, fused_expert_output,",
+        f"vllm/{path} has no {set_up}",
+    )
+    with changed_signatures(**changes):
+        with refused(UnsupportedError, support.SUPPORTED, support.vllm_version(), *parts), communicator_of():
+            pass
+        with communicator_of("tp:0"), communicator_of(backend=VLLM_BACKEND):
+            pass
+
+
+def the_communicator_of_experts_carries_our_manager() -> None:
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+
+    for kind in (CPU, CUDA):
+        with communicator_of(kind=kind) as communicator:
+            plain = kind.partition(".")[2]
+            assert class_name(communicator) == f"EpA2A{plain}"
+            assert plain in {each.__name__ for each in type(communicator).__mro__}
+            assert communicator.use_all2all
+            assert communicator.all2all_backend == NAME
+            assert communicator._manager is None, "made before anybody asked"
+            manager = communicator.all2all_manager
+            assert type(manager) is VllmAll2AllManager
+            assert communicator.all2all_manager is manager
+            assert manager._arena is None, "memory before the first op"
+            assert type(manager._vllm_manager).__name__ == "AgRsAll2AllManager"
+
+
+def other_communicators_are_the_platforms_own() -> None:
+    for kind, name in itertools.product((CPU, CUDA), ("tp:0", "dp:0", "pp:0", "world:0", "eplb:0", "epx:0", "")):
+        with communicator_of(name, kind=kind) as communicator:
+            assert class_name(communicator) == kind.partition(".")[2]
+            assert communicator.all2all_manager is None
+    with communicator_of(backend=VLLM_BACKEND) as communicator:
+        assert class_name(communicator) == "CpuCommunicator"
+        assert type(communicator.all2all_manager).__name__ == "AgRsAll2AllManager"
+
+
+def without_replicas_or_experts_it_is_the_platforms_own() -> None:
+    for ep, dp in itertools.product((False, True), (1, 2)):
+        with communicator_of(ep=ep, dp=dp) as communicator:
+            active = ep and dp > 1
+            assert class_name(communicator).startswith("EpA2A") == active
+            theirs = type(communicator.all2all_manager).__name__
+            assert theirs == ("VllmAll2AllManager" if active else "AgRsAll2AllManager" if dp > 1 else "NoneType")
+
+
+def destroying_a_communicator_makes_no_manager() -> None:
+    from ep_a2a.integrations.vllm import manager as module
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("made")
+
+    for kind in (CPU, CUDA):
+        with replaced(module.VllmAll2AllManager, "__init__", fail), communicator_of(kind=kind) as communicator:
+            communicator.destroy()
+            assert communicator.all2all_manager is None
+        with communicator_of(kind=kind) as communicator:
+            manager = communicator.all2all_manager
+            communicator.destroy()
+            assert manager._closed
+            assert communicator.all2all_manager is None
+
+
+class VllmManager:
+    """Stands for vLLM's own manager and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: self.calls.append((name, args, options)) or args[0]
+
+    def destroy(self) -> None:
+        pass
+
+
+def the_manager_has_all_that_vllm_asks_of_one() -> None:
+    from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+    with communicator_of() as communicator:
+        manager = communicator.all2all_manager
+        theirs = [name for name, value in vars(All2AllManagerBase).items() if callable(value) and name[0] != "_"]
+        assert [name for name in theirs if not hasattr(manager, name)] == []
+        assert (manager.rank, manager.world_size, manager.dp_rank, manager.dp_world_size) == (0, 1, 0, 1)
+        assert manager.dp_group is manager.tp_group is OneRank
+        assert manager.cpu_group is group()
+        assert not manager.internode
+        assert not manager.support_fault_tolerance
+        assert manager.max_sms_used() is None
+
+
+def hidden_states_travel_by_vllms_own_manager() -> None:
+    """Of layers without a modular kernel, by the communicator's own methods."""
+    import torch
+
+    hidden, weights, ids = torch.ones(2, 4), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    messages = Messages("vllm.ep_a2a")
+    with communicator_of(kind=CUDA) as communicator:
+        communicator._vllm_manager = theirs = VllmManager()
+        communicator.dispatch_router_logits(hidden, weights, True)
+        communicator.dispatch(hidden, weights, ids, True)
+        communicator.combine(hidden, True)
+        asked = [name for name, *_ in theirs.calls]
+        assert asked == ["dispatch_router_logits", "dispatch", "combine"]
+        if hasattr(communicator, "combine_into_output"):
+            output = torch.zeros(2, 4)
+            communicator.combine_into_output(hidden, output, True)
+            assert torch.equal(output, hidden)
+        assert len(messages.texts) == 1, messages.texts
+        assert VLLM_BACKEND in messages.texts[0]
+
+
+def checkpoints_are_refused() -> None:
+    from ep_a2a.errors import UnsupportedError
+
+    with communicator_of(kind=CUDA) as communicator:
+        for method in ("checkpoint_prepare", "checkpoint_restore"):
+            with refused(UnsupportedError, method):
+                # before vLLM 0.27 communicators have no such thing
+                getattr(communicator, method, getattr(communicator.all2all_manager, method))()
+
+
+def moe_of(**changes: Any) -> SimpleNamespace:
+    parallel = {"all2all_backend": NAME, "use_all2all_kernels": True, "sp_size": 2} | changes
+    return SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel), max_num_tokens=7)
+
+
+def layers_get_our_prepare_and_finalize() -> None:
+    import torch
+    import vllm.distributed
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+
+    with communicator_of() as communicator:
+        experts = SimpleNamespace(device_communicator=communicator)
+        with replaced(vllm.distributed, "get_ep_group", lambda: experts):
+            for holder in (all2all_utils, unquantized, fp8):
+                made = holder.maybe_make_prepare_finalize(moe_of(), None, allow_new_interface=True)
+                assert type(made).__name__ == "EpA2APrepareAndFinalize"
+            assert made.max_num_tokens_per_rank() == 4
+            assert made.num_dispatchers() == 1
+            assert made.topk_indices_dtype() is torch.int32
+            assert made.activation_format is mk.FusedMoEActivationFormat.Standard
+            assert made.output_is_reduced()
+            assert not made.supports_async()
+            assert not made.supports_dbo()
+            refusals_when_made(all2all_utils.maybe_make_prepare_finalize)
+
+
+def refusals_when_made(make: Any) -> None:
+    import vllm.distributed
+
+    from ep_a2a.errors import StateError, UnsupportedError
+    from ep_a2a.integrations.vllm.communicator import _replacing
+
+    assert type(make(moe_of(), None, None, True)).__name__ == "EpA2APrepareAndFinalize"
+    assert make(moe_of(), None) is None, "a method that asks so up to vLLM 0.27 would refuse a modular kernel"
+    with refused(UnsupportedError, "monolithic", "--moe-backend"):
+        make(moe_of(), None, allow_new_interface=True, use_monolithic=True)
+    vllms_own = _replacing(lambda moe, quant_config, **_: (moe, quant_config))
+    for others in (moe_of(use_all2all_kernels=False), moe_of(all2all_backend=VLLM_BACKEND)):
+        assert vllms_own(others, "quant", allow_new_interface=True) == (others, "quant")
+    stranger = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=VllmManager()))
+    with (
+        replaced(vllm.distributed, "get_ep_group", lambda: stranger),
+        refused(StateError, "VllmManager", "--all2all-backend ep_a2a"),
+    ):
+        make(moe_of(), None, allow_new_interface=True)
+
+
+def our_methods_take_what_vllm_passes() -> None:
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+    from ep_a2a.integrations.vllm.prepare_finalize import EpA2APrepareAndFinalize
+
+    classes = (EpA2APrepareAndFinalize, mk.FusedMoEPrepareAndFinalizeModular)
+    assert not EpA2APrepareAndFinalize.__abstractmethods__
+    for name in ("prepare", "finalize", "finalize_async", "post_init_setup"):
+        ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in classes)
+        assert ours == theirs, name
+
+
+GROUP_CHECKS = {
+    check.__name__: check
+    for check in (
+        a_vllm_with_other_signatures_is_refused,
+        the_communicator_of_experts_carries_our_manager,
+        other_communicators_are_the_platforms_own,
+        without_replicas_or_experts_it_is_the_platforms_own,
+        destroying_a_communicator_makes_no_manager,
+        the_manager_has_all_that_vllm_asks_of_one,
+        hidden_states_travel_by_vllms_own_manager,
+        checkpoints_are_refused,
+        layers_get_our_prepare_and_finalize,
+        our_methods_take_what_vllm_passes,
+    )
+}

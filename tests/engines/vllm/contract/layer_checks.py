@@ -1,0 +1,483 @@
+"""Checks of vLLM's layers on two ranks; each runs on every rank. See layer_cases."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    EnvironmentVariableError,
+    RankTimeoutError,
+    TooManyTokensError,
+)
+from ep_a2a.quantization import E4M3_MAX
+from ep_a2a.routing import destination_mask, expert_ranges
+from tests.engines.vllm.contract.checks import refused, replaced
+from tests.engines.vllm.contract.layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
+
+if TYPE_CHECKING:
+    from ep_a2a.testing import RankContext
+
+
+def steps(context: RankContext, *cases: Layer) -> list[Any]:
+    """One kernel, a step for each case; what the experts saw of each."""
+    with manager_of(context) as manager:
+        kernel = kernel_of(cases[0], manager)
+        for case in cases:
+            kernel.fused_experts.case = case
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        return list(kernel.fused_experts.seen)
+
+
+def in_both_forms(context: RankContext, case: Layer) -> None:
+    """With global ids in the rows, as experts on GPUs get them, and with local ones, as on CPU."""
+    for with_map in (False, True):
+        case = replace(case, with_map=with_map)
+        steps(context, case, replace(case, seed=1, tokens=(16, 1)))
+
+
+def bf16(context: RankContext) -> None:
+    in_both_forms(context, Layer())
+
+
+def fp8_per_token(context: RankContext) -> None:
+    in_both_forms(context, Layer(quant="per_token"))
+
+
+def fp8_per_block(context: RankContext) -> None:
+    in_both_forms(context, Layer(quant="per_block", hidden=256))
+
+
+def fp8_per_block_with_scales_that_are_powers_of_two(context: RankContext) -> None:
+    (seen,) = steps(context, Layer(quant="per_block_rounded", hidden=256))
+    scales = seen.a1q_scale[seen.a1q_scale > 0]
+    assert scales.numel()
+    assert bool((torch.frexp(scales)[0] == 0.5).all())
+
+
+def fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext) -> None:
+    """The buffers still hold the large tokens of the step before."""
+    large = Layer(quant="per_tensor", scale=100.0, tokens=(16, 16))
+    small = replace(large, scale=1.0, tokens=(3, 2), seed=1)
+    seen = steps(context, large, small)
+    received = []
+    for rank in range(2):
+        tokens, _, ids = small.inputs(rank)
+        received.append(tokens[destination_mask(ids, small.num_experts, 2)[:, context.rank]])
+    amax = torch.cat(received).float().abs().max()
+    torch.testing.assert_close(seen[1].a1q_scale, (amax / E4M3_MAX).reshape(1))
+
+
+def router_weights_on_the_input(context: RankContext) -> None:
+    for quant in ("none", "per_token"):
+        in_both_forms(context, Layer(topk=1, weight_on_input=True, quant=quant))
+
+
+def ids_of_padding_rows(context: RankContext) -> None:
+    """From vLLM 0.27 routers write -1 for rows that are padding."""
+    in_both_forms(context, Layer(ids="padding", tokens=(6, 5)))
+
+
+def ids_beside_valid_ones(context: RankContext) -> None:
+    in_both_forms(context, Layer(ids="holes", tokens=(6, 5)))
+
+
+def a_rank_that_receives_nothing(context: RankContext) -> None:
+    in_both_forms(context, Layer(ids="first rank"))
+
+
+def ranks_without_tokens(context: RankContext) -> None:
+    for tokens in ((0, 5), (3, 0), (0, 0)):
+        steps(context, Layer(tokens=tokens), Layer(seed=1))
+
+
+def uneven_experts(context: RankContext) -> None:
+    in_both_forms(context, Layer(num_experts=7, topk=3))
+
+
+def experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
+    for kind in ("Contiguous", "Delegate"):
+        in_both_forms(context, Layer(reduce=kind))
+        steps(context, Layer(reduce=kind, topk=1, weight_on_input=True))
+
+
+def experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
+    """As TensorRT-LLM's of MXFP4: vLLM pads the hidden size for them."""
+    for halves in ("", "halves"):
+        with mock.patch.dict(os.environ, {"EP_A2A_SHARED_EXPERTS": halves}):
+            for kind in ("NoOP", "Contiguous"):
+                steps(context, Layer(dropped=48, reduce=kind), Layer(dropped=48, reduce=kind, seed=1, tokens=(0, 2)))
+
+
+def rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:
+    case = Layer(tokens=(2, 1), num_experts=7)
+    (seen,) = steps(context, case)
+    is_other = (seen.topk_ids >= 4) if context.rank == 0 else (seen.topk_ids < 4)
+    received = sum(
+        int(destination_mask(case.inputs(rank)[2], case.num_experts, 2)[:, context.rank].sum()) for rank in range(2)
+    )
+    assert seen.topk_ids.dtype == torch.int32
+    assert int((~is_other).any(1).sum()) == received
+    assert len(seen.rows) == 2 * case.max_tokens
+
+
+def the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> None:
+    """vLLM tells all ranks the tokens of each data-parallel rank; sequence-parallel ranks share them."""
+    from vllm.config import VllmConfig
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+
+    with manager_of(context) as manager:
+        for sp_size, tokens, rows in ((1, (7, 5), 7), (2, (7, 5), 4), (2, (8, 1), 4), (2, (0, 0), 1), (1, (16, 1), 16)):
+            brought = tuple(-(-number // sp_size) for number in tokens)
+            case = Layer(tokens=brought)
+            kernel = kernel_of(case, manager, sp_size)
+            metadata = DPMetadata(torch.tensor(tokens, dtype=torch.int32))
+            with override_forward_context(create_forward_context(None, VllmConfig(), metadata)):
+                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            assert len(kernel.fused_experts.seen[0].rows) == 2 * rows
+        with override_forward_context(create_forward_context(None, VllmConfig(), None)):
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        assert len(kernel.fused_experts.seen[1].rows) == 2 * case.max_tokens
+
+
+def the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
+    """So nothing would be saved if vLLM asked us for the memory that experts write to."""
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        kernels, sent = kernel.prepare_finalize._op.engine, []
+        combine = kernels.combine
+
+        def remembered(args: Any, *more: Any) -> None:
+            sent.append(args)
+            combine(args, *more)
+
+        with replaced(kernels, "combine", remembered):
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        (args,), (seen,) = sent, kernel.fused_experts.seen
+        assert args.rows.data_ptr() == seen.output.data_ptr()
+        assert not args.copies
+
+
+def too_many_tokens_are_an_error_on_all_ranks(context: RankContext) -> None:
+    """Otherwise the ranks with few tokens would wait for the one that has raised."""
+    from vllm.config import VllmConfig
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+
+    case = Layer(tokens=(17, 2))
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        metadata = DPMetadata(torch.tensor(case.tokens, dtype=torch.int32))
+        with (
+            override_forward_context(create_forward_context(None, VllmConfig(), metadata)),
+            refused(TooManyTokensError, "16", "17"),
+        ):
+            run_kernel(case, kernel, context.rank)
+        check_result(Layer(), run_kernel(Layer(), kernel, context.rank), context.rank)
+
+
+def layers_share_one_op(context: RankContext) -> None:
+    """All layers of one shape, one after another, and those of another shape beside them."""
+    with manager_of(context) as manager:
+        case, wide = Layer(), Layer(hidden=256, seed=2)
+        first = kernel_of(case, manager)
+        num_bytes = manager.arena.num_bytes
+        second = kernel_of(replace(case, seed=1), manager)
+        assert first.prepare_finalize._op is second.prepare_finalize._op
+        assert manager.arena.num_bytes == num_bytes
+        third = kernel_of(wide, manager)
+        for kernel in (first, second, third, first):
+            own = kernel.fused_experts.case
+            check_result(own, run_kernel(own, kernel, context.rank), context.rank)
+
+
+def layers_built_again_keep_their_op(context: RankContext) -> None:
+    """As when weights are reloaded after warm-up: captured graphs hold the op's addresses."""
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        op, num_bytes = kernel.prepare_finalize._op, manager.arena.num_bytes
+        run_kernel(case, kernel, context.rank)
+        manager.end_warm_up(45.0)
+        assert op.timeouts.step_secs == 45.0
+        del kernel
+        again = kernel_of(case, manager)
+        assert again.prepare_finalize._op is op
+        assert manager.arena.num_bytes == num_bytes
+        assert op.timeouts.step_secs == 45.0
+        wide = Layer(hidden=256)
+        another = kernel_of(wide, manager)
+        assert another.prepare_finalize._op.timeouts.step_secs == 45.0
+        for built, own in ((again, case), (another, wide)):
+            check_result(own, run_kernel(own, built, context.rank), context.rank)
+
+
+def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> None:
+    with manager_of(context) as manager:
+        op = kernel_of(Layer(), manager).prepare_finalize._op
+        timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        assert op.timeouts.step_secs == timeout > 60
+        assert manager.arena.rendezvous.timeout_secs == timeout
+
+
+def a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext) -> None:
+    """Otherwise the others would wait for that rank's layers with vLLM's patience."""
+    for name in ("EP_A2A_SHARED_EXPERTS", "EP_A2A_COUNTERS", "EP_A2A_TIMEOUT_SECS"):
+        unreadable = {name: "abc"} if context.rank == 1 else {}
+        with (
+            mock.patch.dict(os.environ, unreadable),
+            manager_of(context) as manager,
+            refused(EnvironmentVariableError if unreadable else ConfigMismatchError, name, "'abc'"),
+        ):
+            kernel_of(Layer(), manager)
+
+
+def layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
+    case = Layer()
+    with manager_of(context) as manager:
+        with torch.device("meta"):
+            kernel = kernel_of(case, manager)
+        check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+
+
+def an_error_in_the_experts_closes_the_op(context: RankContext) -> None:
+    with manager_of(context) as manager:
+        kernel = kernel_of(Layer(), manager)
+        run_kernel(Layer(), kernel, context.rank)
+        kernel.fused_experts.error = ZeroDivisionError("of the experts")
+        with refused(ZeroDivisionError, "of the experts"):
+            run_kernel(Layer(), kernel, context.rank)
+        kernel.fused_experts.error = None
+        with refused(ClosedError, "an open op"):
+            run_kernel(Layer(), kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            manager.check()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("on the way")
+
+
+def an_error_when_rows_are_quantised_closes_the_op(context: RankContext) -> None:
+    from ep_a2a.integrations.vllm import prepare_finalize
+
+    case = Layer(quant="per_tensor")
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        with (
+            replaced(prepare_finalize, "moe_kernel_quantize_input", fail),
+            refused(ZeroDivisionError, "on the way"),
+        ):
+            run_kernel(case, kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            run_kernel(case, kernel, context.rank)
+
+
+def an_error_when_rows_are_added_closes_the_op(context: RankContext) -> None:
+    import vllm._custom_ops as ops
+
+    case = Layer(reduce="Contiguous")
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        with replaced(ops, "moe_sum", fail), refused(ZeroDivisionError, "on the way"):
+            run_kernel(case, kernel, context.rank)
+        with refused(ClosedError, "an open op"):
+            run_kernel(case, kernel, context.rank)
+
+
+def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankContext) -> None:
+    """They gather each other's results, and vLLM looks at the errors of one of them."""
+    from ep_a2a.kernels.layout import Region
+
+    case = Layer()
+    for tp_size in (1, 2):
+        with manager_of(context) as manager:
+            manager.tp_group = SimpleNamespace(rank_in_group=0, world_size=tp_size)
+            kernel = kernel_of(case, manager)
+            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            manager.check()
+            # as a kernel of the other rank does that gives up when this rank's last one has ended
+            kernel.prepare_finalize._op.memory.view(Region.POISON).fill_((1 << 16) + 1)
+            if tp_size == 1:
+                manager.check()
+            else:
+                with refused(RankTimeoutError, "no rank is gone or late", f"reported it to rank {context.rank}"):
+                    manager.check()
+
+
+def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
+    """Names of the kernels that a step launches, in order."""
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
+
+    names, interpret = [], CompiledKernel.interpret
+
+    def remember(self: Any, *args: Any) -> None:
+        names.append(self.kernel.__name__)
+        interpret(self, *args)
+
+    with replaced(CompiledKernel, "interpret", remember):
+        check_result(case, run_kernel(case, kernel, rank), rank)
+    return names
+
+
+def nothing_is_counted_by_default(context: RankContext) -> None:
+    """No launch, no memory, and not a Python call more."""
+    from ep_a2a.telemetry import counters
+
+    case = Layer()
+    with replaced(counters.StepCounters, "__init__", fail), manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        assert manager.counters is None
+        assert kernel.prepare_finalize._exchange is kernel.prepare_finalize._op
+        names = launched(kernel, case, context.rank)
+        manager.end_warm_up(45.0)
+    # the interpreter sends and receives in two launches
+    assert names == ["ll_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
+
+
+def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
+    """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
+    for counted in ("0", "2"):
+        variables = {"EP_A2A_SHARED_EXPERTS": "halves", "EP_A2A_COUNTERS": counted}
+        with mock.patch.dict(os.environ, variables), manager_of(context) as manager:
+            case = Layer()
+            kernel = kernel_of(case, manager)
+            ours = kernel.prepare_finalize
+            assert ours.supports_async()
+            next_calls, finalize = [], ours.finalize_async
+
+            def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, next_calls: Any = next_calls) -> Any:
+                receive = finalize(*args)
+                next_calls.append(ours._op._step.next_call)
+                return receive
+
+            ours.finalize_async = observed
+            for _ in range(2):
+                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            assert next_calls == ["combine_recv"] * 2
+
+
+def experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
+    """Also within experts that choose between two kinds; a limit that is no size of such memory stays the layer's."""
+    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+    from vllm.model_executor.layers.fused_moe.experts.fallback import FallbackExperts
+
+    # what they are told apart by
+    assert callable(CutlassExpertsFp8._get_permute_scratch)
+    assert {"experts", "fallback_experts"} < set(inspect.signature(FallbackExperts.__init__).parameters)
+    case = Layer()
+    with manager_of(context) as manager:
+        kernel = kernel_of(case, manager)
+        layers = kernel.prepare_finalize._moe
+        layers.max_num_tokens = case.max_tokens
+
+        def experts(**more: Any) -> SimpleNamespace:
+            return SimpleNamespace(moe_config=layers, **more)
+
+        def with_scratch() -> SimpleNamespace:
+            return experts(_get_permute_scratch=lambda: None)
+
+        multiplying = experts(_get_permute_scratch=lambda: layers.max_num_tokens * layers.dp_size)
+        manager.dp_group = SimpleNamespace(rank_in_group=0, world_size=2)
+        kernel.prepare_finalize._raise_row_limit(multiplying)
+        assert multiplying.moe_config.max_num_tokens == case.max_tokens
+        for each in (with_scratch(), experts(experts=with_scratch(), fallback_experts=experts()), experts()):
+            kernel.prepare_finalize._raise_row_limit(each)
+            for one in (each, *(vars(each).get(name) for name in ("experts", "fallback_experts"))):
+                if hasattr(one, "_get_permute_scratch"):
+                    assert one.moe_config.max_num_tokens == 2 * case.max_tokens
+                elif one is not None:
+                    assert one.moe_config is layers
+    assert layers.max_num_tokens == case.max_tokens
+
+
+def rows_of(case: Layer, source: int, destination: int) -> int:
+    """Tokens of a rank that have an expert at another, or at itself."""
+    first, end = expert_ranges(case.num_experts, 2)[destination]
+    return sum(any(first <= expert < end for expert in ids) for ids in case.inputs(source)[2].tolist())
+
+
+def steps_are_counted_layer_by_layer(context: RankContext) -> None:
+    """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
+    from ep_a2a.integrations.vllm.manager import live_managers
+
+    rank, peer = context.rank, 1 - context.rank
+    cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
+    with mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"), manager_of(context) as manager:
+        kernels = [kernel_of(case, manager) for case in cases]
+        counting = ["start_wait_kernel", "count_dispatch_kernel", "start_wait_kernel", "count_combine_kernel"]
+        names = launched(kernels[0], cases[0], rank)
+        assert [name for name in names if name in counting] == counting
+        assert len(names) == 4 + len(counting)
+        num_bytes = manager.arena.num_bytes
+        manager.end_warm_up(45.0)
+        # 0, 1, 2, 1 and again
+        for number in (0, 1, 2, 1) * 2:
+            check_result(cases[number], run_kernel(cases[number], kernels[number], rank), rank)
+            if number == 1:
+                kernels[1] = kernel_of(cases[1], manager, moe=kernels[1].prepare_finalize._moe)
+        assert manager.arena.num_bytes == num_bytes
+        modules = {f"layers.{i}.experts": moe_holder(kernel) for i, kernel in enumerate(kernels)}
+        found = manager.counters.read(modules)
+    assert manager not in live_managers
+    assert manager.counters is None, "of an engine that has ended"
+    assert [each["layer"] for each in found] == list(modules)
+    assert [each["num_steps"] for each in found] == [2, 4, 2]
+    for case, each in zip(cases, found):
+        assert len(each["latest_steps"]) == 2
+        for step in each["latest_steps"]:
+            assert step["num_tokens"] == case.tokens[rank]
+            rows = [step[f"num_{name}_rows"] for name in ("kept", "sent", "received")]
+            assert rows == [rows_of(case, rank, rank), rows_of(case, rank, peer), rows_of(case, peer, rank)]
+            dispatched, combined = (2 * case.hidden,) * 2 if case.quant == "none" else (256 + 2 * 4, 512)
+            assert step["sent_bytes"] == rows[1] * dispatched + rows[2] * combined
+
+
+def moe_holder(kernel: Any) -> Any:
+    """Stands for vLLM's module of a layer."""
+    return SimpleNamespace(moe_config=kernel.prepare_finalize._moe)
+
+
+LAYER_CHECKS = {
+    check.__name__: check
+    for check in (
+        bf16,
+        fp8_per_token,
+        fp8_per_block,
+        fp8_per_block_with_scales_that_are_powers_of_two,
+        fp8_by_whole_tensor_ignores_rows_without_a_token,
+        router_weights_on_the_input,
+        ids_of_padding_rows,
+        ids_beside_valid_ones,
+        a_rank_that_receives_nothing,
+        ranks_without_tokens,
+        uneven_experts,
+        experts_that_leave_the_sum_to_finalize,
+        experts_that_drop_the_columns_of_padding,
+        rows_without_a_token_name_another_ranks_expert,
+        the_rows_that_experts_see_are_bounded_by_the_step,
+        the_experts_rows_are_sent_from_where_they_lie,
+        too_many_tokens_are_an_error_on_all_ranks,
+        layers_share_one_op,
+        layers_built_again_keep_their_op,
+        waits_are_bounded_by_the_groups_timeout_at_first,
+        a_variable_that_one_rank_cannot_read_is_an_error_on_all,
+        layers_are_built_whatever_the_default_device_is,
+        an_error_in_the_experts_closes_the_op,
+        an_error_when_rows_are_quantised_closes_the_op,
+        an_error_when_rows_are_added_closes_the_op,
+        shared_experts_between_the_halves_of_combine,
+        experts_with_scratch_memory_learn_how_many_rows_they_see,
+        what_other_ranks_have_found_reaches_tensor_parallel_ranks,
+        nothing_is_counted_by_default,
+        steps_are_counted_layer_by_layer,
+    )
+}

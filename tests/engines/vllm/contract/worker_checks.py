@@ -1,0 +1,256 @@
+"""Checks in a real vLLM: what a worker does around a step, and what of a failed one leaves it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.engines.vllm.contract.checks import refused, replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TIMEOUT_SECS = 12.5
+
+
+class Manager:
+    """Of an op whose kernels record a failure when told so."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.num_checks = 0
+        self.num_closings = 0
+        self.waits: list[float] = []
+        self.rank, self.world_size = 1, 2
+        self.counters: Any = None
+
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.error is not None:
+            raise self.error
+
+    def close_open_steps(self) -> None:
+        self.num_closings += 1
+
+    def end_warm_up(self, timeout_secs: float) -> None:
+        self.waits.append(timeout_secs)
+
+
+def with_manager(check: Callable[[Manager], None]) -> Callable[[], None]:
+    """The process has one manager, and the worker is patched."""
+
+    @functools.wraps(check)
+    def checked() -> None:
+        from vllm.v1.worker import cpu_worker  # noqa: F401 - loaded before the patch, as in an engine on CPU
+
+        from ep_a2a.integrations.vllm.manager import live_managers
+        from ep_a2a.integrations.vllm.worker import patch_worker
+
+        manager = Manager()
+        patch_worker()
+        before = list(live_managers)
+        live_managers.clear()
+        live_managers.add(manager)  # type: ignore[arg-type]
+        try:
+            check(manager)
+        finally:
+            live_managers.clear()
+            live_managers.update(before)
+
+    return checked
+
+
+def output_of(get_output: Callable[[], Any]) -> Any:
+    """An asynchronous output that vLLM takes for one."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    members = {"get_output": lambda _: get_output(), "get_kv_connector_output": lambda _: None}
+    return type("Output", (AsyncModelRunnerOutput,), members)()
+
+
+def stepping(output: Any) -> Callable[[], Any]:
+    """A worker's step that ends with this output."""
+    from ep_a2a.integrations.vllm.worker import _checked
+
+    return lambda: _checked(lambda worker, scheduled: output)(object(), "scheduled")
+
+
+@with_manager
+def the_workers_calls_are_checked(manager: Manager) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from ep_a2a.integrations.vllm import worker
+
+    for name in worker.CHECKED_CALLS:
+        assert getattr(Worker, name).is_replacement
+        assert getattr(CPUWorker, name).is_replacement
+        assert getattr(Worker, name).__name__ == name
+    calls = [vars(Worker)[name] for name in worker.CHECKED_CALLS]
+    worker.patch_worker()
+    assert [vars(Worker)[name] for name in worker.CHECKED_CALLS] == calls
+
+
+@with_manager
+def a_failed_step_hands_out_no_tokens(manager: Manager) -> None:
+    for output in (None, SimpleNamespace(tokens=[1])):
+        step = stepping(output)
+        manager.error = None
+        assert step() is output
+        manager.error = TimeoutError("rank 3 did not come")
+        with refused(TimeoutError, "rank 3"):
+            step()
+    assert manager.num_checks == 4
+
+
+@with_manager
+def a_failed_step_hands_out_no_tokens_later_either(manager: Manager) -> None:
+    """With asynchronous outputs the step's kernels may still run when the call returns."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    output = stepping(output_of(lambda: "tokens"))()
+    assert isinstance(output, AsyncModelRunnerOutput)
+    assert manager.num_checks == 0
+    assert output.get_output() == "tokens"
+    assert manager.num_checks == 1
+    output = stepping(output_of(lambda: "tokens"))()
+    manager.error = TimeoutError("rank 3 did not come")
+    with refused(TimeoutError, "rank 3"):
+        output.get_output()
+
+
+@with_manager
+def vllms_outputs_can_be_watched(manager: Manager) -> None:
+    """Their classes have neither slots nor frozen fields."""
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    for kind in (AsyncOutput, AsyncGPUModelRunnerOutput):
+        output = kind.__new__(kind)
+        with replaced(kind, "get_output", lambda _: "tokens"):
+            assert stepping(output)() is output
+            assert output.get_output() == "tokens"
+    assert manager.num_checks == 2
+
+
+@with_manager
+def outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> None:
+    """vLLM takes only one tensor-parallel rank's; they hold tensors of the device."""
+    gc.disable()
+    try:
+        step = stepping(output_of(lambda: "tokens"))
+        freed = weakref.ref(step())
+        del step
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@with_manager
+def errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
+    from ep_a2a.integrations.vllm.worker import _checked
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("the model's own")
+
+    manager.error = TimeoutError("and a rank did not come")
+    with refused(ZeroDivisionError, "the model's own"):
+        _checked(fail)(object())
+    assert manager.num_closings == 1
+
+
+@with_manager
+def waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from ep_a2a.integrations.vllm.worker import WARM_UP, _then_shorten_waits
+
+    for worker in (Worker, CPUWorker):
+        assert "/integrations/vllm/" in getattr(worker, WARM_UP).__code__.co_filename, worker.__name__
+    with mock.patch.dict(os.environ, EP_A2A_TIMEOUT_SECS=str(TIMEOUT_SECS)):
+        assert _then_shorten_waits(lambda worker: "times")(object()) == "times"
+    assert manager.waits == [TIMEOUT_SECS]
+
+
+@with_manager
+def counters_are_read_by_the_name_of_a_workers_method(manager: Manager) -> None:
+    """As collective_rpc does it, through the object that an executor has for a worker."""
+    from vllm.config import CompilationConfig
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from ep_a2a.errors import StateError
+
+    layer = SimpleNamespace(moe_config=object())
+    manager.counters = SimpleNamespace(read=lambda modules: [{"layer": name} for name in modules])
+    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    wrapper.worker = CPUWorker.__new__(CPUWorker)
+    config = CompilationConfig()
+    config.static_forward_context["layers.3.experts"] = layer
+    wrapper.worker.vllm_config = SimpleNamespace(compilation_config=config)
+    found = run_method(wrapper, "ep_a2a_counters", (), {})
+    assert found == {"rank": 1, "num_ranks": 2, "layers": [{"layer": "layers.3.experts"}]}
+    manager.counters = None
+    with refused(StateError, "EP_A2A_COUNTERS"):
+        run_method(wrapper, "ep_a2a_counters", (), {})
+
+
+def sent_by(output: Any) -> tuple[str, Any]:
+    """What a worker's process sends for this output: status and content."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    sent: list[tuple[Any, Any]] = []
+    WorkerProc.enqueue_output(SimpleNamespace(worker_response_mq=SimpleNamespace(enqueue=sent.append)), output)
+    assert len(sent) == 1
+    return sent[0][0].name, sent[0][1]
+
+
+@with_manager
+def an_error_in_an_output_is_sent(manager: Manager) -> None:
+    def fail() -> None:
+        raise TimeoutError("rank 3 did not come")
+
+    assert sent_by("tokens") == ("SUCCESS", "tokens")
+    assert sent_by(output_of(lambda: "tokens")) == ("SUCCESS", "tokens")
+    assert sent_by(ValueError("of the step")) == ("FAILURE", "of the step")
+    assert sent_by(output_of(fail)) == ("FAILURE", "rank 3 did not come")
+
+
+@with_manager
+def what_vllm_saves_of_a_failed_output_is_saved(manager: Manager) -> None:
+    """From vLLM 0.33 the step's transfers of KV blocks are told even if its tokens cannot be had."""
+    from vllm.v1.executor import multiproc_executor
+
+    if not hasattr(multiproc_executor, "ExceptionWithKVConnectorOutput"):
+        return
+
+    def fail() -> None:
+        raise TimeoutError("rank 3 did not come")
+
+    transfers, output = SimpleNamespace(is_empty=lambda: False), output_of(fail)
+    output.get_kv_connector_output = lambda: transfers
+    assert sent_by(output) == ("FAILURE_WITH_KV_OUTPUT", transfers)
+
+
+WORKER_CHECKS = {
+    check.__name__: check
+    for check in (
+        the_workers_calls_are_checked,
+        a_failed_step_hands_out_no_tokens,
+        a_failed_step_hands_out_no_tokens_later_either,
+        vllms_outputs_can_be_watched,
+        outputs_that_nobody_asks_for_are_freed_at_once,
+        errors_of_the_step_itself_arrive_as_they_are,
+        waits_are_shortened_when_any_worker_has_warmed_up,
+        counters_are_read_by_the_name_of_a_workers_method,
+        an_error_in_an_output_is_sent,
+        what_vllm_saves_of_a_failed_output_is_saved,
+    )
+}

@@ -1,0 +1,145 @@
+"""What tests change in the workers of an engine, on CPU and on GPUs.
+
+A worker is the engine's own process, or with tensor parallelism one of several that it starts. What is to be changed
+travels in an environment variable; tests.engines.vllm.cpu.worker does it, in engines with EXTENSION for
+`worker_extension_cls`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "VLLM_ENGINE_TEST_CHANGES"
+EXTENSION = "tests.engines.vllm.cpu.worker.WorkerExtension"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Ranks are those of the expert-parallel group.
+
+    Attributes:
+        rank: that is late or stops.
+        late_secs: that it sleeps in its first dispatch.
+        stop_after: dispatches after which it stops, as by SIGSTOP; 0 = never.
+        stop_file: that makes it stop in its next dispatch, or before its next replay of a CUDA graph, once it is there;
+            which of them it was is written into it. "" = none.
+        ranks_per_node: of virtual nodes; 0 = none.
+        routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the ids that it is
+            given. A line null marks the end of warm-up. "" = none.
+    """
+
+    rank: int = 1
+    late_secs: float = 0
+    stop_after: int = 0
+    stop_file: str = ""
+    ranks_per_node: int = 0
+    routed: str = ""
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of workers."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def send(self) -> None:
+        """To workers that are made by this process after this."""
+        os.environ.update(self.variables())
+
+    @classmethod
+    def sent(cls) -> Changes:
+        """What this process has been sent."""
+        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+
+    def make(self) -> None:
+        """In this process, before its model is built."""
+        if self.late_secs or self.stop_after:
+            disturb(self.rank, self.late_secs, self.stop_after)
+        if self.stop_file:
+            stop_when_told(self.rank, Path(self.stop_file))
+        if self.ranks_per_node:
+            cut_nodes(self.ranks_per_node)
+        if self.routed:
+            record_routing(Path(self.routed))
+
+
+def record_routing(folder: Path) -> None:
+    """See `Changes.routed`."""
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+    send, end_warm_up = EpDispatchCombineOp.dispatch_send, VllmAll2AllManager.end_warm_up
+
+    def write(rank: int, line: Any) -> None:
+        with (folder / f"{rank}.routed").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> None:
+        write(self.config.rank, ids.tolist())
+        send(self, tokens, weights, scales, ids, **options)
+
+    def recorded_end(self: Any, timeout_secs: float) -> None:
+        end_warm_up(self, timeout_secs)
+        write(self.rank, None)
+
+    EpDispatchCombineOp.dispatch_send = recorded  # type: ignore[method-assign]
+    VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
+
+
+def disturb(rank: int, late_secs: float, stop_after: int) -> None:
+    """See `Changes`."""
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+    dispatch, calls = EpDispatchCombineOp.dispatch, 0
+
+    def disturbed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if self.config.rank == rank:
+            calls += 1
+            if calls == 1:
+                time.sleep(late_secs)
+            if calls == stop_after:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return dispatch(self, *args, **kwargs)
+
+    EpDispatchCombineOp.dispatch = disturbed  # type: ignore[method-assign]
+
+
+def stop_when_told(rank: int, file: Path) -> None:
+    """See `Changes.stop_file`."""
+    from torch.cuda import CUDAGraph
+
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+    def stop_first(call: Any, name: str) -> Any:
+        def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if file.exists() and _expert_parallel_rank() == rank:
+                file.write_text(name)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return call(self, *args, **kwargs)
+
+        return stopped
+
+    EpDispatchCombineOp.dispatch = stop_first(EpDispatchCombineOp.dispatch, "dispatch")  # type: ignore[method-assign]
+    CUDAGraph.replay = stop_first(CUDAGraph.replay, "replay")  # type: ignore[method-assign]
+
+
+def _expert_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_ep_group
+
+    return int(get_ep_group().rank_in_group)
+
+
+def cut_nodes(ranks_per_node: int) -> None:
+    """See `Changes.ranks_per_node`: every op is one for virtual nodes."""
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+
+    get_handle = VllmAll2AllManager.get_handle
+
+    def cut(self: Any, kwargs: Any, index: int = 0) -> Any:
+        return get_handle(self, {"gpu_per_node": ranks_per_node, **kwargs}, index)
+
+    VllmAll2AllManager.get_handle = cut  # type: ignore[method-assign]

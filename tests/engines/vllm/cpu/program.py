@@ -1,0 +1,91 @@
+"""One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
+
+    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--late SECS]
+        [--stop CALLS] [--counters] [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER]
+
+VLLM_DP_* say which rank this is. MODEL is a folder from models.save_model. With --counters the result has those
+of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.cpu.changes import EXTENSION, Changes
+
+PROMPTS = [[5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]]
+NUM_TOKENS = 12
+MAX_BATCHED_TOKENS = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
+    parser.add_argument("--late", type=float, default=0, help="seconds that the last rank sleeps in its first forward")
+    parser.add_argument("--stop", type=int, default=0, help="dispatches after which the last rank stops")
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
+    parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
+    options = parser.parse_args()
+    rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
+    Changes(
+        rank=size * options.tensor_parallel - 1,
+        late_secs=options.late,
+        stop_after=options.stop,
+        ranks_per_node=options.ranks_per_node,
+        routed=str(options.result.parent) if options.counters else "",
+    ).send()
+    outputs, counters = generate(options, PROMPTS[rank::size], rank)
+    result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
+    options.result.write_text(json.dumps(result | ({} if counters is None else {"counters": counters})))
+
+
+def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -> tuple[list[dict[str, Any]], Any]:
+    """Completions, and what each worker of this rank's engine has counted."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import SchedulerConfig
+
+    # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
+    SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = MAX_BATCHED_TOKENS
+    parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
+    llm = LLM(
+        str(options.model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        enforce_eager=not options.compiled,
+        seed=0,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=True,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
+        worker_extension_cls=EXTENSION,
+        **parallel,
+    )
+    # not as many steps on all ranks, so that some run steps without tokens at the end
+    params = SamplingParams(
+        temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
+    )
+    completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    counters = llm.collective_rpc("ep_a2a_counters") if options.counters else None
+    return [_as_numbers(each.outputs[0]) for each in completions], counters
+
+
+def _as_numbers(completion: Any) -> dict[str, Any]:
+    tokens = list(completion.token_ids)
+    return {"tokens": tokens, "logprobs": [step[token].logprob for token, step in zip(tokens, completion.logprobs)]}
+
+
+if __name__ == "__main__":
+    main()

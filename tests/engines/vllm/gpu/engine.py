@@ -1,0 +1,166 @@
+"""A real vLLM engine of several data-parallel ranks on GPUs: starts it, waits no longer than agreed, and collects."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.engines.vllm.cpu.processes import end_group, free_port
+from tests.integration.programs import ROOT, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Action = dict[str, Any]
+"""`action`, the name of a method of rank.Rank, and its arguments; `label`, by which its reports can be asked for."""
+
+KV_CACHE_BYTES = 8 << 30
+"""Fixed, so that engines of several tests may be up at once: vLLM would take what others give back for its own."""
+LOG_CHARS = 4000
+LAST_WORDS_SECS = 5
+"""Given to the other ranks when one has failed, and to all to write their stacks before they are killed."""
+FIXED = {
+    # the sampler is not what is tested, and FlashInfer may not be there
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass
+class Run:
+    """What became of an engine: each rank's reports and log, and why it was ended if it did not end by itself."""
+
+    reports: list[list[dict[str, Any]]]
+    logs: list[str]
+    error: str
+
+    def of(self, label: str, num_ranks: int = 0) -> list[dict[str, Any]]:
+        """What ranks reported of an action: all of them, or `num_ranks`."""
+        found = self.reported(label)
+        assert len(found) == (num_ranks or len(self.reports)), f"{label!r} is not done: {self.tails()}"
+        return found
+
+    def reported(self, label: str) -> list[dict[str, Any]]:
+        """What those ranks reported of an action that have done it."""
+        return [report for reports in self.reports for report in reports if report["label"] == label]
+
+    def tails(self) -> str:
+        """Why it was ended, and the ends of the logs."""
+        return "\n".join(
+            [self.error, *(f"--- rank {rank} ---\n{log[-LOG_CHARS:]}" for rank, log in enumerate(self.logs))]
+        )
+
+    def completions(self, label: str) -> dict[int, Any]:
+        """What an action `tokens` gave, by the number of the prompt."""
+        return {int(number): each for report in self.of(label) for number, each in report["completions"].items()}
+
+
+def arguments(model: Path, backend: str, **more: Any) -> dict[str, Any]:
+    """Arguments of vllm.LLM for an expert-parallel engine with an all-to-all backend."""
+    found: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "moe_backend": "triton",
+        "enable_expert_parallel": True,
+        "all2all_backend": backend,
+    }
+    return found | more
+
+
+def run_engine(
+    folder: Path,
+    engine: dict[str, Any],
+    actions: list[Action],
+    num_ranks: int,
+    limit_secs: float,
+    place: int = 0,
+    num_engines: int = 1,
+    **variables: str,
+) -> Run:
+    """Runs one process per rank that does the actions, until all end, one fails, or the time is over.
+
+    `engine` are arguments of vllm.LLM, `variables` are added to the environment. Engines whose folders lie in one
+    folder may take turns: `num_engines` with as many actions each, every one with a `place` of its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    turns = {"folder": str(folder.parent), "place": place, "num_engines": num_engines}
+    job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
+    (folder / "job.json").write_text(json.dumps(job))
+    port = free_port()
+    processes = [_start(folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
+    try:
+        error = _wait(processes, limit_secs)
+    finally:
+        for process in processes:
+            end_group(process)
+        # the others go on without its turns
+        (folder.parent / f"ended.{place}").touch()
+    reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
+    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
+    return Run(reports, logs, error)
+
+
+def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    ranks = {
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": str(num_ranks),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "tests.engines.vllm.gpu.rank", str(folder), str(rank)]
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment() | FIXED | ranks | variables,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
+    """Why the engine did not end well, if so."""
+    deadline = time.monotonic() + limit_secs
+    while any(process.poll() is None for process in processes):
+        time.sleep(0.1)
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (0, None)]
+        if failed:
+            time.sleep(LAST_WORDS_SECS)
+            return f"rank {failed[0]} ended with status {processes[failed[0]].returncode}"
+        if time.monotonic() > deadline:
+            for process in processes:
+                _signal(process, signal.SIGUSR2)
+            time.sleep(LAST_WORDS_SECS)
+            return f"not finished after {limit_secs:.0f} s"
+    codes = [process.returncode for process in processes]
+    return f"exit codes {codes}" if any(codes) else ""
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To a rank and what it has started: its session is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

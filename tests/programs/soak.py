@@ -1,0 +1,221 @@
+"""Replayed round trips that draw their routing anew and check themselves on the device.
+
+`python -m tests.programs.soak --steps 1000000` on GPUs, with `--device cpu --ranks 2` in interpreted processes on small
+shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps. `--pause-secs` lets ranks pause
+at random, `--sizes` goes through numbers of tokens, `--eager` leaves out the graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+
+from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankPool
+from tests.cases.op_cases import Case, make_op
+from tests.multigpu.used_variants import compiled_when_used
+from tests.replay import CapturedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.testing import RankContext
+
+LARGEST = 7
+"""Tokens hold whole numbers up to this, so that a sum over all ranks is exact in bfloat16."""
+REPLAYS_BETWEEN_LOOKS = 10_000
+GAINED = ("bytes", "descriptors")
+SOAKED = {
+    "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
+    "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
+    "bulk": Case(
+        hidden_dim=1024,
+        topk=8,
+        num_experts=64,
+        max_tokens=32,
+        layout="rank_major",
+        with_weights=False,
+        options={"flagged_max_tokens": 0},
+    ),
+}
+
+SMALL = Case(hidden_dim=8, topk=2, num_experts=4, max_tokens=3, layout="rank_major", with_weights=False)
+SOAKED_ON_CPU = {
+    "flagged": SMALL,
+    "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0}),
+}
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What a rank has to tell.
+
+    Attributes:
+        num_round_trips: made. num_wrong: elements that were wrong in any of them.
+        gained_bytes: memory that came into use between the first look and the last: the device's; on CPU what the
+            process has in RAM.
+        gained_descriptors: file descriptors that came into use meanwhile.
+        num_pauses: times that this rank paused.
+    """
+
+    num_round_trips: int
+    num_wrong: int
+    gained_bytes: int
+    gained_descriptors: int = 0
+    num_pauses: int = 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a soak goes.
+
+    Attributes:
+        eager: whether steps run without a graph.
+        steps_between_looks: steps until the memory is looked at, and the next pause.
+        pause_secs: longest pause of a rank; 0 = none. A rank makes one after every third look or so.
+    """
+
+    eager: bool = False
+    steps_between_looks: int = REPLAYS_BETWEEN_LOOKS
+    pause_secs: float = 0.0
+
+
+class SelfCheckingStep:
+    """A round trip with identity experts on tokens and ids that are drawn on the device, and its check.
+
+    The routing leaves ids out at random, now and then all of a token or of a rank.
+    """
+
+    def __init__(self, context: RankContext, case: Case, arena: Arena) -> None:
+        self.op = make_op(context, case, arena)
+        self._case, device = case, context.device
+        self._tokens = torch.zeros(case.max_tokens, case.hidden_dim, dtype=case.dtype, device=device)
+        self._ids = torch.zeros(case.max_tokens, case.topk, dtype=torch.int32, device=device)
+        self._copies = torch.zeros(case.max_tokens, 1, device=device)
+        self.num_wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self._result: torch.Tensor | None = None
+
+    def draw(self) -> None:
+        """New tokens and ids, and how many ranks each token goes to."""
+        case, device = self._case, self._ids.device
+        self._tokens.copy_(torch.randint(-LARGEST, LARGEST + 1, self._tokens.shape, device=device))
+        ids = torch.rand(case.max_tokens, case.num_experts, device=device).argsort(1)[:, : case.topk]
+        # one threshold for the rank and one per token
+        keeps = torch.rand(ids.shape, device=device) < torch.rand(case.max_tokens, 1, device=device).sqrt()
+        keeps &= torch.rand(1, 1, device=device) < 0.9
+        self._ids.copy_(torch.where(keeps, ids, -1))
+        per_rank = case.num_experts // case.world_size
+        owners = torch.where(keeps, ids // per_rank, case.world_size)
+        goes = torch.zeros(case.max_tokens, case.world_size + 1, device=device).scatter_(1, owners, 1.0)
+        self._copies.copy_(goes[:, : case.world_size].sum(1, keepdim=True))
+
+    def move(self) -> None:
+        """Dispatch and combine."""
+        got = self.op.dispatch(self._tokens, None, None, self._ids)
+        self._result, _ = self.op.combine(got[0], None, None)
+
+    def compare(self) -> None:
+        """Counts the elements that are not exactly the token's times the ranks that it went to."""
+        expected = (self._tokens.float() * self._copies).to(self._tokens.dtype)
+        assert self._result is not None
+        self.num_wrong += (self._result[: self._case.max_tokens] != expected).sum()
+
+
+def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) -> Soaked:
+    """Makes self-checking round trips: replays of a captured one, or eager ones."""
+    # what an earlier test has left must not go while descriptors are counted
+    gc.collect()
+    seed = case.seed * case.world_size + context.rank
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    with Arena(context.group, context.device) as arena:
+        step = SelfCheckingStep(context, case, arena)
+
+        def body(call: Callable[[Callable[[], None]], None]) -> None:
+            call(step.draw)
+            step.move()
+            call(step.compare)
+
+        def eagerly() -> None:
+            body(lambda work: work())
+
+        # what a capture needs is made by the same calls before it
+        eagerly()
+        made, again = 1, eagerly
+        if not pace.eager:
+            captured = CapturedStep(step.op, body)
+            made, again = 1 + int(captured.ran_at_capture), captured.replay
+        before: tuple[int, int] | None = None
+        used, num_pauses = (0, 0), 0
+        while made < num_steps:
+            for _ in range(min(pace.steps_between_looks, num_steps - made)):
+                again()
+                made += 1
+            step.op.check()
+            used = used_bytes(context.device), len(os.listdir("/proc/self/fd"))
+            before = used if before is None else before
+            if pace.pause_secs and chance.random() < 1 / 3:
+                time.sleep(chance.uniform(0, pace.pause_secs))
+                num_pauses += 1
+        first = used if before is None else before
+        return Soaked(made, int(step.num_wrong), used[0] - first[0], used[1] - first[1], num_pauses)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use: on a GPU all of the GPU's, on CPU what this process has in RAM."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def sized_cases(cases: dict[str, Case], sizes: str) -> dict[str, Case]:
+    """Each case with each number of tokens per rank of a comma-separated list; as it is where the list is empty."""
+    if not sizes:
+        return cases
+    return {
+        f"{name}, {size} tokens": replace(case, max_tokens=int(size))
+        for name, case in cases.items()
+        for size in sizes.split(",")
+    }
+
+
+def command(
+    steps: Annotated[int, typer.Option(min=1, help="Round trips of each case.")] = 1_000_000,
+    ranks: Annotated[int, typer.Option(help="Processes; 0 = one for each GPU.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 1,
+    cases: Annotated[str, typer.Option(help="Comma-separated: flagged, flags, bulk.")] = "flagged,flags",
+    sizes: Annotated[str, typer.Option(help="Comma-separated tokens per rank; default: the cases'.")] = "",
+    eager: Annotated[bool, typer.Option(help="No graphs.")] = False,
+    look_every: Annotated[int, typer.Option(min=1, help="Steps between looks at the memory.")] = REPLAYS_BETWEEN_LOOKS,
+    pause_secs: Annotated[float, typer.Option(help="Longest random pause of a rank at a look.")] = 0.0,
+) -> None:
+    """Soaks each case and prints a line for it.
+
+    Its columns: round trips, wrong elements, memory and descriptors gained, pauses of all ranks, seconds.
+    """
+    world_size = ranks or torch.cuda.device_count()
+    known = SOAKED if device == "cuda" else SOAKED_ON_CPU
+    pace = Pace(eager, look_every, pause_secs)
+    with RankPool(world_size, device=device, timeout_secs=24 * 3600) as pool:
+        for name, case in sized_cases({name: known[name] for name in cases.split(",")}, sizes).items():
+            start = time.monotonic()
+            found = pool.run(compiled_when_used, soak, replace(case, world_size=world_size, seed=seed), steps, pace)
+            wrong, pauses = (sum(getattr(each, field) for each in found) for field in ("num_wrong", "num_pauses"))
+            gained = " | ".join(str(max(getattr(each, f"gained_{what}") for each in found)) for what in GAINED)
+            secs = time.monotonic() - start
+            typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {pauses} | {secs:.0f} |")
+
+
+if __name__ == "__main__":
+    typer.run(command)
