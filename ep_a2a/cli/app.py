@@ -78,8 +78,7 @@ def make_app() -> typer.Typer:
     app.callback()(callback_of((version, *OF_ALL_COMMANDS), _common_options))
     for name in COMMANDS:
         module = importlib.import_module(f"ep_a2a.cli.{name}")
-        kind = getattr(module, "Command", Command)
-        app.command(name, cls=kind, context_settings=settings)(callback_of(options_of(name), module.run))
+        app.command(name, cls=Command, context_settings=settings)(callback_of(options_of(name), module.run))
     return app
 
 

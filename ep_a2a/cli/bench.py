@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ep_a2a.cli.command import Command as BaseCommand
 from ep_a2a.commands import options as opt
-from ep_a2a.commands.messages import EXIT_MISMATCH, EXIT_OK, warn
+from ep_a2a.commands.messages import EXIT_MISMATCH, EXIT_OK
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -71,26 +70,6 @@ OPTIONS = (
     opt.number("comm_sms", COMM_SMS, opt.MOST_ITERATIONS, least=0, panel=LAYERS),
     opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
 )
-
-
-class Command(BaseCommand):
-    """The command, with `--json FILE` of version 0.2 as another name of `--output FILE`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the arguments."""
-        return super().parse_args(ctx, without_json_file(args))
-
-
-def without_json_file(arguments: list[str]) -> list[str]:
-    """Returns the arguments with `--output FILE` for `--json FILE`, and says so on stderr."""
-    changed: list[str] = []
-    for place, argument in enumerate(arguments):
-        following = arguments[place + 1 : place + 2]
-        has_file = argument == "--json" and following and not following[0].startswith("-")
-        changed.append("--output" if has_file else argument.replace("--json=", "--output=", 1))
-    if changed != arguments:
-        warn("bench --json FILE is deprecated: say --output FILE. --json alone prints to standard output.")
-    return changed
 
 
 def run(options: SimpleNamespace) -> int:

@@ -63,7 +63,7 @@ def test_the_command(tmp_path: Path) -> None:
     shared = torch.cuda.device_count() == 1
     contenders = "ep_a2a" if shared else "wire_limit,ep_a2a,nccl_agrs"
     options = ("--ranks", "2", "--tokens", "1,64", "--contenders", contenders, "--iterations", "5")
-    printed = succeeded(run_cli("bench", "--device", "cuda", *options, "--json", str(path)))
+    printed = succeeded(run_cli("bench", "--device", "cuda", *options, "--output", str(path)))
     assert "nothing about GPUs" not in printed
     header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert header["gpus"]

@@ -359,7 +359,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
     first = SMALL.index("--ranks")
     arguments = SMALL[:first] + SMALL[first + 2 :]
-    options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--json", str(path))
+    options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--output", str(path))
     printed = succeeded(run_python(*torchrun, *arguments, *options))
     assert printed.count("functional check") == 1
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
