@@ -67,8 +67,8 @@ def damaged(context: RankContext, what: str) -> tuple[type, str]:
         # so that a rank whose peer has failed does not wait for long
         patch.setattr(selftest_rank, "Rendezvous", functools.partial(Rendezvous, timeout_secs=SHORT_SECS))
         if what == "flag":
-            # a few seconds of polls; pushes that do arrive must not be given up
-            patch.setattr(push, "CPU_MAX_POLLS", 1000)
+            # pushes that do arrive must not be given up
+            patch.setattr(push, "CPU_TIMEOUT_SECS", SHORT_SECS)
         patch.setenv("EP_A2A_TIMEOUT_SECS", str(SHORT_SECS))
         if context.rank == 1:
             patch.setattr(selftest_rank, replaced, lambda *args: damage(original(*args)))

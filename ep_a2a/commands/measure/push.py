@@ -2,12 +2,14 @@
 
 On a GPU, NVRTC compiles `push.cu`, which shares neither source nor compiler with the kernels that are compared with it.
 Sizes and addresses are constants of that source: loading them would take time that the transfer does not need. On CPU,
-Triton's interpreter runs `push_kernels.py`.
+the process copies the bytes itself: its times mean nothing, but the plan of the bytes and the check run everywhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import ctypes
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 VECTOR_BYTES = 16
 FLAG_BYTES = 4
 PATTERN_FACTOR, PATTERN_STEP = 2_654_435_761 - (1 << 32), 97_003
-GAVE_UP = 2
-"""Index of the word in a direction's state that a launch sets when a flag has not come in time."""
-CPU_MAX_POLLS = 100_000
-"""Polls before giving up, about 30 s."""
+EPOCH, GAVE_UP = 0, 2
+"""Words of a direction's state: the number of its launches, and whether a flag has not come in time."""
+CPU_TIMEOUT_SECS = 30.0
+"""Seconds that a push on CPU waits for a flag."""
 LOADS_IN_FLIGHT = 8
 """Vectors that a thread loads before it stores the first."""
 MAX_THREADS = 1024
@@ -43,7 +45,7 @@ CUDA_CONSTANTS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """Part of one launch for one other rank. `push_kernels.py` reads the fields by position.
+    """Part of one launch for one other rank.
 
     Attributes:
         first_vector, num_vectors: the part of this rank's source that goes to the peer, in vectors of 16 bytes.
@@ -104,7 +106,7 @@ def make_direction(
         peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
     source = pattern(rank, 0, int(vectors[rank].sum()), device)
     state = torch.zeros(3, dtype=torch.int32, device=device)
-    make_push = _cuda_push if device.type == "cuda" else _interpreted_push
+    make_push = _cuda_push if device.type == "cuda" else _copied_push
     return Direction(
         landing=memory.local[start : start + num_bytes],
         state=state,
@@ -176,13 +178,19 @@ def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer])
     return push
 
 
-def _interpreted_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
-    from ep_a2a.commands.measure.push_kernels import push_kernel
-
-    plan = torch.tensor([astuple(peer) for peer in peers], dtype=torch.int64)
-    lanes = 1 << (len(peers) - 1).bit_length()
-
+def _copied_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
     def push(num_programs: int, num_threads: int) -> None:
-        push_kernel.interpret((num_programs,), source, plan, state, CPU_MAX_POLLS, len(peers), lanes, num_threads)
+        epoch = int(state[EPOCH]) + 1
+        for peer in peers:
+            start = source.data_ptr() + peer.first_vector * VECTOR_BYTES
+            ctypes.memmove(peer.target, start, peer.num_vectors * VECTOR_BYTES)
+            ctypes.c_int32.from_address(peer.flag_there).value = epoch
+        deadline = time.monotonic() + CPU_TIMEOUT_SECS
+        for peer in peers:
+            flag = ctypes.c_int32.from_address(peer.flag_here)
+            while flag.value < epoch and not state[GAVE_UP]:
+                state[GAVE_UP] = time.monotonic() > deadline
+                time.sleep(0)
+        state[EPOCH] = epoch
 
     return push
