@@ -9,6 +9,8 @@ from __future__ import annotations
 
 QUICK_FOLDERS = ("unit", "protocol")
 QUICK = (
+    # one step, by hand
+    "multiprocess/test_first.py",
     # every allowed pair of layout, dtype, cast, routing, world size and transport
     "multiprocess/test_covering.py",
     # every special body once, but for slow ones: time, graphs, memory, failures
