@@ -110,8 +110,8 @@ CASES: list[Case] = [
     (("bench", "--routing", "round"), 2, "routing"),
     (("bench", "--dtype", "int3"), 2, "dtype"),
     (("bench", "--max-tokens", "1", "--tokens", "2"), 2, "--max-tokens"),
-    (("bench", "--json", f"{NONE}.jsonl"), 2, "deprecated"),
-    (("bench", f"--json={NONE}.jsonl"), 2, "deprecated"),
+    (("bench", "--json", f"{NONE}.jsonl"), 2, "unexpected extra argument"),
+    (("bench", f"--json={NONE}.jsonl"), 2, "does not take a value"),
 ]
 
 VARIABLES: list[tuple[str, str]] = [
